@@ -37,23 +37,23 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not start CUDA, which survives no fork
 os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loading.job import DTYPES
-from benchmarks.loading.job import Job as Load
+from benchmarks.loading.loaders import DTYPES
+from benchmarks.loading.loaders import Job as Load
 from benchmarks.loading.measure import reference
 from benchmarks.loading.models import set_cache
 from benchmarks.measuring.command_line import checkpoints, run, shared_options
 from benchmarks.measuring.process import Figures
-from benchmarks.measuring.rounds import Row, command, in_turn, reason, where
-from benchmarks.saving.bars import PAGE
-from benchmarks.saving.job import STORED, Job
+from benchmarks.measuring.rounds import Row, command, in_turn, median, reason, where
+from benchmarks.measuring.tables import Page, beside_limit_and_ours, ranks_of, table_of
 from benchmarks.saving.measure import compare, measure
-from benchmarks.saving.savers import SAVERS
+from benchmarks.saving.savers import SAVERS, STORED, Job
 from tests._dist import num_gpus, run_ranks
 
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
@@ -149,6 +149,45 @@ def parsed() -> argparse.Namespace:
         parser.error(f"--device cuda takes a GPU for each rank (there are {gpus})")
     return args
 
+
+def title_of(cell: dict[str, Any]) -> str:
+    """What was measured, in words."""
+    parts = [f"{cell['model']}, {cell['bytes'] / 1e9:.2f} GB of bf16"]
+    parts += ["from fp32"] if cell["dtype"] == "fp32" else []
+    parts += ["a new folder" if cell["cache"] == "cold" else "over an earlier save"]
+    parts.append(ranks_of(cell))
+    parts += ["from GPUs"] if cell["device"] == "cuda" else []
+    return ", ".join(parts)
+
+
+def table(rows: dict[str, Row]) -> list[str]:
+    """One row per saver; ratios are medians over runs of the same round. Columns that hold nothing are left out."""
+    columns = ["saver", "seconds: median (min–max)", "÷ limit", "÷ ours", "synced by itself", "seconds until on disk"]
+    columns += ["÷ limit", "÷ ours", "pause", "written MB by rank", "above the model MB by rank"]
+    columns += ["GPU MB above; pinned", "result"]
+    lines = [cells_of(name, row, rows) for name, row in rows.items()]
+    return table_of(columns, lines)
+
+
+def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
+    if "failed" in row:
+        return [name, "fails", *[""] * 10, row["failed"]]
+    by_rank = {key: ", ".join(f"{r[key] / 1e6:.0f}" for r in row["ranks"]) for key in row["ranks"][0]}
+    on_gpu = any(r["pinned"] or r["above_device"] for r in row["ranks"])
+    return [
+        name,
+        *beside_limit_and_ours(name, rows),
+        SAVERS[name].syncs,
+        *beside_limit_and_ours(name, rows, "on_disk"),
+        median(row.get("pause", ())),
+        by_rank["written"],
+        by_rank["above"],
+        f"{by_rank['above_device']}; {by_rank['pinned']}" if on_gpu else "",
+        row["wrong"],
+    ]
+
+
+PAGE = Page(title="Saving from FSDP2 shards", script="benchmarks/save.py", title_of=title_of, table=table)
 
 if __name__ == "__main__":
     run(parsed, cells, PAGE, preload=PRELOAD)

@@ -44,6 +44,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring.bars import Bar, at_least, over
+
 from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
 from benchmarks.measuring.tables import Page, table_of
 from hf_fsdp_tools import make_demo_model
@@ -131,7 +132,7 @@ def checkpoint(model: str, args: argparse.Namespace) -> Path:
         shape = {} if args.tiny else SMALL
         return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **shape))
     if not folder.is_dir():
-        words = ["-m", "benchmarks.gpu.models", model, str(folder), *(["--small"] if args.tiny else [])]
+        words = ["-m", "benchmarks.measuring.random_models", model, str(folder), *(["--small"] if args.tiny else [])]
         subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
         words = make_demo_model(args.folder / "tokenizer")
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the documentation from the package's own predictions, in light and dark.
+"""Make the pictures of the README and the documentation from the package's own predictions.
 
     pip install -e '.[plots]' && python docs/make_pictures.py
 
@@ -9,13 +9,12 @@ that of the run that `paste.py --record` kept.
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from models import CONFIGS
-from plan_picture import draw_units
 
 from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
@@ -23,21 +22,17 @@ from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.streams import step_schedule
 from hf_fsdp_tools.foresight.timeline import Timeline
-from hf_fsdp_tools.foresight.timing.time import simulate
-from hf_fsdp_tools.plots.comparison import draw_comparison
-from hf_fsdp_tools.plots.figure import save
-from hf_fsdp_tools.plots.losses import draw_losses
-from hf_fsdp_tools.plots.memory import draw_memory
-from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
+from hf_fsdp_tools.plots.figure import COLORS, new_figure, save, styled
+from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
 from hf_fsdp_tools.plots.schedule import draw_schedule
+from hf_fsdp_tools.text import cut, show_bytes, show_count
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 SCALING = ROOT / "benchmarks" / "results" / "scaling.json"
 RUN = ROOT / "docs" / "records" / "finetune.json"
-
-Draw = Callable[[Any], Any]
-"""A picture in a theme."""
 
 
 def main() -> None:
@@ -46,21 +41,39 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="plan, loss, wrapping, memory, schedule, scaling; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
-    for name, draw in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
+    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
         if not wanted or name in wanted:
-            for theme in ("light", "dark"):
-                path = FOLDER / f"{name}-{theme}.svg"
-                save(draw(theme), path)
-                print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB")
+            path = FOLDER / f"{name}.svg"
+            save(figure, path)
+            print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1000:.0f} kB")
 
 
-def pictures_of_a_plan() -> Iterator[tuple[str, Draw]]:
+def pictures_of_a_plan() -> Iterator[tuple[str, Any]]:
     """Yield the name and the picture of the units of DeepSeek-V3."""
     plan = make_wrap_plan(build_meta_model(CONFIGS["DeepSeek-V3"], dtype="bfloat16"))
-    yield "plan", lambda theme: draw_units(plan, theme=theme)
+    yield "plan", draw_units(plan)
 
 
-def pictures_of_a_run() -> Iterator[tuple[str, Draw]]:
+@styled
+def draw_units(plan: WrapPlan) -> Any:
+    """The units of a plan as bars, equal ones in one row."""
+    _, *rows = plan.table()
+    largest, total = plan.largest_unit, sum(unit.num_bytes for unit in plan.units)
+    title = f"{len(plan.units)} units; the largest gathers {show_bytes(largest.num_bytes)} of {show_bytes(total)}"
+    figure = new_figure(title, 0.8 + 0.3 * len(rows))
+    axes = figure.add_subplot(title=f"{plan.model_class}, {show_count(plan.num_params)} parameters", xticks=[])
+    axes.grid(False)
+    sizes = [units[0].num_bytes for units in plan.alike]
+    bars = axes.barh(range(len(rows)), sizes, height=0.5, color=COLORS["gathered parameters"])
+    axes.bar_label(bars, [f"{count} {size}, {why}" for _, count, _, size, _, why in rows], padding=4)
+    axes.set_yticks(range(len(rows)), [cut(name, 60) for name, *_ in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(right=2.2 * max(sizes))
+    axes.spines["bottom"].set_visible(False)
+    return figure
+
+
+def pictures_of_a_run() -> Iterator[tuple[str, Any]]:
     """Yield the name and the picture of the losses of the recorded run."""
     history = json.loads(RUN.read_text())
     runs = {
@@ -70,10 +83,10 @@ def pictures_of_a_run() -> Iterator[tuple[str, Draw]]:
     first, last = ([points[end][1] for points in runs.values()] for end in (0, -1))
     title = f"Loss: training {first[0]:.2f} to {last[0]:.2f}, held out {first[1]:.2f} to {last[1]:.2f}"
     setting = "hf-fsdp finetune: a Llama of 1.3 M parameters on CPython's documentation, 2 CPU processes"
-    yield "loss", lambda theme: draw_losses(runs, title=title, setting=setting, theme=theme)
+    yield "loss", draw_losses(runs, title=title, setting=setting)
 
 
-def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:
+def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
     """Yield names and pictures of Llama-3.1-8B on 8 and on 64 H100."""
     step = "1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
     on_8 = f"Llama-3.1-8B on 8 × H100-80GB, {step}"
@@ -81,12 +94,12 @@ def pictures_of_a_step() -> Iterator[tuple[str, Draw]]:
     memory = {name: memory_of(each) for name, each in forecasts.items()}
     lines = {name: over_time(each) for name, each in memory.items()}
     limit = memory["hybrid"].limit_bytes
-    yield "wrapping", lambda theme: draw_comparison(lines, model=on_8, limit_bytes=limit, theme=theme)
-    yield "memory", lambda theme: draw_memory(lines["hybrid"], model=on_8, limit_bytes=limit, theme=theme)
+    yield "wrapping", draw_comparison(lines, model=on_8, limit_bytes=limit)
+    yield "memory", draw_memory(lines["hybrid"], model=on_8, limit_bytes=limit)
     wide = forecast(64, "hybrid")
-    schedule = step_schedule(wide.step.events, simulate(wide.step.events, wide.setup).spans)
+    schedule = step_schedule(wide.step.events, wide.timing.spans)
     on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
-    yield "schedule", lambda theme: draw_schedule(schedule, model=on_64, theme=theme)
+    yield "schedule", draw_schedule(schedule, model=on_64)
 
 
 def forecast(num_gpus: int, wrapping: Any) -> Forecast:
@@ -101,12 +114,10 @@ def forecast(num_gpus: int, wrapping: Any) -> Forecast:
 
 def over_time(memory: MemoryEstimate) -> Timeline:
     """The memory of a step over the time that it is estimated to take."""
-    step = memory.forecast.step
-    timeline: Timeline = memory.timeline
-    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
+    return memory.timeline.in_seconds(memory.forecast.step.events, memory.forecast.timing.spans)
 
 
-def pictures_of_scaling() -> Iterator[tuple[str, Draw]]:
+def pictures_of_scaling() -> Iterator[tuple[str, Any]]:
     """Yield the name and the picture of throughput per GPU over the number of GPUs."""
     written = json.loads(SCALING.read_text())
     curves = [
@@ -119,7 +130,7 @@ def pictures_of_scaling() -> Iterator[tuple[str, Draw]]:
         for curve in written["curves"]
     ]
     setting, quantity = written["setting"], written["quantity"]
-    yield "scaling", lambda theme: draw_scaling(curves, setting=setting, quantity=quantity, theme=theme)
+    yield "scaling", draw_scaling(curves, setting=setting, quantity=quantity)
 
 
 if __name__ == "__main__":

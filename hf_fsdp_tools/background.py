@@ -23,8 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.distributed.current import rounds_apart, using
-from hf_fsdp_tools.distributed.rounds import Rounds
+from hf_fsdp_tools.distributed.rounds import Rounds, rounds_apart, using
 from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 from hf_fsdp_tools.text import show_bytes
 

@@ -1,33 +1,17 @@
-"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
+r"""Train a classifier of texts under FSDP2: any pretrained model with a new head that has one output for each class.
 
 Nothing to download: a small Llama learns which part of CPython's own documentation a passage comes from. On two CPU
 processes the accuracy rises from a third to three quarters, and the evaluation loss falls from 1.4 to below 0.9, in two
-minutes:
-
-    hf-fsdp config --output here.yaml
-    accelerate launch --config_file here.yaml recipes/classify.py
-
-A model of your own; every option of transformers' TrainingArguments works (`--help` lists them). One GPU with LoRA; two
-CPU processes the same with `accelerate launch --config_file accelerate_configs/cpu.yaml`:
+minutes (`hf-fsdp classify`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
 
     python recipes/classify.py --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --use_peft --bf16
-
-One node of eight GPUs, all weights; two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip
-HOST` and `--machine_rank` 0 and 1:
-
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/classify.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
 
-Predicted by `hf-fsdp estimate --auto-class AutoModelForSequenceClassification --batch-size 8 --seq-len 512` on H100s of
-80 GB, per GPU and step of eight full texts:
-
-    8B Llama, LoRA, on one GPU  42 GB       397 ms     10,300 tokens/s
-    8B Llama on eight           61 GB each  503 ms     65,100 tokens/s
-    8B Llama on two nodes       41 GB each  528 ms    124,100 tokens/s
-
-`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.csv/.parquet file with a text and its class, a name or a
-whole number, in the columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA
-the head is trained too, and saved beside the adapter.
+`hf-fsdp estimate Qwen/Qwen3-8B --auto-class AutoModelForSequenceClassification …` predicts memory and time. Every
+option of transformers' TrainingArguments works. Rows have a text and its class, a name or a whole number, in the
+columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA the head is trained
+and saved too.
 """
 
 from dataclasses import dataclass, field
@@ -49,22 +33,13 @@ from hf_fsdp_tools.scripting import (
     make_demo,
     parse_arguments,
     run,
-    show_losses,
     train,
 )
 
 DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
 """The learning rate is usual for such a head; by the task type PEFT trains and saves it beside the adapter."""
 
-DEMO = {
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-3,
-    "max_length": 192,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
-}
-"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
+DEMO = {"num_train_epochs": 2, "learning_rate": 1e-3, "max_length": 192}
 
 
 @dataclass
@@ -82,7 +57,7 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 
 
 def main() -> Trainer:
-    # 1. What is trained on what
+    # 1. The settings and the data
     script, training, model_args = parse_arguments(
         DataArguments, TrainingArguments, ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
@@ -95,7 +70,7 @@ def main() -> Trainer:
     tokenizer = load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
-    # 2. What would fail later
+    # 2. Checks of what would fail later
     auto_class = AutoModelForSequenceClassification
     names = class_names(script, data, held_out)
     check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
@@ -107,7 +82,7 @@ def main() -> Trainer:
     config = model.config.get_text_config()
     stored, config.pad_token_id = config.pad_token_id, tokenizer.pad_token_id  # the head reads the last other token
 
-    # 4. Train, with the evaluation loss before and after
+    # 4. Train
     trainer = Trainer(
         model=model,
         args=training,
@@ -120,7 +95,7 @@ def main() -> Trainer:
     )
     # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
     trainer.model_accepts_loss_kwargs = False
-    before, after = train(trainer, training, model_args)
+    train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
@@ -128,13 +103,12 @@ def main() -> Trainer:
     if model_args.use_peft:
         use = f"open it with peft.AutoPeftModelForSequenceClassification.from_pretrained, num_labels={len(names)}"
         use += "" if stored == config.pad_token_id else f", pad_token_id={config.pad_token_id}"  # in no adapter's files
-    says = {
-        "evaluation loss": show_losses(before, after),
+    lines = {
         "accuracy": f"{right[0]:.0%} before, {right[-1]:.0%} after" if right else "not evaluated",
         "classes": ", ".join(names),
         "checkpoint": f"{training.output_dir} ({use})",
     }
-    finish(trainer, training, model_args, tokenizer, says=says)
+    finish(trainer, training, model_args, tokenizer, lines=lines)
     return trainer
 
 

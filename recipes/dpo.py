@@ -1,37 +1,19 @@
-"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
+r"""Align a causal language model with preferences (DPO) under FSDP2, from its checkpoint to a normal Hugging Face one.
 
 Nothing to download: a small Llama learns to prefer passages of CPython's own documentation to the same words shuffled,
 and to passages on something else. On two CPU processes the evaluation loss falls from 0.693, no preference, to below
-0.5 in two minutes:
-
-    hf-fsdp config --output here.yaml
-    accelerate launch --config_file here.yaml recipes/dpo.py
-
-A model of your own; every option of TRL's DPOConfig works (`--help` lists them). One GPU with LoRA; two CPU processes
-the same with `accelerate launch --config_file accelerate_configs/cpu.yaml`:
+0.5 in two minutes (`hf-fsdp dpo`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
 
     python recipes/dpo.py --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized --use_peft --bf16 --per_device_train_batch_size 2
-
-One node of eight GPUs, all weights; two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip
-HOST` and `--machine_rank` 0 and 1:
-
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/dpo.py \
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 5e-7 --per_device_train_batch_size 2 --max_length 1024
 
-Predicted by `hf-fsdp estimate --batch-size 4 --seq-len 1024` on H100s of 80 GB, for two pairs, which are
-four sequences, per GPU and step:
-
-    8B Llama, LoRA, on one GPU  44 GB       425 ms      9,600 tokens/s
-    8B Llama on eight           69 GB each  548 ms     59,800 tokens/s
-    8B Llama on two nodes       47 GB each  573 ms    114,400 tokens/s
-
-The estimate knows no reference. Shards of it in bf16 add 2 GB to each of eight GPUs, with LoRA nothing, and its forward
-pass adds about a third of the time. `--precompute_ref_log_probs` runs it once before, and frees it.
-
-`--dataset_name` is a hub name, a folder, or a .jsonl/.json/.parquet file with the columns `prompt`, `chosen` and
-`rejected`, text or turns of a chat; without `prompt`, that is what both answers begin with.
+`hf-fsdp estimate NAME --per-device-train-batch-size 4 …` predicts memory and time for two pairs, without the reference:
+its shards in bf16 add 2 GB to each of eight GPUs for 8B parameters, with LoRA nothing, and its forward pass a third of
+the time. `--precompute_ref_log_probs` runs it once before, and frees it. Every option of TRL's DPOConfig works. Rows
+have `prompt`, `chosen` and `rejected`, text or turns of a chat; without `prompt`, both answers begin with it.
 """
 
 import datasets
@@ -41,50 +23,36 @@ from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
-    StreamMixin,
     check_before_loading,
     finish,
     load_model,
     load_splits,
     load_tokenizer,
     make_demo,
-    opener,
     parse_arguments,
     run,
-    show_losses,
     train,
 )
 
-DEMO = {
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 5e-4,
-    "max_length": 256,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
-}
-"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
-
-COLUMNS = (frozenset({"chosen", "rejected"}),)
-"""With `prompt` besides, or with the prompt as the common beginning of both."""
+DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 256}
 
 
-class Trainer(StreamMixin, FSDPTrainerMixin, DPOTrainer):
+class Trainer(FSDPTrainerMixin, DPOTrainer):
     """TRL's DPOTrainer on our shards."""
 
 
 def main() -> Trainer:
-    # 1. What is trained on what
+    # 1. The settings and the data
     script, training, model_args = parse_arguments(
         ScriptArguments, DPOConfig, ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "preferences")
-    data, held_out = load_splits(script, training, columns=COLUMNS)
+    data, held_out = load_splits(script, training, columns=[{"chosen", "rejected"}])
     tokenizer = load_tokenizer(model_args, training)
 
-    # 2. What would fail later
+    # 2. Checks of what would fail later
     check_before_loading(model_args, training, tokenizer, data, held_out)
     check_preferences(script, training, data)
 
@@ -95,7 +63,7 @@ def main() -> Trainer:
     model = load_model(model_args, training, accelerator, peft_config=None, dtype=dtype)
     reference = None if adapter else load_reference(model_args, training, accelerator)
 
-    # 4. Train, with the evaluation loss before and after
+    # 4. Train
     trainer = Trainer(
         model=model,
         ref_model=reference,
@@ -107,16 +75,12 @@ def main() -> Trainer:
     )
     if training.precompute_ref_log_probs:
         trainer.ref_model = reference = None  # its values are beside the data set now
-    before, after = train(trainer, training, model_args)
+    train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_rewards/accuracies"] for log in trainer.state.log_history if "eval_rewards/accuracies" in log]
-    says = {
-        "evaluation loss": show_losses(before, after),
-        "chosen preferred": f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated",
-        "checkpoint": f"{training.output_dir} (open it with {opener(trainer.model)}.from_pretrained)",
-    }
-    finish(trainer, training, model_args, tokenizer, says=says)
+    preferred = f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated"
+    finish(trainer, training, model_args, tokenizer, lines={"chosen preferred": preferred})
     return trainer
 
 

@@ -1,32 +1,20 @@
 r"""Go on pre-training a causal language model on raw text, or begin from its configuration, under FSDP2.
 
 Documents of the column `text` are packed without padding into rows of `--max_length` tokens; a document longer than
-that goes on in another row. Positions begin anew with each document, so no document attends to its neighbours. Text is
-streamed (`--dataset_streaming`): each rank reads rows of its own, and `--max_steps` says when the run ends. Without
-streaming the whole data set is packed before training, and `--num_train_epochs` counts.
+that goes on in another row, and no document attends to its neighbours. Text is streamed (`--dataset_streaming`): each
+rank reads rows of its own, and `--max_steps` says when the run ends. Without streaming the whole data set is packed
+before training, and `--num_train_epochs` counts.
 
-On data made on the spot, with a small Llama: nothing to download, about two minutes on 2 CPU cores, 0.7 GB for each
-process; the evaluation loss falls from 7.6 to below 5.0:
-
-    python recipes/pretrain.py                                                         # one process
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py    # two
-
-A model and text of your own, on one node of 8 GPUs:
+On data made on the spot, with a small Llama: about two minutes on 2 CPU cores, 0.7 GB for each process; the evaluation
+loss falls from 7.6 to below 5.0 (`hf-fsdp pretrain`). A model and text of your own, on eight GPUs:
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/pretrain.py \
         --model_name_or_path NAME --dataset_name TEXT --dataset_streaming --max_steps 10000 \
         --max_length 4096 --per_device_train_batch_size 1 --learning_rate 1e-5
 
-On two nodes the same on both, with 2x8x80gb.yaml, `--main_process_ip HOST` and `--machine_rank` 0 and 1.
-`hf-fsdp estimate` predicts for these settings on H100s:
-
-    Llama of 1B on one GPU          32 GB, 129 ms for each step, 31,800 tokens/s
-    Llama of 8B on one node         69 GB for each GPU, 585 ms, 56,000 tokens/s
-    Llama of 8B on two nodes        47 GB for each GPU, 610 ms, 107,400 tokens/s
-
-`--from_scratch` takes config.json and tokenizer of the model alone, and draws the weights on each rank's shards, the
-same whatever the number of ranks; such a run wants `--learning_rate 3e-4 --warmup_steps 1000` or the like.
-A run that is resumed (`--resume_from_checkpoint true`) reads the stream from its beginning up to where it stopped.
+`hf-fsdp estimate NAME …` predicts memory and time. `--from_scratch` takes config.json and tokenizer alone, and draws
+the weights on each rank's shards, the same whatever the number of ranks; such a run wants `--learning_rate 3e-4
+--warmup_steps 1000` or the like. A resumed run reads the stream from its beginning up to where it stopped.
 """
 
 import math
@@ -38,17 +26,14 @@ from trl import ScriptArguments, SFTConfig, SFTTrainer
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator
 from hf_fsdp_tools.scripting import (
     ModelArguments,
-    StreamMixin,
     check_before_loading,
     finish,
     load_model,
     load_splits,
     load_tokenizer,
     make_demo,
-    opener,
     parse_arguments,
     run,
-    show_losses,
     train,
 )
 
@@ -57,13 +42,9 @@ DEFAULTS = {"output_dir": "outputs/pretrain", "packing": True, "packing_strategy
 DEMO = {
     "dataset_streaming": True,
     "max_steps": 400,
-    "per_device_train_batch_size": 2,
     "learning_rate": 2e-3,
     "max_length": 192,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
 }
-"""Settings for the demo model where the command line gives none: measured to fit into 3 minutes on 2 CPU cores."""
 
 
 @dataclass
@@ -75,12 +56,12 @@ class PretrainArguments(ModelArguments):
     )
 
 
-class Trainer(StreamMixin, FSDPTrainerMixin, SFTTrainer):
+class Trainer(FSDPTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer on our shards."""
 
 
 def main() -> None:
-    # 1. What is trained on what
+    # 1. The settings and the data
     script, training, model_args = parse_arguments(
         ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO
     )
@@ -90,7 +71,7 @@ def main() -> None:
     data, held_out = load_splits(script, training, columns=[{training.dataset_text_field}])
     tokenizer = load_tokenizer(model_args, training)
 
-    # 2. What would fail later
+    # 2. Checks of what would fail later
     check_before_loading(model_args, training, tokenizer, data, held_out)
 
     # 3. The model, straight into shards: from files, or drawn there
@@ -101,17 +82,13 @@ def main() -> None:
     else:
         model = load_model(model_args, training, accelerator)
 
-    # 4. Train, with the evaluation loss before and after
+    # 4. Train
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
-    before, after = train(trainer, training, model_args)
+    _, loss = train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
-    says = {
-        "evaluation loss": show_losses(before, after),
-        "perplexity": f"{math.exp(after):,.1f} after" if after is not None else "not evaluated",
-        "checkpoint": f"{training.output_dir} (open it with {opener(trainer.model)}.from_pretrained)",
-    }
-    finish(trainer, training, model_args, tokenizer, says=says)
+    perplexity = "not evaluated" if loss is None else f"{math.exp(loss):,.1f} after"
+    finish(trainer, training, model_args, tokenizer, lines={"perplexity": perplexity})
 
 
 def config_for(tokenizer: PreTrainedTokenizerBase, model_args: PretrainArguments, training: SFTConfig) -> AutoConfig:

@@ -1,5 +1,8 @@
-"""The shape of the package: a room imports only rooms above it, `__all__` is what is public, importing changes
-nothing."""
+"""The shape and the size of the package: a room imports only rooms above it and keeps its budget of lines, importing
+changes nothing.
+
+    python tests/test_architecture.py [ROOT]        # prints the size of each room, and of tests and benchmarks
+"""
 
 import ast
 import importlib
@@ -48,6 +51,11 @@ NEVER = (
 """(room, what it must not import although it stands above). Nothing at all imports `integrations`."""
 
 
+BUDGET: dict[str, tuple[int, int, int, int]] = {}
+"""What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
+its commit what else shrank, or why the budget rises."""
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -58,6 +66,64 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     return module.split(".")[0]
+
+
+def docstring_lines(text: str) -> int:
+    """Lines of the strings that stand alone as statements: docstrings, of attributes too."""
+    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in strings
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int, int, int]]:
+    """Lines, lines without docstrings, files and public names of each room; "" is the front door."""
+    found: dict[str, list[int]] = {}
+    doors = (("", package / "__init__.py"), ("scripting.", package / "scripting" / "__init__.py"))
+    homes = [
+        (prefix + module).split(".")[0]
+        for prefix, path in doors
+        for module, names in re.findall(r'^    "([\w.]+)": \(([^)]*)\)', path.read_text(), re.MULTILINE)
+        for _ in re.findall(r'"\w+"', names)
+    ]
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).with_suffix("").parts[0].removesuffix("__init__")
+        text = path.read_text()
+        lines = len(text.splitlines())
+        size = found.setdefault(room, [0, 0, 0, homes.count(room)])
+        for i, more in enumerate((lines, lines - docstring_lines(text), 1)):
+            size[i] += more
+    return {room: (size[0], size[1], size[2], size[3]) for room, size in found.items()}
+
+
+@pytest.mark.parametrize("room", sorted(sizes()))
+def test_a_room_keeps_its_budget(room):
+    for what, size, most in zip(
+        ("lines", "lines without docstrings", "files", "public names"), sizes()[room], BUDGET[room], strict=True
+    ):
+        assert size <= most, f"{room or 'the front door'} has {size} {what}; its budget is {most}"
+
+
+def print_sizes(root: Path) -> None:
+    """The size of everything, as a table."""
+    rooms = sizes(root / "hf_fsdp_tools")
+    total = tuple(map(sum, zip(*rooms.values(), strict=True)))
+    print(f"{'':24}  lines  without docstrings  files  public names")
+    for room, size in (*sorted(rooms.items()), ("package", total)):
+        print(f"{room or 'front door':24} {size[0]:6,} {size[1]:20,} {size[2]:6} {size[3]:13}")
+    for folder in ("recipes", "tests", "benchmarks"):
+        files = list((root / folder).rglob("*.py"))
+        texts = [path.read_text() for path in files]
+        lines, docs = sum(len(text.splitlines()) for text in texts), sum(map(docstring_lines, texts))
+        print(f"{folder:24} {lines:6,} {lines - docs:20,} {len(files):6}")
+    naming = [
+        p
+        for p in (root / "hf_fsdp_tools").rglob("*.py")
+        if p.parent.name != "fsdp1" and "fsdp1" in p.read_text().lower()
+    ]
+    print(f"files outside of fsdp1 that name it: {len(naming)}")
 
 
 def imports(path: Path) -> set[str]:
@@ -258,3 +324,7 @@ one that has `from_local` gives it tensors on meta, which stay there."""
 def test_nothing_moves_a_tensor_to_the_device_of_the_mesh_unasked(name):
     """With CPU offload the shards would go to the GPU; and whole tensors would, only to be cut there."""
     assert {module for module, path in modules().items() if name in private_names(path)} == MOVING[name]
+
+
+if __name__ == "__main__":
+    print_sizes(Path(sys.argv[1]) if sys.argv[1:] else PACKAGE.parent)

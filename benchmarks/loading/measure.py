@@ -17,10 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
 
-from .job import Job, synchronize
-from .loaders import PAGE, dequantized, loaders_of
-
-__all__ = ["measure", "reference"]
+from .loaders import PAGE, Job, dequantized, loaders_of, synchronize
 
 
 def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:

@@ -15,8 +15,6 @@ from torch import nn
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 
-__all__ = ["KINDS", "QUANTIZED", "make_checkpoint", "set_cache"]
-
 KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "8b")
 
 QUANTIZED = {

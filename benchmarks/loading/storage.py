@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Storage"]
-
 REAL_PREADV = os.preadv
 
 

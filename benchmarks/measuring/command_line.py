@@ -7,13 +7,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.loading.job import DTYPES
+from benchmarks.loading.loaders import DTYPES
 from benchmarks.loading.models import KINDS, make_checkpoint
 from benchmarks.measuring.process import Figures
 from benchmarks.measuring.tables import Page
 from tests._dist import hide_gpus, run_ranks
-
-__all__ = ["checkpoints", "run", "shared_options"]
 
 GB_OF_8B = 16.06
 

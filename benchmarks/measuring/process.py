@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["OUT_OF_MEMORY", "Figures", "begin", "end_without_memory", "share_cores", "usage"]
-
 Figures = dict[str, Any]
 
 OUT_OF_MEMORY = 77

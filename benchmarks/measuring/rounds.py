@@ -14,8 +14,6 @@ import hf_fsdp_tools
 from benchmarks.measuring.process import OUT_OF_MEMORY
 from tests._dist import num_gpus
 
-__all__ = ["LIMIT", "OURS", "Row", "command", "in_turn", "median", "ratios", "reason", "where"]
-
 Row = dict[str, Any]
 
 LIMIT = "limit"

@@ -3,12 +3,10 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.measuring.bars import Bar, Record, verdicts
 from benchmarks.measuring.process import Figures
 from benchmarks.measuring.rounds import LIMIT, OURS, Row, median, ratios
-
-__all__ = ["Page", "beside_limit_and_ours", "ranks_of", "table_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +20,12 @@ class Page:
     title_of: Callable[[Figures], str]
     """What was measured in a cell, in words."""
 
-    short: Callable[[Figures], str]
-    """The same within a line."""
-
     table: Callable[[dict[str, Row]], list[str]]
     """The rows of a cell."""
 
-    bars: Sequence[Bar]
-    """The figures that were set."""
-
-    def render(self, records: Sequence[Record], preface: str = "") -> str:
+    def render(self, records: Sequence[dict[str, Any]], preface: str = "") -> str:
         """All cells; of a cell that was measured twice, the last."""
         lines = [f"# {self.title}", "", f"What each column means is said at the top of `{self.script}`."]
-        lines += ["", *verdicts(self.bars, records, self.title_of, self.short)]
         lines += ["", preface.strip()] if preface else []
         for where in dict.fromkeys(record["about"]["where"] for record in records):
             lines += ["", where]

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.loading.job import synchronize
+from benchmarks.loading.loaders import synchronize
 from benchmarks.loading.measure import reference
 from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import dtype_name
 
-from .job import STORED, Job
-from .savers import SAVERS
-
-__all__ = ["compare", "measure"]
+from .savers import SAVERS, STORED, Job
 
 
 def measure(name: str, job: Job, tiny: Job) -> Figures:

@@ -24,14 +24,34 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
+from benchmarks.loading.loaders import Job as Load
 from benchmarks.loading.loaders import load_ours
 from benchmarks.measuring.rounds import LIMIT, OURS
 from hf_fsdp_tools.loading.io.durable import begin_sync
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 
-from .job import Job
+STORED = torch.bfloat16
+"""Dtype of the files."""
 
-__all__ = ["BEGUN", "DCP", "FULL", "GATHERED", "MERGED", "PEERS", "SAVERS", "UNSYNCED", "Saver"]
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save, the same on every rank."""
+
+    load: Load
+    """The checkpoint from which the model comes, the dtype of its parameters, where its shards are."""
+
+    target: Path
+    """The folder to save to."""
+
+    file_bytes: int
+    """Largest weight file, so that there are as many as the checkpoint has."""
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """What floating-point tensors are to be cast to; None if the model has that dtype."""
+        return None if self.load.dtype == STORED else STORED
+
 
 BEGUN = f"{LIMIT}, the disk begun at once"
 UNSYNCED = f"{LIMIT}, not synced"

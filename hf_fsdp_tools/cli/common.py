@@ -1,83 +1,78 @@
-"""What several commands share: names of classes and dtypes, quiet libraries, files that are written."""
+"""What several commands share: values and options, quiet libraries, files that are written."""
 
 import argparse
 import logging
-import re
+import math
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 
-_CLASSES = (
-    "CausalLM, Seq2SeqLM, MaskedLM, SequenceClassification, TokenClassification, QuestionAnswering, ImageTextToText, "
-    "ImageClassification, SpeechSeq2Seq"
-)
-"""What `AutoModelFor…` is often asked for, for the help text."""
+
+def count(text: str) -> int:
+    """A whole number from 1, as a type for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """A number above 0, as a type for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the model, its class, and whether its code may run."""
-    about = "hub name, local folder, or path of a config.json"
+    """Add the model, its class, whether its code may run, and `--json`."""
+    about = "reads this model: a hub name, a local folder, or the path of a config.json"
     parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
-    add_model_class(parser.add_argument)
+    add_class_and_json(parser.add_argument)
 
 
-def add_model_class(add: Callable[..., Any]) -> None:
-    """Add the model's class, and whether its code may run."""
+def add_class_and_json(add: Callable[..., Any]) -> None:
+    """Add the model's class, whether its code may run, and `--json`."""
     about = (
-        "transformers class to build (default: the one that the config names): AutoModelFor followed by "
-        f"{_CLASSES}, …; AutoModel, without a head; or a model class, such as LlamaModel"
+        "builds this class of transformers (default: the one that the config names): AutoModelFor followed by "
+        "CausalLM, Seq2SeqLM, SequenceClassification, ImageTextToText, …; AutoModel; or a model class"
     )
     add("--auto-class", metavar="CLASS", help=about)
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the checkpoint")
+    add("--trust-remote-code", action="store_true", help="runs model code that comes with the checkpoint")
+    add("--json", action="store_true", help="prints one JSON value instead of text")
 
 
 def parse_dtype(name: str | None) -> Any:
     """The floating-point dtype of that name; None without a name."""
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."), None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, name.removeprefix("torch."), None) if name else None
+    if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"--dtype {name} is no floating-point dtype of torch; use bfloat16, float16 or float32")
-    return found
+    return dtype
 
 
-def quiet() -> None:
-    """Silence progress bars, log messages and warnings of the libraries that build a model."""
+def prepare_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Silence the libraries that build a model, say when the hub is asked, and return how the model is built."""
     import huggingface_hub
     import transformers
+
+    from hf_fsdp_tools.hub import local_path
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity(logging.ERROR)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which PEFT imports
     warnings.simplefilter("ignore")
-
-
-def in_options(message: str, command: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """A message about fields and arguments in the words of the command line: `--seq-len` for `seq_len`.
-
-    A field is named by the option that was typed, such as `--gpus` for `num_processes`. Where a file was named, fields
-    of other options stay as they are: they may be keys of the file.
-    """
-    typed = {word.partition("=")[0] for word in words}
-    fields: dict[str, str] = command.get_default("fields") or {}
-    may_be_keys = not typed.isdisjoint({"--from", "--config_file", "--config-file"})
-    options: dict[str, str] = {}
-    for action in command._actions:  # which argparse gives in no other way
-        given = [option for option in action.option_strings if option in typed]
-        name = fields.get(action.dest, action.dest)
-        if given:
-            options[name] = given[0]
-        elif action.option_strings and not may_be_keys and options.get(name) not in typed:
-            options[name] = action.option_strings[0]
-    # A name without "_" may be a plain word, unless its value follows.
-    names = "|".join(rf"{name}" if "_" in name else rf"{name}(?= is | \d)" for name in options)
-    return re.sub(
-        rf"(?<![\w./`'\"-])(?P<name>{names})(?:=True\b|\b(?![\w=./-]))", lambda found: options[found["name"]], message
-    )
+    if sys.stderr.isatty() and local_path(options.model) is None:
+        print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
+    return {"trust_remote_code": options.trust_remote_code, "auto_class": options.auto_class}
 
 
 def check_writable(path: Path | None) -> None:

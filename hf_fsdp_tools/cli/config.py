@@ -10,15 +10,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model, check_writable, write
-from hf_fsdp_tools.cli.fitting import add_search_options, recipe_words, recommend
-from hf_fsdp_tools.cli.machine import FIELDS, add_machine_options, address_words, decide, launcher_words
+from hf_fsdp_tools.cli.common import add_model, check_writable, count, prepare_model, write
+from hf_fsdp_tools.cli.launch import cpu_words, recipes
+from hf_fsdp_tools.cli.machine import add_machine_options, add_sharding_options, address_words, decide
+from hf_fsdp_tools.cli.setup import add_training_options, explicit_fields, progress, usual_length
 from hf_fsdp_tools.cli.slurm import batch_script
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
-    from hf_fsdp_tools.integrations.translation import Translation
+    from hf_fsdp_tools.foresight.recommendation import Recommendation
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 
 def add_config(commands: Any) -> None:
@@ -26,136 +28,171 @@ def add_config(commands: Any) -> None:
     about = "write an Accelerate config for FSDP: with NAME the fastest that fits, else one for this machine"
     parser = commands.add_parser("config", help=about, description=about)
     add_model(parser, optional=True)
-    about = "translate this file: of `accelerate config` (FSDP1, FSDP2, DDP, DeepSpeed), or DeepSpeed's JSON"
+    about = "translates this file: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
-    about = "also write the batch script for `sbatch`, beside the file of --output"
+    parser.add_argument("--output", type=Path, metavar="FILE", help="writes the YAML there instead of to stdout")
+    about = "also writes the batch script for `sbatch`, beside the file of --output"
     parser.add_argument("--slurm", action="store_true", help=about)
-    parser.add_argument("--force", action="store_true", help="write over a file that says something else")
-    parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
-    place = parser.add_argument_group("machines").add_argument
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--cpu", action="store_true", help="run on CPU with gloo, whatever this machine has")
-    about = "run on GPUs, also when written on a machine without; with NAME also which, such as h100-80gb"
-    kind.add_argument("--gpu", nargs="?", const=True, metavar="NAME", help=about)
-    add_machine_options(place)
-    place("--gpu-ids", metavar="0,1", help="GPUs to use (default: all)")
-    model = parser.add_argument_group("model and training").add_argument
-    model(
-        "--mixed-precision", choices=("no", "bf16", "fp16"), help="compute dtype (default: bf16 on GPUs that have it)"
-    )
-    model("--fsdp-version", type=int, choices=(1, 2), help="2: fully_shard; 1: deprecated upstream")
-    model("--hsdp", type=int, metavar="N", help="N copies of the model, each sharded over its part of the processes")
-    model(
-        "--no-reshard-after-forward",
-        action="store_true",
-        help="keep gathered weights until backward: faster, more memory",
-    )
-    about = "keep shards and optimizer state in host memory, or never (default with NAME: where nothing fits without)"
-    model("--offload", action=argparse.BooleanOptionalAction, help=about)
-    model(
-        "--activation-checkpointing", action="store_true", help="recompute activations in backward: slower, less memory"
-    )
-    model(
-        "--state-dict-type",
-        choices=("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
-        help="how training checkpoints are written (default: SHARDED_STATE_DICT)",
-    )
-    add_search_options(parser)
-    parser.set_defaults(run=_config, fields=FIELDS)
+    parser.add_argument("--force", action="store_true", help="writes over a file that says something else")
+    machines = parser.add_argument_group("machines").add_argument
+    machines("--cpu", action="store_true", help="runs on CPU with gloo, whatever this machine has")
+    add_machine_options(machines)
+    machines("--machine-rank", type=int, metavar="R", help="writes the file of this machine, from 0")
+    machines("--main-process-ip", metavar="ADDRESS", help="has the processes meet at this address of machine 0")
+    about = "has them meet at this port (default: a free one; 29500 for several machines)"
+    machines("--main-process-port", type=count, metavar="PORT", help=about)
+    machines("--gpu-ids", metavar="0,1", help="uses these GPUs (default: all)")
+    shard = parser.add_argument_group("sharding (with NAME searched unless given)").add_argument
+    add_sharding_options(shard)
+    kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+    shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
+    train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
+    about = "takes N sequences per optimizer step over all GPUs"
+    train("--global-batch-size", type=count, metavar="N", help=about)
+    train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
+    train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
+    names = sorted(each.replace("_", "-") for each in recipes())
+    about = "starts this recipe in the launch command (default: finetune)"
+    train("--recipe", choices=names, metavar="NAME", help=about)
+    add_training_options(train)
+    parser.set_defaults(run=_config)
 
 
 def _config(options: argparse.Namespace) -> None:
+    from hf_fsdp_tools import FSDPConfig
+
     if options.output is None and options.slurm:
         raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
+    if options.cpu and options.gpu is not None:
+        raise ConfigError("--cpu and --gpu: give one of them")
+    if options.source is not None and options.model is not None:
+        raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
     check_writable(options.output)
-    old = None if options.source is None else _translated(options)
-    config, reasons = decide(options, None if old is None else old.fields)
-    found = None if options.model is None else recommend(options, config)
-    if found is None:
-        start, script = ["accelerate", "launch"], ["your_script.py", *(() if old is None else old.words)]
-        reason_lines = _decisions(config, reasons)
+    translation = None if options.source is None else FSDPConfig.translate_file(options.source)
+    config, reasons = decide(vars(options), None if translation is None else translation.fields)
+    best = None if options.model is None else _recommend(options, config)
+    if best is None:
+        start = ["accelerate", "launch"]
+        script = ["your_script.py", *([] if translation is None else translation.words)]
+        reason_lines = _reason_lines(config, reasons)
     else:
-        start, script = ["hf-fsdp", options.recipe or "finetune"], recipe_words(options.model, found.setup)
-        reason_lines = str(found).splitlines()
+        start, script = ["hf-fsdp", options.recipe or "finetune"], _recipe_words(options.model, best.setup)
+        reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
-        own = {"offload": "offload_params"}
-        searched = {own.get(each.field, each.field): "; ".join(each.reasons) for each in found.choices}
+        searched = {_OF_CONFIG.get(each.field, each.field): "; ".join(each.reasons) for each in best.choices}
         reasons |= {name: reason for name, reason in searched.items() if hasattr(config, name)}
-        config = replace(
-            config,
-            reshard_after_forward=found.setup.reshard_after_forward,
-            dp_replicate_size=found.setup.dp_replicate_size,
-            offload_params=found.setup.offload,
-            activation_checkpointing=found.setup.activation_checkpointing,
-        )
+        names = ("reshard_after_forward", "dp_replicate_size", "offload", "activation_checkpointing")
+        config = replace(config, **{_OF_CONFIG.get(name, name): getattr(best.setup, name) for name in names})
     start += ["--config_file", str(options.output or "FILE")]
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    written = _written(options, text, batch_script(config, [*start, *script], options.command_line))
-    launch = shlex.join([*start, *launcher_words(config), *script])
+    written = _write(options, text, batch_script(config, [*start, *script], options.command_line))
+    launch = shlex.join([*start, *address_words(config), *cpu_words(config), *script])
     if options.slurm:
         launch = f"sbatch {shlex.quote(str(options.output.with_suffix('.sbatch')))}"
     if options.json:
         value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
         value["output"] = str(options.output) if options.output else None
-        if found is not None:
-            value["recommendation"] = json.loads(found.to_json())
-        if old is not None:
-            value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in old.rows]
+        if best is not None:
+            value["recommendation"] = json.loads(best.to_json())
+        if translation is not None:
+            value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
         print(json.dumps(value, indent=1))
         return
-    table = [] if old is None else [*_translation_lines(old.rows), ""]
-    report = [*table, *reason_lines, *[""] * (found is not None), *written, f"launch  {launch}"]
+    rows = [] if translation is None else [*_translation_lines(translation.rows), ""]
+    report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
 
 
-def _written(options: argparse.Namespace, text: str, script: str) -> list[str]:
+_OF_CONFIG = {"offload": "offload_params"}
+"""Field of FSDPConfig by that of `TrainingSetup`, where the names differ."""
+
+
+def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
     """Write the config, and with `--slurm` the batch script beside it; return a line for each."""
     if options.output is None:
         return []
     texts = {options.output: text} | ({options.output.with_suffix(".sbatch"): script} if options.slurm else {})
     for path, content in texts.items():
-        _check_replaceable(path, content, options.force)
+        if not options.force and path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
+            raise ConfigError(f"{path} exists and holds something else; --force writes over it, --output names another")
     made = "" if options.output.parent.exists() else " (a new folder)"
     for path, content in texts.items():
         write(path, content)
     return [f"wrote   {path}{made}" for path in texts]
 
 
-def _decisions(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
+def _reason_lines(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
     """Aligned lines of setting, value and reason, of the settings that have a reason."""
     names = ["use_cpu", "num_processes", "mixed_precision"]
     rows = [(name, getattr(config, name), reasons[name]) for name in [*names, *sorted(set(reasons) - set(names))]]
     rows[0] = ("device", "CPU, gloo" if config.use_cpu else "CUDA, NCCL", rows[0][2])
-    widths = [max(len(str(row[column])) for row in rows) for column in range(2)]
-    return [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {reason}" for name, value, reason in rows]
-
-
-def _translated(options: argparse.Namespace) -> "Translation":
-    """What the file of `--from` means here."""
-    from hf_fsdp_tools import FSDPConfig
-
-    if options.model is not None:
-        raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
-    return FSDPConfig.translate_file(options.source)
+    return _aligned(rows)
 
 
 def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     """Aligned lines of key, value and what became of it; long values are shortened."""
-    short = [(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows]
-    widths = [max((len(row[column]) for row in short), default=0) for column in range(2)]
-    return [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {became}" for key, value, became in short]
+    return _aligned([(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows])
 
 
-def _check_replaceable(path: Path, text: str, force: bool) -> None:
-    """Refuse to write over a file that says something else."""
-    try:
-        same = force or not path.exists() or path.read_text(encoding="utf-8") == text
-    except (OSError, UnicodeDecodeError):
-        same = False
-    if not same:
-        raise ConfigError(f"{path} exists and holds something else; --force writes over it, --output names another")
+def _aligned(rows: Sequence[tuple[str, Any, str]]) -> list[str]:
+    widths = [max((len(str(row[column])) for row in rows), default=0) for column in range(2)]
+    return [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {text}" for name, value, text in rows]
+
+
+def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendation":
+    """The fastest setting of the model that fits on the machines of a config, of what the options leave open."""
+    if config.use_cpu:
+        raise ConfigError(
+            f"{options.model}: what fits on the CPU is not known; leave it out, or say for which GPUs: --gpu h100-80gb "
+            "--num-processes 8"
+        )
+    if options.longest and options.seq_len is not None:
+        raise ConfigError("--longest looks for the length that --max-length gives; leave one of them out")
+    from hf_fsdp_tools.accelerator import device_title, find_accelerator
+    from hf_fsdp_tools.foresight.recommend import recommend_config
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+
+    device = find_accelerator()
+    name = options.gpu or (None if device is None else device_title(device))
+    if name is None:
+        raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
+    values = explicit_fields(options) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
+    values["gpus_per_node"] = config.num_processes // config.num_machines
+    values["precision"] = {"no": "fp32"}.get(config.mixed_precision, config.mixed_precision)
+    if options.recipe == "accelerate-loop":  # the one recipe whose loop makes whole logits
+        values.setdefault("loss", "full")
+    if options.margin is not None:
+        values["margin"] = options.margin
+    values.setdefault("seq_len", None if options.longest else usual_length(options))
+    with progress() as say:
+        return recommend_config(
+            options.model,
+            global_batch_size=options.global_batch_size,
+            model_kwargs=prepare_model(options),
+            say=say,
+            **values,
+        )
+
+
+def _recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
+    """Arguments of a recipe for a setting, in TRL's words."""
+    words = ["--model_name_or_path", model, "--dataset_name", "DATASET"]
+    words += ["--max_length", str(setup.seq_len), "--per_device_train_batch_size", str(setup.batch_size)]
+    words += ["--gradient_accumulation_steps", str(setup.gradient_accumulation_steps)]
+    if setup.optimizer != "adamw":
+        from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
+
+        words += ["--optim", *OPTIMIZERS[setup.optimizer][0].split()]
+    if setup.gradient_accumulation_steps > 1 and not setup.sync_each_batch:
+        words += ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}']
+    if setup.lora_r is not None:
+        targets = setup.lora_target_modules
+        names = [targets] if isinstance(targets, str) else list(targets)
+        words += ["--use_peft", "--lora_r", str(setup.lora_r), "--lora_target_modules", *names]
+    words += ["--load_in_4bit"] if setup.load_in_4bit else []
+    words += ["--attn_implementation", setup.attn_implementation] if setup.attn_implementation != "sdpa" else []
+    return [*words, *(["--torch_compile"] if setup.compile else [])]

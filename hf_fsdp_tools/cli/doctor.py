@@ -5,8 +5,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from hf_fsdp_tools.cli.common import add_model, count
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.plan import add_named_model, meta_model
+from hf_fsdp_tools.cli.plan import meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
 
@@ -19,16 +20,11 @@ def add_doctor(commands: Any) -> None:
     )
     more = "The exit status is 1 where a finding is an error, so that a job script can stop; else it is 0."
     parser = commands.add_parser("doctor", help=about, description=f"{about}. {more}")
-    add_named_model(parser, optional=True)
-    parser.add_argument(
-        "--config-file",
-        "--config_file",
-        metavar="FILE",
-        help="check this file for `accelerate launch`, or the one of that name that comes with the package",
-    )
-    parser.add_argument(
-        "--num-processes", type=int, default=8, metavar="N", help="with NAME: processes to shard over (default: 8)"
-    )
+    add_model(parser, optional=True)
+    about = "checks this file for `accelerate launch`, or the one of that name that comes with the package"
+    parser.add_argument("--config-file", metavar="FILE", help=about)
+    about = "shards the model of NAME over N processes (default: 8)"
+    parser.add_argument("--num-processes", type=count, default=8, metavar="N", help=about)
     parser.set_defaults(run=_doctor)
 
 
@@ -38,12 +34,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
 
     if options.model is None:
-        found: Any = check_environment()
+        report: Any = check_environment()
     else:
         model = meta_model(options, dtype="float32")  # of what is trained, as this package loads it
-        found = rehearse(model, num_processes=options.num_processes)
-    print(found.to_json() if options.json else within(found))
-    return int(found.has_errors)
+        report = rehearse(model, num_processes=options.num_processes)
+    print(report.to_json() if options.json else within(report))
+    return int(report.has_errors)
 
 
 def _doctor_of_file(options: argparse.Namespace) -> int:

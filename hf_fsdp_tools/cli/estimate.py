@@ -2,21 +2,16 @@
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model
+from hf_fsdp_tools.cli.common import add_model, amount, prepare_model
+from hf_fsdp_tools.cli.machine import add_machine_options, add_sharding_options
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
-from hf_fsdp_tools.cli.training import (
-    add_sharding_options,
-    add_training_options,
-    model_of,
-    progress,
-    setup_of,
-)
+from hf_fsdp_tools.cli.setup import add_training_options, progress, setup_of
+from hf_fsdp_tools.cli.units import show_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
 
@@ -27,12 +22,12 @@ if TYPE_CHECKING:
 
 
 _WRAPPINGS = {"hybrid": "hybrid", "root": "root-only", "none": "no wrapping"}
-"""What `--compare` lays beside each other, and how it is called."""
+"""The wrappings that `--compare` lays beside each other, and their titles."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one setting needs, and how fast it runs."""
+    """The memory and the speed of one setting."""
 
     memory: "MemoryEstimate"
     time: "ThroughputEstimate"
@@ -43,57 +38,64 @@ def add_estimate(commands: Any) -> None:
     about = "predict memory, step time, tokens/s and cost of a training, without weights and without a GPU"
     parser = commands.add_parser("estimate", help=about, description=about)
     add_model(parser)
-    add_training_options(parser)
-    add_sharding_options(parser)
+    add_machine_options(parser.add_argument_group("machines").add_argument)
+    add_training_options(parser.add_argument_group("training").add_argument)
+    shard = parser.add_argument_group("sharding").add_argument
+    add_sharding_options(shard)
+    about = "makes units by the plan (default), one for the whole model, or no FSDP"
+    shard("--wrapping", choices=tuple(_WRAPPINGS), help=about)
     show = parser.add_argument_group("what is shown").add_argument
-    show("--tokens", type=float, metavar="N", help="also the hours and the cost of so many tokens, such as 1e9")
-    show("--price", type=float, metavar="X", help="of one GPU for one hour, for the cost of --tokens")
-    show(
-        "--era", metavar="YEAR", help="of the software whose efficiencies are taken (default: the latest that is known)"
-    )
-    show("--explain", action="store_true", help="also what takes most memory at the peak: module and operator of each")
-    show("--compare", action="store_true", help="lay the plan, root-only wrapping and no wrapping beside each other")
-    show("--plot", type=Path, metavar="FILE", help="also draw it: .html (a page), .png, .svg or .pdf (the memory)")
-    show("--json", action="store_true", help="print one JSON value instead of text")
+    show("--tokens", type=amount, metavar="N", help="adds the hours and the cost of so many tokens, such as 1e9")
+    show("--price", type=amount, metavar="X", help="sets the price of one GPU for one hour, for the cost of --tokens")
+    about = "takes the efficiencies of that year's software (default: the latest that is known)"
+    show("--era", metavar="YEAR", help=about)
+    show("--explain", action="store_true", help="adds what takes most memory at the peak: module and operator of each")
+    show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
+    about = "shows one step unit by unit instead: gathers, computation and reductions, hidden or exposed"
+    show("--units", action="store_true", help=about)
+    about = "draws it: .html (a page), .png, .svg or .pdf; with --units also .json, for ui.perfetto.dev"
+    show("--output", type=Path, metavar="FILE", help=about)
+    about = "draws this recorded step (export_chrome_trace of torch.profiler) below that of --units"
+    show("--measured", type=Path, metavar="TRACE", help=about)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> None:
-    for name in ("tokens", "price"):
-        if (number := getattr(options, name)) is not None and not 0 < number < math.inf:
-            raise ConfigError(f"--{name} {number:g}: give a number above 0")
+    if options.units:
+        return show_units(options)
+    if options.measured is not None:
+        raise ConfigError("--measured is drawn below the step that --units shows: give --units too")
     if (options.price is not None) != (options.tokens is not None):
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
-    check_picture(options.plot)
-    setup, kwargs = setup_of(options), model_of(options)
+    check_picture(options.output)
+    setup, kwargs = setup_of(options), prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
 
-    wrappings: list[str] = [setup.wrapping]
-    if options.compare or (options.plot and options.plot.suffix == ".html"):
-        wrappings += [name for name in _WRAPPINGS if name != setup.wrapping and (options.compare or name == "root")]
-    found: dict[str, Estimate] = {}
+    is_page = options.output is not None and options.output.suffix == ".html"
+    compared = _WRAPPINGS if options.compare else {"root": ""} if is_page else {}
+    estimates: dict[str, Estimate] = {}
     with progress() as say:
-        for wrapping in wrappings:
+        for wrapping in dict.fromkeys([setup.wrapping, *compared]):
             say(f"a step of {options.model} without memory, {_WRAPPINGS[wrapping]} ...")
-            found[wrapping] = _estimated(options, _wrapped(setup, wrapping), kwargs)
-        first = found[setup.wrapping].memory
-        whole = more = None
+            estimates[wrapping] = _estimated(options, _wrapped(setup, wrapping), kwargs)
+        first = estimates[setup.wrapping].memory
+        whole_loss = more = None
         if setup.loss is None and first.setup.loss == "chunked":
             say("the same with whole logits ...")
-            whole = _estimated(options, replace(setup, loss="full"), kwargs).memory
+            whole_loss = _estimated(options, replace(setup, loss="full"), kwargs).memory
         if not (first.fits or options.json):
             say("looking for what fits ...")
             more = what_fits(options.model, first.setup, model_kwargs=kwargs)
-        if options.plot:
+        if options.output:
             say("drawing ...")
-            counts = _counts(setup) if options.plot.suffix == ".html" else ()
+            counts = _counts(setup) if is_page else ()
             scaled = {count: _estimated(options, replace(setup, num_gpus=count), kwargs) for count in counts}
-            draw_estimate(options.plot, {_WRAPPINGS[name]: each for name, each in found.items()}, scaled)
-    shown = dict(list(found.items())[: None if options.compare else 1])
+            draw_estimate(options.output, {_WRAPPINGS[name]: each for name, each in estimates.items()}, scaled)
+    shown = estimates if options.compare else {setup.wrapping: estimates[setup.wrapping]}
     if options.json:
         print(json.dumps(_value(options, shown), indent=1))
         return
-    print(within("\n".join([str(first), *_beside(first, whole, more)]), 100))
+    print(within("\n".join([str(first), *_notes(first, whole_loss, more)]), 100))
     if options.explain:
         print("", *_explained(first), sep="\n")
     if options.compare:
@@ -103,8 +105,8 @@ def _estimate(options: argparse.Namespace) -> None:
         print(f"\n{within(time, 100)}")
         if options.tokens:
             print(f"  {_cost_words(time, options)}")
-    if options.plot:
-        print(f"wrote {options.plot}")
+    if options.output:
+        print(f"wrote {options.output}")
 
 
 def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
@@ -117,21 +119,19 @@ def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs
     return Estimate(memory, throughput_of(memory, era=options.era or LATEST_ERA))
 
 
-def _beside(memory: "MemoryEstimate", whole: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
+def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
     """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits."""
     from hf_fsdp_tools.foresight.recommend import MARGIN
 
     most = show_bytes(round(memory.total * (1 + MARGIN)))
     yield f"up to {most} on a real GPU: `hf-fsdp config` leaves {100 * MARGIN:.0f} % free for that"
-    if whole is not None:
-        fits = "" if whole.fits else ", which does not fit"
-        yield (
-            f"loss in pieces, as `hf-fsdp finetune` makes it; with whole logits (--loss full) {show_bytes(whole.total)}"
-            f" in all{fits}"
-        )
+    if whole_loss is not None:
+        fits = "" if whole_loss.fits else ", which does not fit"
+        total = show_bytes(whole_loss.total)
+        yield f"loss in pieces, as `hf-fsdp finetune` makes it; with whole logits (--loss full) {total} in all{fits}"
     if more is not None:
-        found = "; ".join(more) or "nothing near; take a smaller model"
-        yield f"what fits: {found}. `hf-fsdp config NAME` searches for the fastest setting"
+        near = "; ".join(more) or "nothing near; take a smaller model"
+        yield f"what fits: {near}. `hf-fsdp config NAME` searches for the fastest setting"
 
 
 def _explained(memory: "MemoryEstimate") -> list[str]:
@@ -159,9 +159,9 @@ def _wrapped(setup: "TrainingSetup", wrapping: str) -> "TrainingSetup":
     return replace(setup, wrapping=wrapping)  # type: ignore[arg-type]  # it is one of three
 
 
-def _value(options: argparse.Namespace, found: Mapping[str, Estimate]) -> dict[str, Any]:
+def _value(options: argparse.Namespace, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     value: dict[str, Any] = {}
-    for wrapping, each in found.items():
+    for wrapping, each in estimates.items():
         value[wrapping] = {"memory": json.loads(each.memory.to_json()), "throughput": json.loads(each.time.to_json())}
         if options.tokens:
             cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
@@ -176,11 +176,11 @@ def _cost_words(time: "ThroughputEstimate", options: argparse.Namespace) -> str:
     )
 
 
-def _table(found: Mapping[str, Estimate], options: argparse.Namespace) -> list[str]:
+def _table(estimates: Mapping[str, Estimate], options: argparse.Namespace) -> list[str]:
     """One row per figure, one column per wrapping."""
-    every = list(found.values())
+    every = list(estimates.values())
     kinds = dict.fromkeys(kind for each in every for kind in each.memory.at_peak)
-    rows = [("", *(_WRAPPINGS[wrapping] for wrapping in found))]
+    rows = [("", *(_WRAPPINGS[wrapping] for wrapping in estimates))]
 
     def row(title: str, shown: Callable[[Estimate], str], *, only_fitting: bool = False) -> None:
         rows.append((title, *("-" if only_fitting and not each.memory.fits else shown(each) for each in every)))

@@ -1,148 +1,107 @@
-"""On which machines a run is: the options of `hf-fsdp config` and of the recipes, and the config that follows."""
+"""The machines of a run: options of the commands, and the config that follows from them."""
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.common import amount, count
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
 
 
-PORT = 29500
-"""Port of several machines where none is given. Source: torch's own default (`torch.distributed.run`)."""
-
 GPUS_PER_MACHINE = 8
-"""Of another machine, where more GPUs are asked for and no number of machines is. (assumed: most have 8)"""
+"""GPUs of another machine where more are wanted and no number of machines is given. (assumed: most have 8)"""
 
-ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
-"""In a file for several machines where no address is given: the command that starts each machine gives it."""
-
-
-def add_machine_options(place: Callable[..., Any]) -> None:
-    """Add how many machines and processes there are, and how machines find each other; with `-` and `_` alike."""
-
-    def add(name: str, *others: str, **keywords: Any) -> None:
-        under = [each.replace("-", "_").replace("__", "--", 1) for each in (name, *others)]
-        place(*dict.fromkeys((name, *others, *under)), **keywords)
-
-    add("--gpus", "--num-gpus", dest="gpus", type=int, metavar="N", help="GPUs over all machines (default: all here)")
-    about = "processes over all machines (default: one per GPU; 2 on CPU)"
-    add("--num-processes", type=int, metavar="N", help=about)
-    add("--num-machines", type=int, metavar="N", help="machines with equally many processes each")
-    add("--machine-rank", type=int, metavar="R", help="the machine that is started, from 0")
-    add("--main-process-ip", metavar="ADDRESS", help="address of machine 0")
-    about = f"port on machine 0 (default: a free one; {PORT} for several machines)"
-    add("--main-process-port", type=int, metavar="PORT", help=about)
+_ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
+"""Address in a file for several machines where none is given: the command that starts each machine gives it."""
 
 
-def decide(options: argparse.Namespace, said: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
-    """The config from the options and this machine, and a reason for each field that is not a plain default."""
+def add_machine_options(add: Callable[..., Any]) -> None:
+    """Add how many processes and machines there are, of what kind, and how fast they are linked."""
+    add("--num-processes", type=count, metavar="N", help="counts processes over all machines, one for each GPU")
+    add("--num-machines", type=count, metavar="N", help="counts machines, each with equally many processes")
+    add("--gpu", metavar="NAME", help="plans for this kind of GPU: a100-40gb, h100-80gb, h200-141gb, rtx-4090, …")
+    about = "sets the Gbit/s of one machine, all network cards together (default: the usual)"
+    add("--network-gbit-s", type=amount, metavar="X", help=about)
+    about = "sets the GB/s between the GPUs of a machine, as nccl-tests' bus bandwidth (default: the usual)"
+    add("--link-gb-s", type=amount, metavar="X", help=about)
+    about = "sets the dtype of computation (default: bf16 on GPUs that have it)"
+    add("--mixed-precision", choices=("no", "bf16", "fp16"), help=about)
+
+
+def add_sharding_options(add: Callable[..., Any]) -> None:
+    """Add what FSDP does."""
+    add("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
+    switch = {"action": argparse.BooleanOptionalAction}
+    add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
+    add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
+    add("--offload-params", **switch, help="keeps shards and optimizer state in host memory")
+
+
+def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
+    """The config of these machines, and a reason for each field that is not a plain default.
+
+    The defaults of the machine, the values of a translated file and the options, of which the later goes first.
+    """
     from hf_fsdp_tools import FSDPConfig
 
-    asked = {field: getattr(options, name, None) for name, field in SETTINGS.items()}
-    is_off = getattr(options, "offload", None) is False  # the one switch that can be turned off
-    asked = {field: value for field, value in asked.items() if value is not None and value is not False}
-    asked |= {"offload_params": False} if is_off and (said or {}).get("offload_params") else {}
-    gpus, is_elsewhere = asked.pop("gpus", None), bool(getattr(options, "gpu", None))
-    if gpus is not None and asked.setdefault("num_processes", gpus) != gpus:
-        raise ConfigError(f"--gpus {gpus} and --num-processes {asked['num_processes']}: give one of them")
-    if options.cpu and gpus is not None:
-        raise ConfigError("--cpu and --gpus: give one of them; --num-processes counts processes on CPUs")
-    changes = dict(said or {}) | asked
-    on_cpu = options.cpu or (bool(changes.pop("use_cpu", False)) and gpus is None and not is_elsewhere)
-    for name in ("num_processes", "num_machines"):
-        if (number := changes.get(name, 1)) < 1:
-            raise ConfigError(f"{name} is {number}; use a whole number from 1")
-    count, machines = changes.get("num_processes"), changes.get("num_machines", 1)
-    here, reasons = FSDPConfig.for_machine(gpu_count=0 if on_cpu else None)
-    if not on_cpu and count and (is_elsewhere or said is not None or (gpus is not None and here.use_cpu)):
-        here, reasons = FSDPConfig.for_machine(gpu_count=count)
-    elif not on_cpu:
-        _check_gpus(here, count, machines, is_elsewhere)
-    if is_elsewhere and not here.use_cpu and count and "num_machines" not in changes and count > GPUS_PER_MACHINE:
-        machines = changes["num_machines"] = _machines(count)
+    typed = {each.name: options.get(each.name) for each in fields(FSDPConfig)}
+    typed = {name: value for name, value in typed.items() if value is not None and value != ()}
+    changes = {**(file or {}), **typed}
+    num, machines, is_elsewhere = changes.get("num_processes"), changes.get("num_machines"), bool(options.get("gpu"))
+    is_file_for_cpu = changes.pop("use_cpu", False)
+    if options.get("cpu") or (is_file_for_cpu and not is_elsewhere):
+        defaults, reasons = FSDPConfig.for_machine(gpu_count=0)
+    elif num and (is_elsewhere or file is not None):
+        defaults, reasons = FSDPConfig.for_machine(gpu_count=num)
+    else:
+        defaults, reasons = FSDPConfig.for_machine()
+        _check_gpus(defaults, (num or 0) // (machines or 1), is_elsewhere)
+    if is_elsewhere and machines is None and num and num > GPUS_PER_MACHINE:
+        machines = changes["num_machines"] = machines_of(num)
         reasons["num_machines"] = f"of {GPUS_PER_MACHINE} GPUs each, assumed; --num-machines says otherwise"
-    if here.use_cpu and changes.get("offload_params") and "offload_params" not in asked:
-        raise ConfigError(
-            "the file keeps weights in the host's memory (offload), and the run would be on the CPU, which has them "
-            "there; say with --gpus how many the file's machine has, or leave the offload out with --no-offload"
-        )
-    if "num_machines" in changes and not count:
-        changes["num_processes"] = here.num_processes * machines
+    if machines and not num:
+        changes["num_processes"] = defaults.num_processes * machines
         reasons["num_processes"] += f", on each of {machines} machines" if machines > 1 else ""
-    if getattr(options, "no_reshard_after_forward", False):
-        changes["reshard_after_forward"] = asked["reshard_after_forward"] = False
-    told = set(said or {}) - ({"use_cpu"} if (said or {}).get("use_cpu") != here.use_cpu else set())
-    reasons |= dict.fromkeys(told, "as the file says") | dict.fromkeys(asked, "asked for")
-    if machines > 1:
-        for field, value, reason in (
-            ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
-            ("main_process_port", PORT, "PyTorch's usual port"),
+    reasons |= dict.fromkeys(changes.keys() & (file or {}).keys(), "as the file says")
+    reasons |= dict.fromkeys(typed, "asked for")
+    if (machines or 1) > 1:
+        for name, value, reason in (
+            ("main_process_ip", _ANY_ADDRESS, "the launch command gives it"),
+            ("main_process_port", 29500, "PyTorch's usual port"),
         ):
-            if field not in changes:
-                changes[field], reasons[field] = value, reason
-    if changes.get("fsdp_version") == 1:  # with NO_WRAP it would gather the whole model at once
-        changes["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-        reasons["auto_wrap_policy"] = "under FSDP1 it is Accelerate that wraps"
-    return replace(here, **changes), reasons
+            if name not in changes:
+                changes[name], reasons[name] = value, reason
+    return replace(defaults, **changes), reasons
 
 
 def address_words(config: "FSDPConfig") -> list[str]:
     """Options of the launch command that differ between machines, or that the file leaves open."""
     words = ["--machine_rank", str(config.machine_rank)] if config.num_machines > 1 else []
-    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == ANY_ADDRESS else [])]
+    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == _ANY_ADDRESS else [])]
 
 
-def launcher_words(config: "FSDPConfig") -> list[str]:
-    """As `address_words`, and for this machine's CPU the threads of a process, which have no key in a file."""
-    threads = (os.cpu_count() or 1) // config.num_processes
-    some = config.use_cpu and threads > 1  # the launcher warns when it has to choose
-    return [*address_words(config), *(["--num_cpu_threads_per_process", str(threads)] if some else [])]
-
-
-SETTINGS = {
-    "gpus": "gpus",
-    "num_processes": "num_processes",
-    "num_machines": "num_machines",
-    "machine_rank": "machine_rank",
-    "main_process_ip": "main_process_ip",
-    "main_process_port": "main_process_port",
-    "gpu_ids": "gpu_ids",
-    "mixed_precision": "mixed_precision",
-    "fsdp_version": "fsdp_version",
-    "hsdp": "dp_replicate_size",
-    "offload": "offload_params",
-    "activation_checkpointing": "activation_checkpointing",
-    "state_dict_type": "state_dict_type",
-}
-"""Field of FSDPConfig by option."""
-
-FIELDS = SETTINGS | {"gpus": "num_processes", "cpu": "use_cpu"}
-"""What messages call each option, for `common.in_options`."""
-
-
-def _machines(count: int) -> int:
-    """How many machines have so many GPUs."""
-    machines, rest = divmod(count, GPUS_PER_MACHINE)
-    if rest:
+def machines_of(num_processes: int) -> int:
+    """How many machines have so many GPUs, where nobody says how many each has."""
+    machines, rest = divmod(num_processes, GPUS_PER_MACHINE)
+    if machines and rest:
         raise ConfigError(
-            f"{count} GPUs are no whole number of machines with {GPUS_PER_MACHINE}; use "
-            f"{count - rest} or {count - rest + GPUS_PER_MACHINE}, or say with --num-machines how many there are"
+            f"{num_processes} GPUs are no whole number of machines with {GPUS_PER_MACHINE}; use "
+            f"{num_processes - rest} or {num_processes - rest + GPUS_PER_MACHINE}, or say with --num-machines how many "
+            "there are"
         )
-    return machines
+    return max(1, machines)
 
 
-def _check_gpus(here: "FSDPConfig", count: int | None, machines: int, is_elsewhere: bool) -> None:
-    """Refuse options that need more GPUs than this machine has, unless they say that the config is for another one."""
-    if is_elsewhere and here.use_cpu:
-        raise ConfigError("--gpu: this machine has no GPU; say with --gpus how many the other machine has")
-    needed = (count or 0) // machines
-    if not here.use_cpu and needed > here.num_processes:
+def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None:
+    """Refuse options that need more GPUs than this machine has, or leave open how many another has."""
+    if is_elsewhere and defaults.use_cpu:
+        raise ConfigError("--gpu: this machine has no GPU; say with --num-processes how many the other machine has")
+    if not defaults.use_cpu and needed > defaults.num_processes:
         raise ConfigError(
-            f"{needed} processes on a machine with {here.num_processes} GPU(s): each needs its own; add --gpu if "
-            "the file is for another machine, or --cpu"
+            f"{needed} processes on a machine with {defaults.num_processes} GPU(s): each needs its own; say with "
+            f"--gpu for which other machine the file is, or use --num-processes {defaults.num_processes}, or --cpu"
         )

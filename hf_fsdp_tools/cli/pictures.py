@@ -32,11 +32,11 @@ def check_picture(path: Path | None) -> None:
 
 def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
-    from hf_fsdp_tools.plots.comparison import draw_comparison
+    from hf_fsdp_tools.foresight.streams import step_schedule
+    from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.figure import save
-    from hf_fsdp_tools.plots.memory import draw_memory
+    from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
     from hf_fsdp_tools.plots.page import page_text
-    from hf_fsdp_tools.plots.scaling import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 
@@ -49,7 +49,7 @@ def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[i
     if path.suffix != ".html":
         save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(found) > 1 else picture, path)
         return
-    schedule = _schedule(forecast)
+    schedule = step_schedule(forecast.step.events, forecast.timing.spans)
     figures: dict[str, Any] = {"memory of a step": picture}
     if len(found) > 1:
         figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
@@ -101,18 +101,7 @@ def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast", *, measure
 
 def _over_time(memory: "MemoryEstimate") -> "Timeline":
     """The memory of a step over the seconds that the step is estimated to take."""
-    from hf_fsdp_tools.foresight.timing.time import simulate
-
-    step = memory.forecast.step
-    timeline: Timeline = memory.timeline
-    return timeline.in_seconds(step.events, simulate(step.events, memory.setup).spans)
-
-
-def _schedule(forecast: "Forecast") -> "Schedule":
-    from hf_fsdp_tools.foresight.streams import step_schedule
-    from hf_fsdp_tools.foresight.timing.time import simulate
-
-    return step_schedule(forecast.step.events, simulate(forecast.step.events, forecast.setup).spans)
+    return memory.timeline.in_seconds(memory.forecast.step.events, memory.forecast.timing.spans)
 
 
 def _setting(forecast: "Forecast") -> str:

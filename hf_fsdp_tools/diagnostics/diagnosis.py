@@ -20,18 +20,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.diagnostics.findings import Finding, check_model
-from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, local_part, read_live_model, unit_tree
-from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
-from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, by_severity, check_model
+from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, read_live_model, unit_tree
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.text import dtype_name, listed
-
-_SEVERITIES = ("error", "warning", "info")
 
 _DOING = "diagnosing the model"
 
@@ -62,7 +61,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         counts: Counter[str] = Counter(finding.severity for finding in self.findings)
-        summary = ", ".join(f"{counts[s]} {s}{'s' * (counts[s] != 1)}" for s in _SEVERITIES if counts[s])
+        summary = ", ".join(f"{counts[s]} {s}{'s' * (counts[s] != 1)}" for s in SEVERITIES if counts[s])
         return "\n".join([str(self.units), "", summary or "no findings", *map(str, self.findings)])
 
 
@@ -71,8 +70,8 @@ def diagnose(
 ) -> Diagnosis:
     """Check a model against a plan, before the first step or at any time; give the problems and their cures.
 
-    The model may be sharded by `shard_model`, by Accelerate, by hand with `fully_shard`, by FSDP1, or not at all; on
-    any device, meta included. It is not changed.
+    The model may be sharded by `shard_model`, by Accelerate, by hand with either version of FSDP, or not at all; on any
+    device, meta included. It is not changed.
 
     Args:
         model: as it is trained. Names in findings are those of the model without wrappers around its modules.
@@ -87,9 +86,8 @@ def diagnose(
 
     Raises:
         ConfigError: both `plan` and `policy` are given.
-        BlockDetectionError: the model has no parameters.
+        BlockDetectionError: the model has no parameters, on some rank.
         WrapPlanError: `policy` does not fit the model.
-        FSDPToolsError: another rank could not look at its model.
 
     Example:
         >>> print(diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False})))
@@ -98,26 +96,12 @@ def diagnose(
         no findings
     """
     world_size = len(all_ranks(None, _DOING))
-    # 1 the findings of this rank
-    report, failure = None, None
-    try:
+    with agreed(_DOING):
         report = _inspect(model, plan, as_policy(policy), values=values, world_size=world_size)
-    except Exception as error:  # raised again below, once the other ranks know of it
-        failure = error
-    # 2 no rank waits for one that failed
-    failures = all_ranks(repr(failure) if failure is not None else None, _DOING)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise FSDPToolsError(f"Rank {rank} could not look at its model: {text}. Cure that rank first.")
-    assert report is not None
-    # 3 the findings of all ranks together
     findings = _merged_findings(all_ranks(report.findings, _DOING))
     findings += _differences_between_ranks(report)
     findings += _counted_findings(all_ranks(report.counts, _DOING), report.num_parameters)
-    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
-    return Diagnosis(findings=tuple(findings), units=all_ranks(report.units, _DOING)[0])
+    return Diagnosis(findings=by_severity(findings), units=all_ranks(report.units, _DOING)[0])
 
 
 # ---- the findings of one rank ----
@@ -128,7 +112,6 @@ class _Report:
     """What one rank found."""
 
     findings: tuple[Finding, ...]
-    """Findings, as a rule equal on all ranks."""
     counts: dict[tuple[str, str], int]
     """Counts that may differ between ranks, by (kind, name)."""
     structure: dict[str, str]
@@ -136,9 +119,7 @@ class _Report:
     buffers: dict[str, str]
     """Checksums of non-persistent buffers by name, which must be equal on all ranks."""
     num_parameters: int
-    """Number of parameter tensors."""
     units: UnitTree
-    """The tree of units."""
 
 
 def _inspect(
@@ -148,11 +129,11 @@ def _inspect(
         raise ConfigError("plan and policy are both given; a policy makes a plan, so give one of the two.")
     live = read_live_model(model)
     sharding = sharding_of(model)
-    given = plan
-    if given is None and policy is None and sharding is not None:
-        given = _renamed(sharding.plan, model)
-    plan = given or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
-    findings = check_model(model, live, plan, compare_units=given is not None, world_size=world_size)
+    if plan is None and policy is None and sharding is not None:
+        plan = _renamed(sharding.plan, model)
+    compare_units = plan is not None
+    plan = plan or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
+    findings = check_model(model, live, plan, compare_units=compare_units, world_size=world_size)
     return _Report(
         findings=tuple(findings),
         counts=_counts(live, model, values=values),
@@ -178,14 +159,14 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
     empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
-    counts = {("empty", ""): len(empty)}  # of FSDP2 alone: FSDP1 shards a unit as one flat parameter
+    counts = {("empty", ""): len(empty)}
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
         if len(tensors) > 1:
             counts["tie", " = ".join(weight.names)] = int(not _equal(tensors))
     tensors_by_name = [*model.named_parameters(), *model.named_buffers()] if values else []
     for name, tensor in tensors_by_name:
-        local = local_part(tensor)
+        local = local_tensor(tensor)
         if local.is_floating_point() and not local.is_meta:
             # Masks in buffers may be infinite on purpose.
             bad = ~local.isfinite() if isinstance(tensor, nn.Parameter) else local.isnan()
@@ -196,7 +177,7 @@ def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[st
 
 def _equal(tensors: list[torch.Tensor]) -> bool:
     """Whether this rank's parts of some tensors are equal; parts on meta or of different shapes count as equal."""
-    parts = [local_part(tensor) for tensor in tensors]
+    parts = [local_tensor(tensor) for tensor in tensors]
     comparable = not any(part.is_meta for part in parts) and len({part.shape for part in parts}) == 1
     return not comparable or all(torch.equal(parts[0], part.to(parts[0])) for part in parts[1:])
 

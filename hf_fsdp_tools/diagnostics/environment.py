@@ -13,9 +13,9 @@ from torch import nn
 
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
-from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
+from hf_fsdp_tools.distributed.cpu_backend import loopback_address
 from hf_fsdp_tools.distributed.mesh import ParallelDims, streams_are_serialized
-from hf_fsdp_tools.distributed.network import loopback_address
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -82,17 +82,15 @@ def check_environment() -> Environment:
     Nothing is communicated, no process group is started, and no package but torch is imported.
     """
     versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
-    distributed = dist.is_available()
-    known = ("gloo", "nccl", "xccl", "hccl", "mpi")
-    backends = tuple(name for name in known if distributed and dist.is_backend_available(name))
-    order = ("error", "warning", "info")
+    known = ("gloo", "nccl", "xccl", "hccl", "mpi") if dist.is_available() else ()
+    backends = tuple(name for name in known if dist.is_backend_available(name))
     findings = [*_check_packages(versions), *_check_devices(backends), *_check_network()]
     return Environment(
         versions=versions,
         tried={**_REQUIRED, **_OPTIONAL},
         devices=_devices(),
         backends=backends,
-        findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
+        findings=by_severity(findings),
     )
 
 

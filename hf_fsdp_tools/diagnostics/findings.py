@@ -3,18 +3,17 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.diagnostics.live import LiveModel
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name, plain_name, way_inside
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, class_name, plain_name
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major
@@ -54,15 +53,26 @@ class Finding:
         return json.dumps(asdict(self), indent=1)
 
 
+SEVERITIES = ("error", "warning", "info")
+
+
+def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings, errors first."""
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
 def check_model(
     model: nn.Module, live: LiveModel, plan: WrapPlan, *, compare_units: bool, world_size: int
 ) -> Iterator[Finding]:
     """Yield the findings that this rank can make alone."""
-    yield from _check_units(live, plan) if live.units else _not_sharded(live, world_size)
+    if live.units:
+        yield from _check_units(live, plan)
+        yield from _check_managed(live)
+    else:
+        yield from _not_sharded(live, world_size)
     if compare_units and live.units:
         yield from _check_plan(live, plan)
     yield from _check_meta(live, model)
-    yield from _check_managed(live)
     yield from _check_padding(live)
     yield from _check_mixes(live)
     yield from _check_checkpointing(model)
@@ -110,14 +120,6 @@ def _check_units(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
             cure="Make its largest parts units of their own; make_wrap_plan(model) does, and "
             "HybridPolicy(min_unit_params=...) sets from which size.",
         )
-    if empty := [unit for unit in live.units if not unit.weights and unit.parent is not None]:
-        yield Finding(
-            code="empty-unit",
-            severity="info",
-            fact=f"{len(empty)} of {len(live.units)} units hold no parameter: {listed([unit.name for unit in empty])}. "
-            "What is below them lies in other units.",
-            cure="Leave them out of the wrap policy: they gather nothing.",
-        )
 
 
 def _root_only(live: LiveModel, plan: WrapPlan, *, blocks_have_units: bool) -> Finding | None:
@@ -158,7 +160,7 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
     made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
     extra = [unit.name for names, unit in made.items() if names not in planned]
-    if live.units[0].version == 1:  # units of FSDP1 have one module: FSDP1 cannot make the plan's grouped units
+    if live.units[0].version == 1:  # they have one module each, unlike the plan's grouped units
         planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
         extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
@@ -196,8 +198,6 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
 
 
 def _check_managed(live: LiveModel) -> Iterator[Finding]:
-    if not live.units:
-        return
     twice, alone, frozen = [], [], []
     for weight in live.tree.weights:
         places = [live.parameters[name] for name in weight.names]
@@ -285,30 +285,12 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
             cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give "
             "each dtype units of its own, as make_wrap_plan(model) does.",
         )
-    flat = [u for u in live.units if u.version == 1 and len({weight.requires_grad for weight in u.weights}) > 1]
-    if flat:
-        frozen = sum(weight.nbytes for unit in flat for weight in unit.weights if not weight.requires_grad)
-        yield Finding(
-            code="mixed-requires-grad",
-            severity="warning",
-            fact=f"{len(flat)} of {len(live.units)} FSDP1 units mix trainable and frozen parameters "
-            f"({listed([unit.name for unit in flat])}): {show_bytes(frozen)} of frozen weights get gradient memory, "
-            "and FSDP1 without use_orig_params would refuse them.",
-            cure="Use FSDP2 (shard_model), which keeps parameters apart; or give the frozen ones units of their own.",
-        )
 
 
 def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
-    wrappers = [(plain_name(name), m) for name, m in model.named_modules() if isinstance(m, CheckpointWrapper)]
-    own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    layers = [m for m in own if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]
-    recomputing = {id(m) for m in layers or own}  # beside such layers, the flag of the model itself does nothing
-    inside = {id(m): name for name, w in wrappers for m in w.modules() if m is not w}
-    around = {id(w) for m in layers for w in m.modules() if isinstance(w, CheckpointWrapper)}
-    twice = [name for name, w in wrappers if id(w) in inside or id(w) in around]
-    twice += [inside[key] for key in recomputing if key in inside]
-    if twice or (wrappers and own and not layers):
-        names = list(dict.fromkeys(twice or [name for name, _ in wrappers]))
+    wrappers = {m: plain_name(name) for name, m in model.named_modules() if isinstance(m, CheckpointWrapper)}
+    names = list(dict.fromkeys([*_wrappers_in_wrappers(wrappers), *_recomputed_in_wrappers(model, wrappers)]))
+    if names:
         yield Finding(
             code="checkpointing-twice",
             severity="warning",
@@ -318,33 +300,25 @@ def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
             "model.activation_checkpointing_disable()), torch's checkpoint_wrapper, or the plugin's "
             "activation_checkpointing.",
         )
-    outside = [(name, w) for name, w in wrappers if _wraps_a_unit(w)]
-    if not outside:
-        return
-    again = any(
-        isinstance(m, FullyShardedDataParallel) and w.checkpoint_impl == CheckpointImpl.REENTRANT
-        for _, w in outside
-        for m in w.modules()
-    )
-    yield Finding(
-        code="checkpointing-outside-unit",
-        severity="warning" if again else "info",
-        fact=f"{len(outside)} checkpoint wrappers are around an FSDP unit instead of inside it: "
-        f"{listed([name for name, _ in outside])}. "
-        + (
-            "Under FSDP1 with the reentrant kind, each gathers its unit once more in the backward pass."
-            if again
-            else "It gathers no more than the right order (measured with torch 2.13), which no torch version promises."
-        ),
-        cure="Checkpoint first, then shard: fully_shard(checkpoint_wrapper(block)), "
-        "or shard_model(..., activation_checkpointing=True).",
-    )
 
 
-def _wraps_a_unit(wrapper: nn.Module) -> bool:
-    parts = way_inside(wrapper).split(".")
-    inside = (wrapper.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))
-    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in inside)
+def _wrappers_in_wrappers(wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
+    """Names of checkpoint wrappers inside of others."""
+    inside = {module for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
+    return [name for wrapper, name in wrappers.items() if wrapper in inside]
+
+
+def _recomputed_in_wrappers(model: nn.Module, wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
+    """Names of wrappers beside which transformers' own checkpointing is on, of the same modules or around them."""
+    own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    layers = [m for m in own if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]
+    if own and not layers:  # beside such layers, the flag of the model itself does nothing
+        return list(wrappers.values())
+    return [
+        name
+        for wrapper, name in wrappers.items()
+        if any(wrapper in layer.modules() or layer in wrapper.modules() for layer in layers)
+    ]
 
 
 def _check_precision(live: LiveModel) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
-"""Read the units and parameters of a live model, sharded by FSDP2, by FSDP1, or not at all.
+"""Read the units and parameters of a live model, sharded by FSDP or not at all.
 
-Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP1), as
+Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP), as
 in a plan that was made before the modules were wrapped. Nothing is changed and nothing is communicated.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
@@ -55,7 +55,7 @@ class LiveParameter:
     """A parameter under one of its names; tied names have the same `tensor`."""
 
     tensor: torch.Tensor
-    """A tensor of the global shape: a DTensor, a plain parameter, or, under FSDP1, a stand-in on meta."""
+    """A tensor of the global shape: a DTensor, a plain parameter, or, for a flat one, a stand-in on meta."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
     local_numel: int
@@ -81,9 +81,9 @@ def read_live_model(model: nn.Module) -> LiveModel:
     found = _Found()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            found.read_fsdp1(module)
+            found.read_flat(module)
         elif isinstance(module, FSDPModule):
-            found.read_fsdp2(module)
+            found.read_unit(module)
     copy = copy_tree(model, parameters=found.parameters, way_inside=way_inside)
     tree = ModuleTree(copy.model)
     parameters = {
@@ -193,12 +193,6 @@ def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
     return names, unit.num_params, unit.num_bytes, inner
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, detached."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _core(module: nn.Module) -> nn.Module:
     """The module inside its wrappers."""
     return module.get_submodule(way_inside(module))
@@ -214,21 +208,21 @@ class _Found:
         self.stand_ins: dict[int, LiveParameter] = {}
         self.flattened: dict[nn.Module, list[str]] = {}
 
-    def read_fsdp2(self, module: Any) -> None:
+    def read_unit(self, module: Any) -> None:
         members = unit_modules(module)
         is_new = members not in self.units
         unit = self.units.setdefault(members, LiveUnit(version=2))
         self.unit_of_module[_core(module)] = unit
         for managed in parameters_of_unit(module) if is_new else ():
-            local = local_part(managed.shard)
+            local = local_tensor(managed.shard)
             here = LiveParameter(tensor=managed.shard, unit=unit, local_numel=local.numel(), is_meta=local.is_meta)
             self.managed.update(dict.fromkeys(managed.places, here))
 
-    def read_fsdp1(self, wrapper: FullyShardedDataParallel) -> None:
+    def read_flat(self, wrapper: FullyShardedDataParallel) -> None:
         unit = self.units[wrapper] = self.unit_of_module[_core(wrapper)] = LiveUnit(version=1)
         for part in flat_parts(wrapper):
             stand_in = nn.Parameter(
-                torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=part.requires_grad
+                torch.empty(part.shape, dtype=part.memory.dtype, device="meta"), requires_grad=part.requires_grad
             )
             here = LiveParameter(
                 tensor=stand_in, unit=unit, local_numel=part.memory.numel(), is_meta=part.memory.is_meta
@@ -240,7 +234,7 @@ class _Found:
                 self.flattened.setdefault(module, []).append(name)
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
-        """The parameters of a module as the tree shows them; FSDP1 may have unregistered those that it flattened."""
+        """The parameters of a module as the tree shows them; flattened ones may be registered no more."""
         registered: dict[str, Any] = unflattened(module)
         shown: dict[str, Any] = {}
         for name in dict.fromkeys([*registered, *self.flattened.get(module, ())]):
@@ -252,7 +246,7 @@ class _Found:
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
         if here := self.managed.get((module, name)):
             return here
-        local = local_part(tensor)
+        local = local_tensor(tensor)
         return LiveParameter(tensor=tensor, unit=None, local_numel=local.numel(), is_meta=local.is_meta)
 
 

@@ -5,7 +5,8 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from os import PathLike
@@ -18,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
-from hf_fsdp_tools.distributed.current import rounds_of, rounds_of_thread
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least, rounds_of, rounds_of_thread
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import listed, listed_lines
@@ -91,14 +91,81 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
             message on every rank.
         RanksError: a rank does not come, is lost, or is in another call.
     """
+    steps = _steps.get()
+    if steps is None:
+        with _agreed_at_end(doing, where, ranks):
+            yield
+        return
+    try:
+        yield
+    except Exception:
+        steps.failed = steps.failed or _sentence(doing, where)
+        raise
+
+
+@contextmanager
+def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """`agreed`, for a block of steps that need nothing of each other on other ranks: one round in all.
+
+    An `agreed` block within it is one of the steps: it has a name for messages, and no round of its own. Arguments
+    that the ranks compare (`same_on_all_ranks`) travel with the errors, where this block ends.
+    """
+    if _steps.get() is not None:
+        with agreed(doing):
+            yield
+        return
+    with _agreed_at_end(doing, "", ranks, _Steps(ranks)):
+        yield
+
+
+@dataclass(eq=False)
+class _Steps:
+    """The steps of a block with one round at its end."""
+
+    ranks: Sequence[int] | None
+    """The ranks that are in it; None for all."""
+
+    compared: list[tuple[Any, Callable[[list[Any]], object]]] = field(default_factory=list)
+    """This rank's values to exchange at its end, each with the check of all values."""
+
+    failed: str = ""
+    """The step in which this rank failed, for messages."""
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("_steps", default=None)
+
+
+@contextmanager
+def _within(steps: _Steps | None) -> Iterator[None]:
+    token = _steps.set(steps)
+    try:
+        yield
+    finally:
+        _steps.reset(token)
+
+
+def _sentence(doing: str, where: str | PathLike[str]) -> str:
+    return f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
+
+
+@contextmanager
+def _agreed_at_end(
+    doing: str,
+    where: str | PathLike[str] = "",
+    ranks: Sequence[int] | None = None,
+    steps: _Steps | None = None,
+) -> Iterator[None]:
+    """`agreed` with a round at its end, also within a block of steps."""
     rounds = rounds_of(ranks)
     if rounds is None:
-        yield
+        with _within(None):
+            yield
         return
     failure: Exception | None = None
     with rounds.scope(doing) as scope:
         try:
-            yield
+            with _within(steps):
+                yield
         except StoppedElsewhere as stop:
             if stop.scope is not scope:
                 raise
@@ -108,26 +175,48 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
             failure = error
             rounds.fail(scope)
         try:
-            told = rounds.exchange(_as_told(failure), doing, ends=scope)
+            compared = steps.compared if steps else []
+            problem = _problem(failure, (steps and steps.failed) or _sentence(doing, where))
+            answers = rounds.exchange((problem, [value for value, _ in compared]), doing, ends=scope)
         except RanksError as error:
             if failure is not None:
                 error.add_note(f"Before, this rank failed: {failure!r}")
             raise
+    with _within(None):  # first what differs, of all that every rank came to: it explains why some failed later
+        for (_, check), *values in zip(compared, *(values for _, values in answers), strict=False):
+            check(values)
+    failed = {rank: problem for rank, (problem, _) in zip(rounds.ranks, answers, strict=True) if problem}
+    _raise_failures(failure, failed, len(answers))
+
+
+def _raise_failures(failure: Exception | None, failed: dict[int, tuple[str, str, str]], size: int) -> None:
+    """Raise the error in which some ranks failed, the same on every rank; nothing where none failed."""
     if failure is not None and not isinstance(failure, FSDPToolsError):
         raise failure
-    failed = {rank: one for rank, one in zip(rounds.ranks, told, strict=True) if one is not None}
     if not failed:
         return
-    kind = getattr(errors, next(iter(failed.values()))[0])
-    texts = list(dict.fromkeys(text for _, text in failed.values()))
-    if len(failed) == len(told) and len(texts) == 1:
+    name, _, step = next(iter(failed.values()))
+    kind = getattr(errors, name)
+    texts = list(dict.fromkeys(text for _, text, _ in failed.values()))
+    if len(failed) == size and len(texts) == 1:
         assert failure is not None
         if type(failure) is kind:
             raise failure  # its traceback says where; a second error would say the same once more
         raise kind(texts[0]) from None
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
-    what = f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
-    raise kind(f"{what} failed on {len(failed)} of {len(told)} ranks.\n{listed_lines(lines, head='')}") from failure
+    raise kind(f"{step} failed on {len(failed)} of {size} ranks.\n{listed_lines(lines, head='')}") from failure
+
+
+def compare_at_end(value: Any, check: Callable[[list[Any]], object], doing: str = "comparing the ranks") -> None:
+    """Give `check` every rank's value, in rank order: in `agreed_steps` where that ends, otherwise at once.
+
+    The check must do the same on every rank, where it may raise or exchange more. Every rank must call.
+    """
+    steps = _steps.get()
+    if steps is not None:
+        steps.compared.append((value, check))
+    else:
+        check(all_ranks(value, doing))
 
 
 @contextmanager
@@ -143,7 +232,8 @@ def announced(doing: str) -> Iterator[None]:
         return
     with rounds.scope(doing) as scope:
         try:
-            yield
+            with _within(None):
+                yield
         except StoppedElsewhere as stop:
             if stop.scope is not scope:
                 raise
@@ -177,20 +267,20 @@ def going_first(is_first: bool) -> Iterator[None]:
     if rounds_of() is None:
         yield
         return
-    with patience_of_at_least(timeout_of().total_seconds()), agreed("waiting for the ranks that go first"):
+    with patience_of_at_least(timeout_of().total_seconds()), _agreed_at_end("waiting for the ranks that go first"):
         if is_first:
             yield
     if not is_first:
         yield
 
 
-def _as_told(failure: Exception | None) -> tuple[str, str] | None:
-    """The name of the error that the other ranks raise, and its text."""
+def _problem(failure: Exception | None, step: str) -> tuple[str, str, str] | None:
+    """The name of the error that the other ranks raise, its text, and the step that failed."""
     if failure is None:
         return None
     if isinstance(failure, FSDPToolsError):
-        return type(failure).__name__, str(failure)
-    return "CheckpointError", repr(failure)
+        return type(failure).__name__, str(failure), step
+    return "CheckpointError", repr(failure), step
 
 
 def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> None:
@@ -204,21 +294,30 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
         ranks: the ranks that call; None means all ranks of the default process group.
         arguments: by their names. Leave out what may differ between ranks: paths, tokens, devices with an index.
 
-    Every rank must call. The ranks exchange one digest of 64 bytes, and the arguments only where the digests differ.
+    Every rank must call. The ranks exchange one digest of 64 bytes, in `agreed_steps` where that ends, and the
+    arguments only where the digests differ.
 
     Raises:
         ConfigError: some differ; each is named with the values that ranks gave. The same on every rank.
     """
-    rounds = rounds_of(ranks)
-    if rounds is None:
+    steps = _steps.get()
+    ranks = ranks if steps is None else steps.ranks
+    if rounds_of(ranks) is None:
         return
-    given = {name: _as_data(value) for name, value in arguments.items()}
-    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-    if len(set(rounds.exchange(digest, doing))) == 1:
-        return
-    every = [dict(_leaves(one)) for one in rounds.exchange(given, doing)]
-    found = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
-    differing = [f"{name} is {by_rank(told, rounds.ranks)}" for name, told in found.items() if len(set(told)) > 1]
+    data = {name: _as_data(value) for name, value in arguments.items()}
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def check(digests: list[str]) -> None:
+        if len(set(digests)) > 1:
+            _refuse_differing(doing, all_ranks(data, doing, ranks=ranks), ranks)
+
+    compare_at_end(digest, check) if steps else check(all_ranks(digest, doing, ranks=ranks))
+
+
+def _refuse_differing(doing: str, data: list[Any], ranks: Sequence[int] | None) -> None:
+    every = [dict(_leaves(one)) for one in data]
+    values = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
+    differing = [f"{name} is {by_rank(texts, ranks)}" for name, texts in values.items() if len(set(texts)) > 1]
     raise ConfigError(
         f"While {doing}, the ranks give different arguments: {listed(differing, separator='; ')}. Give the same on "
         "every rank."
@@ -286,12 +385,12 @@ def opened(
     """
     result: list[T] = []
     with agreed(doing):
-        with watched(Path(name_or_path)):
-            is_local = local_path(name_or_path) is not None
-        is_first = is_local or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
-        if is_first:
-            result.append(open_it(dict(hub_kwargs)))
-    with agreed(doing):
+        with _agreed_at_end(doing):
+            with watched(Path(name_or_path)):
+                is_local = local_path(name_or_path) is not None
+            is_first = is_local or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
+            if is_first:
+                result.append(open_it(dict(hub_kwargs)))
         if not is_first:
             result.append(open_it({**hub_kwargs, "local_files_only": True}))
     return result[0]

@@ -38,6 +38,17 @@ class Box:
         )
         return Box(start=start, length=tuple(max(0, e - s) for s, e in zip(start, stop, strict=True)))
 
+    def slabs(self, num_bytes: int, itemsize: int) -> Iterator["Box"]:
+        """Yield the box in parts along dimension 0, each of at most `num_bytes` or a single row."""
+        if not self.length:
+            yield self
+            return
+        rows = self.length[0]
+        step = max(1, num_bytes * rows // max(1, self.numel * itemsize))
+        for i in range(0, rows, step):
+            start, length = (self.start[0] + i, *self.start[1:]), (min(step, rows - i), *self.length[1:])
+            yield Box(start=start, length=length)
+
 
 def local_boxes(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]

@@ -1,6 +1,8 @@
-"""Gloo: beside the device's own backend in groups that were started without it, and on one thread."""
+"""Gloo, which communicates between CPUs: on one thread, over an interface that other machines reach, in any group."""
 
 import os
+import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from hf_fsdp_tools.distributed.network import choose_interface
+from hf_fsdp_tools.distributed.launcher import local_rank, local_size, world_size
 
 _CPU = torch.device("cpu")
 
@@ -36,9 +38,8 @@ def one_gloo_thread() -> Iterator[None]:
     By default two threads take them in turn, and each sets the name of the collective that it has completed without a
     lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). When two collectives
     end together, the memory of the name is freed twice, and later the process dies of SIGSEGV or SIGABRT ("malloc():
-    unaligned tcache chunk detected"). Names of up to 15 characters need no memory; ALLGATHER_COALESCED, which is what
-    `DTensor.full_tensor` runs, does. Found in the core of a rank; four gathers under way at a time lead to it within a
-    minute. FSDP waits for each collective, so that a second thread has nothing to run meanwhile.
+    unaligned tcache chunk detected"). Four gathers of a DTensor under way at a time lead to it within a minute. FSDP
+    waits for each collective, so that a second thread has nothing to run meanwhile.
 
     `init_process_group` and `DeviceMesh` take no options for gloo: within the block they find a subclass of its class.
     """
@@ -122,3 +123,61 @@ def _connect(group: ProcessGroup) -> Any:
     life = (store.add(f"{path}/lives", 1) - 1) // group.size()
     own = PrefixStore(f"{path}/{life}/", store)
     return _one_thread_gloo()(own, group.rank(), group.size(), timeout_of(group))
+
+
+def choose_interface() -> None:
+    """Let gloo use the interface that leads to `MASTER_ADDR`, where other machines do not reach this machine's name.
+
+    gloo takes the address of the host name, which on many machines is the loopback's (Debian and its descendants write
+    127.0.1.1 into /etc/hosts). Nothing is changed on one machine, or with `GLOO_SOCKET_IFNAME`.
+    """
+    if not (address := loopback_address()):
+        return
+    cure = "Set GLOO_SOCKET_IFNAME to the interface between the machines (see `ip address`)"
+    if interface := interface_towards(os.environ.get("MASTER_ADDR", "")):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        cure = f"gloo uses {interface}, which leads to MASTER_ADDR; GLOO_SOCKET_IFNAME names another"
+    if (local_rank(os.environ) or 0) == 0:
+        warnings.warn(
+            f"The host name {socket.gethostname()} resolves to {address}, at which gloo does not reach the processes "
+            f"of other machines. {cure}.",
+            stacklevel=4,
+        )
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface of this machine over which packets to a host leave; None for the loopback and for no such host.
+
+    Nothing is sent: a UDP socket that is connected has the address of that interface.
+    """
+    import psutil
+
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            address = probe.getsockname()[0]
+    except OSError:  # no such host, or no road to it
+        return None
+    own = psutil.net_if_addrs().items()
+    names = [name for name, places in own if any(one.address.partition("%")[0] == address for one in places)]
+    return None if _is_loopback(address) or not names else names[0]
+
+
+def loopback_address() -> str:
+    """The loopback address to which this machine's name resolves, and which gloo would use; "" where all is well.
+
+    All is well for a job on one machine, and where `GLOO_SOCKET_IFNAME` is set.
+    """
+    if world_size(os.environ) <= local_size(os.environ) or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        places = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:  # gloo falls back to the loopback where the name does not resolve
+        return "no address"
+    addresses = [str(address[0]) for *_, address in places]
+    return addresses[0] if all(map(_is_loopback, addresses)) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,36 +1,19 @@
-"""What a launcher tells its processes in variables: ranks on this machine, devices, and who would train alone."""
+"""A launcher's variables: the rank on this machine, the device of a process, and processes that would train alone."""
 
 import re
 from collections.abc import Mapping
 
 from hf_fsdp_tools.errors import MeshError
 
-_LOCAL_RANKS = (
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-)
-"""A process's rank on its machine: torchrun, srun, Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray's PMI."""
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""A process's rank on its machine: torchrun, srun, Open MPI, Intel MPI and MPICH."""
 
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-)
-"""The number of processes on this machine, of the same launchers; srun has SLURM_STEP_TASKS_PER_NODE."""
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""The number of processes on this machine, of the same launchers; srun's is "4(x2)", on each of two machines."""
 
-_STEPS = {
-    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which the shells of salloc and sbatch have too
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-}
-"""Variables that tell a process how many were started with it, and by whom (Slurm, Open MPI, MVAPICH2, MPICH)."""
+_STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""Variables that tell a process how many were started with it, and by which launcher. Not SLURM_NTASKS, which the
+shells of salloc and sbatch have too."""
 
 
 def world_size(variables: Mapping[str, str]) -> int:
@@ -43,22 +26,17 @@ def local_rank(variables: Mapping[str, str]) -> int | None:
 
     Variables of srun and mpirun count where `RANK` is set: otherwise each process is a world of its own.
     """
-    names = _LOCAL_RANKS if "RANK" in variables else _LOCAL_RANKS[:1]
-    return next((int(variables[name]) for name in names if variables.get(name, "").isdigit()), None)
+    return _first_number(_LOCAL_RANKS, variables)
 
 
 def local_size(variables: Mapping[str, str]) -> int:
     """The number of processes on this machine; 1 where no variable says it. See `local_rank`."""
-    names = _LOCAL_SIZES if "RANK" in variables else _LOCAL_SIZES[:1]
-    if (found := next((variables[name] for name in names if variables.get(name, "").isdigit()), None)) is not None:
-        return int(found)
-    if "RANK" not in variables:
-        return 1
-    # As "4(x2),1": four processes on each of the first two machines, one on the third.
-    told = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(count) for count, times in told for _ in range(int(times or "1"))]
-    node = variables.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else 1
+    return _first_number(_LOCAL_SIZES, variables) or 1
+
+
+def _first_number(names: tuple[str, ...], variables: Mapping[str, str]) -> int | None:
+    values = (variables.get(name, "") for name in (names if "RANK" in variables else names[:1]))
+    return next((int(number[0]) for value in values if (number := re.match(r"\d+", value))), None)
 
 
 def device_index(variables: Mapping[str, str], *, count: int, kind: str, current: int = 0) -> int:
@@ -79,9 +57,9 @@ def device_index(variables: Mapping[str, str], *, count: int, kind: str, current
         return current
     if rank is None:
         raise MeshError(
-            f"WORLD_SIZE is {world_size(variables)}, {count} {kind} devices are visible, and LOCAL_RANK is not set "
-            f"(nor {', '.join(_LOCAL_RANKS[1:])}): all processes of this machine would use device 0. Set LOCAL_RANK "
-            "to the process's number on its machine, or start with torchrun or accelerate launch."
+            f"WORLD_SIZE is {world_size(variables)}, {count} {kind} devices are visible, and LOCAL_RANK is not set: "
+            "all processes of this machine would use device 0. Set LOCAL_RANK to the process's number on its machine, "
+            "or start with torchrun or accelerate launch."
         )
     return rank
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, one_gloo_thread
-from hf_fsdp_tools.distributed.current import rounds_of
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, choose_interface, default_timeout, one_gloo_thread
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
-from hf_fsdp_tools.distributed.network import choose_interface
-from hf_fsdp_tools.distributed.others import processes_in_sight
+from hf_fsdp_tools.distributed.liveness import processes_in_sight
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.text import listed
 
@@ -179,10 +178,9 @@ def _check_devices(device: torch.device) -> None:
     rounds = rounds_of()
     if rounds is None or device.type == "cpu":
         return
-    shared = shared_devices(rounds.exchange(_name_of(device), "comparing devices"))
-    if shared:
+    if ranks := shared_devices(rounds.exchange(_name_of(device), "comparing devices")):
         raise MeshError(
-            f"{listed(shared)} use one {device.type} device: every process needs its own. Launch fewer processes on "
+            f"{listed(ranks)} use one {device.type} device: every process needs its own. Launch fewer processes on "
             "that machine, or give each another device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)."
         )
 

@@ -6,9 +6,8 @@ backend that communicates between CPUs, is found by its name and not by its orde
     round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined,
             or why the round was given up: the store keeps whichever comes first
     scope   a block that all ranks enter; a rank that fails in a scope tells those that wait in a round within it
-    beat    what a rank is doing and how far it has come, told every few seconds while it is in a round or a scope
 
-The first ranks to arrive look at the beats of those that are missing: they warn of a rank that makes no progress, and
+The first ranks to arrive look at those that are missing (`liveness`): they warn of a rank that makes no progress, and
 in the end give up for all ranks alike.
 """
 
@@ -17,20 +16,28 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_fsdp_tools.distributed.client import SILENT_S, StoreClient
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
-from hf_fsdp_tools.distributed.others import Others, different_calls, processes_in_sight
-from hf_fsdp_tools.distributed.passes import PassWatch, of_ended, passes_run
+from hf_fsdp_tools.distributed.liveness import (
+    SILENT_S,
+    Lookout,
+    StoreClient,
+    different_calls,
+    ended_before_pass,
+    farewell,
+    processes_in_sight,
+)
 from hf_fsdp_tools.errors import ConfigError, RanksError
 
 GIVE_UP_S = 600.0
@@ -38,7 +45,9 @@ GIVE_UP_S = 600.0
 file server takes to fail over (assumed)."""
 
 _LOOK_S = 1.0
-"""Between two looks at the other ranks, and before the first: most rounds are over by then."""
+"""Between two looks at the other ranks of the first two that wait, and before the first: most rounds are over by then.
+Ranks that come later look less often, in case those two have ended; if all did so each second, the store would be asked
+N times for N ranks."""
 
 _POLL_S = (0.0002, 0.05)
 """Between two looks at the store: at first, and at most on up to 100 ranks. More ranks look less often."""
@@ -48,9 +57,6 @@ _POLLS_PER_S = 2000
 
 _READ_S = 30.0
 """How long rank 0 waits for ranks that have to read an outcome: a busy machine may let a process wait. (assumed)"""
-
-_WATCHERS = 2
-"""How many of the ranks that wait look at the others; if all did, the store would be asked N times for N ranks."""
 
 _patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
 
@@ -67,16 +73,12 @@ class StoppedElsewhere(Exception):
 def patience(seconds: float) -> Iterator[None]:
     """In this block, a rank that others wait for may make no progress for so long.
 
-        with patience(3600):
-            model = from_pretrained("org/model-on-a-slow-disk")
-
     By default, it is 10 minutes within a call of this package, and outside of one as long as a collective would wait
     (`ddp_timeout`), but 10 minutes at least: a rank may do something of its own before it comes. Ranks that wait warn
-    of one without progress after 30 s, of one that is in no call after 10 s, and again after each doubling; then all
-    raise the same `RanksError`. Bytes that a rank reads, writes or downloads are progress, so that long work that moves
-    is waited for without end. Given up after 60 s are a process that is stopped on the machine of one that waits, and a
-    store that does not answer, as that of a process that is stopped; within seconds, a rank that has ended. Time in
-    which the waiting rank is stopped itself does not count.
+    of one without progress after 30 s, and again after each doubling; then all raise the same `RanksError`. Bytes that
+    a rank reads, writes or downloads are progress, so that long work that moves is waited for without end. Given up
+    after 60 s are a process that is stopped on the machine of one that waits, and a store that does not answer; within
+    seconds, a rank that has ended. Time in which the waiting rank is stopped itself does not count.
 
     A rank that stops inside a collective of the process group (a forward pass, gradients, weights that are broadcast or
     gathered) is given up by the group's own timeout (`InitProcessGroupKwargs(timeout=…)`, `ddp_timeout`).
@@ -112,7 +114,7 @@ def _limits_s() -> tuple[float, float]:
     return GIVE_UP_S, max(GIVE_UP_S, timeout_of().total_seconds())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Scope:
     """A block that all ranks of some rounds have entered."""
 
@@ -121,6 +123,14 @@ class Scope:
 
     doing: str
     """What the block does, for messages."""
+
+    count: int = 0
+    """Rounds and scopes so far within it."""
+
+    def next_path(self) -> str:
+        """The path of the next round or scope within it."""
+        self.count += 1
+        return f"{self.path}.{self.count - 1}"
 
 
 class Rounds:
@@ -135,11 +145,9 @@ class Rounds:
             life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
             self._prefix = f"hf_fsdp_tools/{name}/{life}"
             store.set(f"{self._prefix}/who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
-        self._scopes: list[Scope] = []
-        self._counts = [0]  # rounds and scopes so far, in the whole and in each open scope
+        self._scopes = [Scope(self._prefix, "")]  # the first one holds all others, and nobody fails in it
         self._left: list[str] = []  # the last round to which all ranks have come, and those that were given up since
-        passes = PassWatch(self._prefix, rank, ranks)
-        self._store = StoreClient(store, f"{self._prefix}/beat/{rank}", passes.look, silent_s)
+        self._store = StoreClient(store, self._prefix, rank, ranks, silent_s)
 
     def goodbye(self) -> Callable[[], None]:
         """A function that tells those that wait for this rank that its group or its script is over."""
@@ -149,7 +157,7 @@ class Rounds:
             usual = store.timeout
             store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
             with suppress(RuntimeError):  # the store is gone: nobody waits
-                client.set(key, passes_run())
+                client.set(key, farewell())
                 self.wait_for_readers()
             store.set_timeout(usual)
             self.stop()
@@ -160,28 +168,22 @@ class Rounds:
         """Part from the store when no call is under way: its group is over."""
         self._store.stop()
 
-    def watch_passes(self) -> None:
-        """Name ranks of which a forward pass of a sharded model waits for others; see `PassWatch`."""
-        self._store.watch()
-
     def explain(self, error: BaseException) -> None:
         """Add to the error of a forward pass which ranks have ended without it, if any."""
         with suppress(RuntimeError):  # the store is gone, too
-            if said := of_ended(self._store, self._prefix, self.ranks):
-                error.add_note(said)
+            if sentence := ended_before_pass(self._store, self._prefix, self.ranks):
+                error.add_note(sentence)
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
         """A block that every rank enters; rounds within it are apart from those without."""
-        scope = Scope(self._next_path(), doing)
+        scope = Scope(self._scopes[-1].next_path(), doing)
         self._scopes.append(scope)
-        self._counts.append(0)
         try:
             with self._store.telling(doing, f"{scope.path}/"):
                 yield scope
         finally:
             self._scopes.pop()
-            self._counts.pop()
 
     def fail(self, scope: Scope) -> None:
         """Tell those that wait in a round within the scope that this rank failed in it."""
@@ -193,16 +195,15 @@ class Rounds:
         the rank that was the first to tell."""
         self._left.append(f"{scope.path}/end")
         with suppress(RuntimeError):  # the store is gone, as they will see
-            said = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _given_up(str(error))))[0]
-            return error if said == str(error) else RanksError(said)
+            reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _given_up(str(error))))
+            return error if reason == str(error) else RanksError(reason)
         return error
 
     def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
         """Every rank's value, in the order of the ranks. All must call; values are pickled."""
-        path = f"{ends.path}/end" if ends is not None else self._next_path()
-        around = [scope for scope in self._scopes if scope is not ends]
-        at = path if ends is None else f"{path}/{self._counts[-1]}"
-        with _store_errors(), self._store.telling(doing, at):
+        path = f"{ends.path}/end" if ends is not None else self._scopes[-1].next_path()
+        around = [scope for scope in self._scopes[1:] if scope is not ends]
+        with _store_errors(), self._store.telling(doing, path):
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
@@ -214,7 +215,7 @@ class Rounds:
             else:
                 self._wait(path, place, doing, around)
                 outcome = self._store.get(f"{path}/outcome")
-            problem, said = _split(outcome)
+            problem, values = pickle.loads(outcome)
             with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
                 if problem:  # the value stays: whoever comes last waits for the values of all
                     self._store.set(f"{path}/{self.rank}/left", b"")
@@ -224,9 +225,10 @@ class Rounds:
             self._left.append(path)
             raise RanksError(problem)
         self._left = [path]
-        if len({other for other, _ in said}) > 1:
-            raise RanksError(different_calls(zip(self.ranks, (other for other, _ in said), strict=True)))
-        return [value for _, value in said]
+        answers = [pickle.loads(value) for value in values]
+        if len({text for text, _ in answers}) > 1:
+            raise RanksError(different_calls(zip(self.ranks, (text for text, _ in answers), strict=True)))
+        return [value for _, value in answers]
 
     def wait_for_readers(self) -> None:
         """On rank 0, return once every rank that came to the last rounds has read what became of them, or has ended.
@@ -234,45 +236,36 @@ class Rounds:
         Rank 0 keeps the store unless a launcher does: if it ended at once, the others would learn neither that all came
         nor why a round was given up.
         """
-        unread = [(path, rank) for path in self._left for rank in self.ranks if self.rank == 0 and rank > 0]
-        others = Others(self._store, self._prefix, "", self.ranks, self.rank)
+        if self.rank != 0:
+            return
+        lookout = Lookout(self._store, self._prefix, "", self.ranks, self.rank)
         end_s = time.monotonic() + _READ_S
+
+        def is_unread(path: str, rank: int) -> bool:
+            is_there = self._store.check([f"{path}/{rank}"]) and not self._store.check([f"{path}/{rank}/left"])
+            return is_there and not lookout.has_ended(rank)
+
         with suppress(RuntimeError):  # the store is gone: nobody can read
-            while unread := [one for one in unread if self._is_still_to_read(*one) and not others.has_ended(one[1])]:
+            while any(is_unread(path, rank) for path in self._left for rank in self.ranks[1:]):
                 if time.monotonic() > end_s:
                     break
                 time.sleep(_POLL_S[1] / 10)
-
-    def _is_still_to_read(self, path: str, rank: int) -> bool:
-        """Whether a rank has come to a round and not left it."""
-        return self._store.check([f"{path}/{rank}"]) and not self._store.check([f"{path}/{rank}/left"])
 
     def _failed(self, scopes: Iterable[Scope]) -> Scope | None:
         """The first of some scopes in which a rank has failed."""
         return next((scope for scope in scopes if self._store.check([f"{scope.path}/failed"])), None)
 
-    def _next_path(self) -> str:
-        number = self._counts[-1]
-        self._counts[-1] += 1
-        return f"{self._scopes[-1].path if self._scopes else self._prefix}.{number}"
-
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined or given up."""
-        since_s, pause_s, looked_s = time.monotonic(), _POLL_S[0], time.monotonic()
-        others = Others(self._store, self._prefix, path, self.ranks, self.rank)
+        pause_s, looked_s, look_s = _POLL_S[0], time.monotonic(), _LOOK_S * max(1.0, place**2 / 4)
+        lookout = Lookout(self._store, self._prefix, path, self.ranks, self.rank)
         while not self._store.check([f"{path}/outcome"]):
             failed = self._failed(around)
             if failed and not self._store.check([f"{path}/outcome"]):  # or the other rank failed after this round
                 raise StoppedElsewhere(failed)
-            now_s = time.monotonic()
-            if now_s - looked_s > _LOOK_S:
-                looked_s = now_s
-                limits_s = _limits_s()
-                # After so long those that look may be gone: two more look.
-                watchers = _WATCHERS * (1 + (now_s - since_s) // (4 * max(limits_s)))
-                is_elsewhere = partial(self._failed, self._scopes)
-                look = partial(others.problem, doing, self._store.places, limits_s, is_elsewhere)
-                if place <= watchers and (problem := look(is_first=place == 1)):
+            if time.monotonic() - looked_s > look_s:
+                looked_s = time.monotonic()
+                if problem := lookout.problem(doing, _limits_s(), warns=place == 1):
                     if not self._failed(around):
                         self._store.compare_set(f"{path}/outcome", "", _given_up(problem))
                     continue
@@ -280,23 +273,15 @@ class Rounds:
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
 
 
-def _join(told: list[bytes]) -> bytes:
-    """The values of all ranks as one. Equal values, as most rounds have, are kept once, and cost no byte per rank."""
-    distinct = list(dict.fromkeys(told))
-    places = {value: place for place, value in enumerate(distinct)}
-    every = [places[value] for value in told] if len(distinct) > 1 else range(len(told))
-    return pickle.dumps(("", distinct, every))
+def _join(values: list[bytes]) -> bytes:
+    """The outcome of a round: no problem, and the values. Equal ones, as most rounds have, are pickled once."""
+    distinct = {value: value for value in values}
+    return pickle.dumps(("", [distinct[value] for value in values]))
 
 
 def _given_up(problem: str) -> bytes:
-    """The outcome of a round whose values are not joined, in place of what `_join` gives."""
-    return pickle.dumps((problem, [], []))
-
-
-def _split(outcome: bytes) -> tuple[str, list[Any]]:
-    """Why the round was given up, or else the values that `_join` joined; each rank's is an object of its own."""
-    problem, distinct, places = pickle.loads(outcome)
-    return problem, [pickle.loads(distinct[place if len(distinct) > 1 else 0]) for place in places]
+    """The outcome of a round whose values are not joined."""
+    return pickle.dumps((problem, []))
 
 
 @contextmanager
@@ -309,3 +294,61 @@ def _store_errors() -> Iterator[None]:
             f"The key-value store of the process group does not answer ({error}): the process that keeps it has ended "
             "or is stopped, as a rule rank 0 or the launcher. Look at it and its output."
         ) from error
+
+
+# ---- the rounds of a thread ----
+
+_of_thread: ContextVar[Rounds | None] = ContextVar("_of_thread", default=None)
+
+_made: WeakKeyDictionary[Any, dict[tuple[int, ...] | str, Rounds]] = WeakKeyDictionary()
+
+
+def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
+    """The rounds of all ranks of the default process group, or of some; in a thread with `rounds_apart`, those.
+
+    None where there is nobody to talk to: without a group, in a group of one, under the "fake" backend.
+    """
+    if (apart := _of_thread.get()) is not None:
+        assert ranks is None or tuple(ranks) == apart.ranks, "rounds of a thread are rounds of all ranks"
+        return apart
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+    if len(members) == 1:
+        return None
+    of_group = _made.setdefault(dist.group.WORLD, {})
+    if members not in of_group:
+        of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
+        goodbye = finalize(dist.group.WORLD, of_group[members].goodbye())
+        Finalize(None, goodbye, exitpriority=0)  # processes of `multiprocessing` run no other functions at their end
+    return of_group[members]
+
+
+def rounds_of_thread() -> Rounds | None:
+    """The rounds that this thread is `using`; None in the main thread."""
+    return _of_thread.get()
+
+
+def rounds_apart() -> Rounds | None:
+    """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above.
+
+    They have names of their own, so that both threads may be in rounds at the same time. All ranks must use them for
+    the same things in the same order.
+    """
+    if rounds_of() is None:
+        return None
+    of_group, ranks = _made[dist.group.WORLD], tuple(range(dist.get_world_size()))
+    if "apart" not in of_group:
+        of_group["apart"] = Rounds(_get_default_store(), dist.get_rank(), ranks, name="apart")
+        finalize(dist.group.WORLD, of_group["apart"].stop)
+    return of_group["apart"]
+
+
+@contextmanager
+def using(rounds: Rounds | None) -> Iterator[None]:
+    """In this block of this thread, `agreed` and all that builds on it use these rounds; None changes nothing."""
+    token = _of_thread.set(rounds)
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)

@@ -7,8 +7,7 @@ Nothing here moves a tensor to another device, unless the name of the function s
 the GPU, and a whole tensor would go there to be cut.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +27,7 @@ _SLAB_BYTES = 64 * 2**20
 
 @runtime_checkable
 class LocalBoxes(Protocol):
-    """A sharded tensor that knows its own local boxes and is no DTensor: FSDP1's flat shards."""
+    """A sharded tensor that knows its own local boxes and is no DTensor."""
 
     is_first_replica: bool
     """Whether this rank writes its shard; other ranks that hold the same elements do not."""
@@ -193,7 +192,7 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
         return
     is_first = not any(mesh.get_coordinate() or ())
     local = local_tensor(tensor)
-    for slab in _slabs(tensor.shape, tensor.element_size()):
+    for slab in Box.whole(tensor.shape).slabs(_SLAB_BYTES, tensor.element_size()):
         sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
         if is_first:
             sent.copy_(whole.detach()[_slices(slab)])
@@ -205,17 +204,6 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
                 inside = [s + b - a for s, a, b in zip(start, box.start, both.start, strict=True)]
                 held = Box(start=tuple(b - a for a, b in zip(slab.start, both.start, strict=True)), length=both.length)
                 memory_view(local, inside, both.length).copy_(sent[_slices(held)])
-
-
-def _slabs(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut a tensor along its first dimension into boxes of at most `_SLAB_BYTES`."""
-    if not shape:
-        yield Box.whole(shape)
-        return
-    rows = max(1, _SLAB_BYTES // max(1, math.prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], rows):
-        rest = (0,) * (len(shape) - 1)
-        yield Box(start=(first, *rest), length=(min(rows, shape[0] - first), *shape[1:]))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.trace import Trace
@@ -62,6 +64,11 @@ class Forecast:
     def model_class(self) -> str:
         """Name of the model's class."""
         return self.plan.model_class
+
+    @cached_property
+    def timing(self) -> Timing:
+        """When the work of the step runs, in the latest software."""
+        return simulate(self.step.events, self.setup)
 
 
 _NOT_BUILT = (

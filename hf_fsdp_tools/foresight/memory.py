@@ -12,7 +12,7 @@ from hf_fsdp_tools.foresight.events import Alloc, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import held, memory_timeline, states
+from hf_fsdp_tools.foresight.timeline import Timeline, held, memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
@@ -106,7 +106,8 @@ class MemoryEstimate:
     notes: tuple[str, ...] = ()
     """Remarks: what was assumed or could not be followed."""
     forecast: Forecast = field(repr=False, compare=False)
-    """What this was read from."""
+    replay: Replay = field(repr=False, compare=False)
+    """What this was read from: the step, and the step in the allocator."""
 
     @property
     def total(self) -> int:
@@ -152,15 +153,14 @@ class MemoryEstimate:
         return sorted(rows, key=lambda row: -row[0])[:most]
 
     @cached_property
-    def timeline(self) -> Any:
+    def timeline(self) -> Timeline:
         """The memory over the course of the step."""
-
         step = self.forecast.step
-        return memory_timeline(step.events, step.resident, reserved=_replayed(step, self.setup).reserved)
+        return memory_timeline(step.events, step.resident, reserved=self.replay.reserved)
 
     def to_json(self) -> str:
         """This estimate as JSON text, without the timeline, which has a `to_json` of its own."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "forecast"}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("forecast", "replay")}
         own |= {"setup": asdict(self.setup), "outside": [asdict(each) for each in self.outside]}
         return json.dumps(own | {"total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}, default=repr)
 
@@ -241,15 +241,7 @@ def estimate_memory(
 
 
 def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEstimate:
-    """The memory of a forecast.
-
-    Args:
-        forecast: of the training.
-        limit_bytes: memory of the GPU that it may use; None is all.
-
-    Raises:
-        ConfigError: the GPU is unknown.
-    """
+    """The memory of a forecast on a GPU of which it may use `limit_bytes`; None is all."""
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
     outside = _outside(setup)
@@ -280,6 +272,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         host_bytes=step.host_bytes,
         notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
         forecast=forecast,
+        replay=used,
     )
 
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_tools.foresight.recommendation import Alternative, percent, setting_words, training_words
-from hf_fsdp_tools.foresight.search import GAIN, Cost, Point, Search
+from hf_fsdp_tools.foresight.search import GAIN, Cost, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.space import Job, space_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from hf_fsdp_tools.text import show_bytes
 
@@ -34,7 +33,7 @@ def proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:
     setup, cost = search.space.setup(best), search.cost(best)
     together: list[dict[str, Any]] = []
     for changes in _unasked(job, search, best):
-        if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.given):
+        if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):
             continue
         if (faster := _faster(job, setup, cost, changes)) is not None:
             yield faster
@@ -51,14 +50,14 @@ def _unasked(job: Job, search: Search, best: Point) -> Iterator[dict[str, Any]]:
         yield {"compile": True}
     if exposed > 2 * GAIN and setup.precision == "bf16" and setup.reduce_dtype == "fp32":
         yield {"reduce_dtype": "bf16"}
-    is_open = job.global_batch_size is None and "gradient_accumulation_steps" not in job.given
-    if exposed > _EXPOSED and is_open and "sync_each_batch" not in job.given:
+    is_open = job.global_batch_size is None and "gradient_accumulation_steps" not in job.fixed
+    if exposed > _EXPOSED and is_open and "sync_each_batch" not in job.fixed:
         yield {"gradient_accumulation_steps": _MICRO_STEPS, "sync_each_batch": False}
-    is_lean = setup.activation_checkpointing and "activation_checkpointing" not in job.given
+    is_lean = setup.activation_checkpointing and "activation_checkpointing" not in job.fixed
     if setup.lora_r is not None and not setup.load_in_4bit and is_lean:
         yield {"load_in_4bit": True, "activation_checkpointing": False}
     # What fits in the smallest part of a machine may fit on one GPU.
-    most = max(search.space.replicas)
+    most = max(search.space.values["dp_replicate_size"])
     if most > 1 and any(point.dp_replicate_size == most for point in search.fitting()):
         yield {"wrapping": "none", "dp_replicate_size": 1, "offload": False}
 
@@ -83,11 +82,11 @@ def _faster(job: Job, setup: TrainingSetup, cost: Cost, changes: dict[str, Any])
 def nothing_fits(job: Job) -> str:
     """Why nothing fits, and the nearest that does."""
     setup, most = job.setup, show_bytes(job.usable_bytes)
-    found = "; ".join(nearest(job))
+    fitting = "; ".join(nearest(job))
     return (
         f"{job.model}, {training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
         f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({percent(job.margin)} stays free). "
-        + (f"What fits: {found}. " if found else "Take a smaller model. ")
+        + (f"What fits: {fitting}. " if fitting else "Take a smaller model. ")
         + "Expert and context parallelism are not in this package."
     )
 
@@ -106,15 +105,13 @@ _BY_PRICE = (
 def nearest(job: Job) -> Iterator[str]:
     """Yield changes, each of which makes it fit."""
     setup = job.setup
-    fixed = space_of(setup, job.given, None)
-    free = space_of(setup, (), None)
-    before, after = fixed.leanest(max(fixed.offload)), free.leanest(max(free.offload))
+    before, after = (Space.of(setup, fixed, None).leanest() for fixed in (job.fixed, ()))
     changes = [name for name in _BY_PRICE if getattr(before, name) != getattr(after, name)]
-    for names in ([name] for name in changes) if len(changes) > 1 else ():
-        if job.fits(given=job.given - set(names)):
-            yield setting_words(names[0], getattr(after, names[0]))
+    for name in changes if len(changes) > 1 else ():
+        if job.fits(fixed=job.fixed - {name}):
+            yield setting_words(name, getattr(after, name))
             return
-    if changes and job.fits(given=()):
+    if changes and job.fits(fixed=()):
         yield ", ".join(setting_words(name, getattr(after, name)) for name in changes)
         return
     if setup.loss == "full" and job.fits(loss="chunked"):
@@ -124,7 +121,7 @@ def nearest(job: Job) -> Iterator[str]:
     if setup.optimizer.startswith("adamw") and setup.optimizer != "adamw_8bit" and job.fits(optimizer="adamw_8bit"):
         yield "optimizer adamw_8bit"
     if setup.wrapping != "none":
-        copies = 1 if "dp_replicate_size" not in job.given else setup.dp_replicate_size
+        copies = 1 if "dp_replicate_size" not in job.fixed else setup.dp_replicate_size
         counts = (setup.num_gpus * 2**power for power in range(1, 13))
         enough = (
             count for count in counts if count <= MOST_GPUS and job.fits(num_gpus=count, dp_replicate_size=copies)

@@ -13,9 +13,8 @@ from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.proposals import SHORTEST, nearest, nothing_fits, proposals
 from hf_fsdp_tools.foresight.recommendation import Alternative, Choice, Recommendation, percent
-from hf_fsdp_tools.foresight.search import GAIN, Cost, Evaluate, Point, Search
+from hf_fsdp_tools.foresight.search import GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.space import SEARCHED, Job, space_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.hub import local_path
@@ -169,7 +168,7 @@ def choose(
     job = Job(model, setup, frozenset(given), global_batch_size, gpu_named(setup.gpu).memory_bytes, margin, priced)
     if longest is not None:
         job = replace(job, setup=replace(setup, seq_len=_longest_that_fits(job, longest)))
-    search = Search(space_of(job.setup, job.given, global_batch_size), priced, job.usable_bytes)
+    search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
     best = search.best()
     if best is None:
         raise ConfigError(nothing_fits(job))
@@ -213,20 +212,13 @@ def _choices(search: Search, best: Point, job: Job) -> Iterator[Choice]:
     space = search.space
     batches = list(space.accumulation)
     place = batches.index(best.batch_size)
-    others = {
-        "batch_size": batches[max(place - 1, 0) : place + 2],
-        "activation_checkpointing": space.activation_checkpointing,
-        "reshard_after_forward": space.reshard_after_forward,
-        "sync_each_batch": space.sync_each_batch,
-        "dp_replicate_size": space.replicas,
-        "offload": space.offload,
-    }
-    if len(space.sync_each_batch) == 1 or best.batch_size not in (b for b, n in space.accumulation.items() if n > 1):
-        del others["sync_each_batch"]
-    for field, values in others.items():
+    alternatives = {"batch_size": batches[max(place - 1, 0) : place + 2], **space.values}
+    if len(space.values["sync_each_batch"]) == 1 or space.accumulation[best.batch_size] == 1:
+        del alternatives["sync_each_batch"]
+    for field, values in alternatives.items():
         value = getattr(best, field)
         rejected = [_alternative(search, best, field, other, job) for other in values if other != value]
-        yield Choice(field=field, value=value, given=field in job.given, rejected=tuple(rejected))
+        yield Choice(field=field, value=value, given=field in job.fixed, rejected=tuple(rejected))
 
 
 def _alternative(search: Search, best: Point, field: str, value: Any, job: Job) -> Alternative:

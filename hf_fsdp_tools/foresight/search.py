@@ -6,17 +6,21 @@ gradients are kept; recomputing activations and offloading save memory and never
 larger micro-batch is not slower per token.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 GAIN = 0.01
 """Relative gain in speed below which two settings count as equally fast, and the one with less memory is taken: a
 fifth of the error of estimates of the step time. (assumed)"""
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Micro-batches that are tried where no global batch is set. (assumed)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,56 +59,120 @@ class Point(NamedTuple):
     dp_replicate_size: int
 
 
+SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:])
+"""Fields of `TrainingSetup` that are chosen where they are not fixed."""
+
+
 @dataclass(frozen=True)
 class Space:
     """Settings to choose from: every combination of the values below, other fields as in `base`."""
 
     base: TrainingSetup
-    """Values of all that is not searched."""
     accumulation: Mapping[int, int]
     """Micro-batches in ascending order, and the accumulation steps that go with each."""
-    activation_checkpointing: tuple[bool, ...] = (False, True)
-    """In the order in which they are tried, like the next four."""
-    offload: tuple[bool, ...] = (False, True)
-    reshard_after_forward: tuple[bool, ...] = (True, False)
-    sync_each_batch: tuple[bool, ...] = (True,)
-    """Where False is among them, it counts for micro-batches that are accumulated."""
-    replicas: tuple[int, ...] = (1,)
-    """Values of `dp_replicate_size`, ascending."""
+    values: Mapping[str, tuple[Any, ...]]
+    """Of the other fields of a point, in the order in which they are tried; where False is among those of
+    `sync_each_batch`, it counts for micro-batches that are accumulated."""
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> "Space":
+        """The settings to choose from, with the fixed fields as in `setup`."""
+        is_sharded = setup.num_gpus > 1 and setup.wrapping != "none"
+        # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
+        node = min(setup.gpus_per_node, setup.num_gpus)
+        sizes = [4 * node, 2 * node, node, node // 2] if setup.num_gpus > node else [node // 2, node // 4]
+        copies = [setup.num_gpus // size for size in sizes if 1 < size < setup.num_gpus and setup.num_gpus % size == 0]
+        accumulation = _batches(setup, fixed, global_batch_size)
+        is_accumulated = is_sharded and max(accumulation.values()) > 1
+        values: dict[str, tuple[Any, ...]] = {
+            "activation_checkpointing": (False, True),
+            "reshard_after_forward": (True, False) if is_sharded else (True,),
+            "sync_each_batch": (True, False) if is_accumulated else (setup.sync_each_batch,),
+            "dp_replicate_size": (1, *copies) if is_sharded else (1,),
+            "offload": (False, True) if setup.wrapping != "none" else (False,),
+        }
+        return cls(setup, accumulation, values | {name: (getattr(setup, name),) for name in values.keys() & fixed})
 
     def __len__(self) -> int:
-        batches = len(self.sync_each_batch) * len(self.accumulation)
-        if len(self.sync_each_batch) > 1:
-            batches -= sum(steps == 1 for steps in self.accumulation.values())
-        flags = len(self.activation_checkpointing) * len(self.offload) * len(self.reshard_after_forward)
-        return batches * flags * len(self.replicas)
+        return sum(len(family) for offload in self.values["offload"] for family in self.families(offload))
 
     def setup(self, point: Point) -> TrainingSetup:
         """The setting at a point."""
         return replace(self.base, gradient_accumulation_steps=self.accumulation[point.batch_size], **point._asdict())
 
-    def leanest(self, offload: bool) -> Point:
+    def leanest(self, offload: bool | None = None) -> Point:
         """The point that needs the least memory, with or without offload."""
-        checkpointing, reshard = max(self.activation_checkpointing), max(self.reshard_after_forward)
-        sync = max(self.sync_each_batch)
-        return Point(min(self.accumulation), checkpointing, offload, reshard, sync, min(self.replicas))
+        lean = {name: (min if name == "dp_replicate_size" else max)(values) for name, values in self.values.items()}
+        lean |= {} if offload is None else {"offload": offload}
+        return Point(batch_size=min(self.accumulation), **lean)
 
     def families(self, offload: bool) -> list[list[Point]]:
         """The points that differ in the micro-batch alone, ascending; families that are likely to be fast first."""
-        axes = (self.activation_checkpointing, self.reshard_after_forward, self.sync_each_batch, self.replicas)
-        found = []
-        for checkpointing, reshard, sync, replicas in product(*axes):
-            always = sync or len(self.sync_each_batch) == 1
+        families = []
+        for chosen in product(*(values for name, values in self.values.items() if name != "offload")):
+            values = dict(zip(self.values, chosen, strict=False), offload=offload)
+            always = values["sync_each_batch"] or len(self.values["sync_each_batch"]) == 1
             batches = [batch for batch, steps in self.accumulation.items() if always or steps > 1]
-            found.append([Point(batch, checkpointing, offload, reshard, sync, replicas) for batch in batches])
-        return [family for family in found if family]
+            families.append([Point(batch_size=batch, **values) for batch in batches])
+        return [family for family in families if family]
+
+
+def _batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> dict[int, int]:
+    """Micro-batches, and the accumulation steps that go with each."""
+    batch = setup.batch_size if "batch_size" in fixed else None
+    steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
+    if global_batch_size is None:
+        return dict.fromkeys(BATCHES if batch is None else (batch,), steps or 1)
+    divisor = setup.num_gpus * (batch or 1) * (steps or 1)
+    rest, over = divmod(global_batch_size, divisor)
+    if over or rest < 1 or (batch and steps and rest > 1):
+        factors = [f"{setup.num_gpus} GPUs", *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
+        near = {max(rest, 1) * divisor, max(rest + 1, 1) * divisor} if not (batch and steps) else {divisor}
+        raise ConfigError(
+            f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}; use "
+            f"{' or '.join(map(str, sorted(near)))}"
+        )
+    if batch:
+        return {batch: steps or rest}
+    return {rest: steps} if steps else {size: rest // size for size in range(1, rest + 1) if rest % size == 0}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A search for the settings of one model."""
+
+    model: str
+    """Its name, for messages."""
+    setup: TrainingSetup
+    """Values of all that is fixed, and of what is not searched."""
+    fixed: frozenset[str]
+    """Those of `SEARCHED` that stay as in `setup`."""
+    global_batch_size: int | None
+    gpu_bytes: int
+    """Memory of a GPU."""
+    margin: float
+    """Part of it that stays free."""
+    priced: Evaluate
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a GPU that a setting may use."""
+        return int(self.gpu_bytes * (1 - self.margin))
+
+    def least_bytes(self, *, fixed: Collection[str] | None = None, **changes: Any) -> int:
+        """Memory of the leanest setting, with other values of what is not searched."""
+        space = Space.of(replace(self.setup, **changes), self.fixed if fixed is None else fixed, None)
+        return self.priced(space.setup(space.leanest())).num_bytes
+
+    def fits(self, **changes: Any) -> bool:
+        """Whether the leanest setting does."""
+        return self.least_bytes(**changes) <= self.usable_bytes
 
 
 class Search:
     """The prices of one space that are known so far, and the conclusions from them."""
 
     def __init__(self, space: Space, evaluate: Evaluate, limit_bytes: float) -> None:
-        """Price nothing yet."""
         self.space, self.limit_bytes = space, limit_bytes
         self.costs: dict[Point, Cost] = {}
         self._evaluate = evaluate
@@ -131,7 +199,7 @@ class Search:
         Offloading is tried where nothing fits without: each step then moves all shards to the GPU and back, and the
         optimizer runs on the host.
         """
-        for offload in self.space.offload:
+        for offload in self.space.values["offload"]:
             families = self.space.families(offload)
             leanest = self.space.leanest(offload)
             if not self.fits(families[0][0]) and not self.fits(leanest):

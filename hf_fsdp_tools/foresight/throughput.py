@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Event, Work
+from hf_fsdp_tools.foresight.events import Work
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
@@ -14,7 +14,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.collectives import node_network
 from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.foresight.timing.time import simulate
+from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.text import show_count
 
 _SEGMENT_SECONDS = 2e-3
@@ -24,7 +24,7 @@ take 86 % of a step instead of 67 %: about 0.3 s more for each of 96 blocks, tha
 
 _TRAINER = (0.62, 0.88)
 """What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
-published trainings of 7 and 8 B on 4 A100, FSDP1, 512 tokens, padding counted (Liger's example, 2024)."""
+published trainings of 7 and 8 B on 4 A100, 512 tokens, padding counted (Liger's example, 2024)."""
 
 _PARTS = {
     "matmul": "matmuls",
@@ -238,32 +238,29 @@ def throughput_of(memory: MemoryEstimate, *, era: str = LATEST_ERA) -> Throughpu
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
-
-    Args:
-        memory: of the forecast.
-        era: of software, as in `efficiency.ERAS`.
-
-    Raises:
-        ConfigError: GPU or era is unknown.
     """
-    setup = memory.forecast.setup
-    steps = setup.gradient_accumulation_steps
-    if steps <= 2:
-        return _throughput_of_all(memory, era)
-    one, two = (_throughput_of_all(_with_micro_steps(memory, count), era) for count in (1, 2))
-
-    def continued(first: float, second: float) -> float:
-        return first + (steps - 1) * (second - first)
-
-    return replace(
-        two,
-        setup=setup,
-        step_seconds=continued(one.step_seconds, two.step_seconds),
-        tokens_per_step=one.tokens_per_step * steps,
-        model_flops=one.model_flops * steps,
-        hardware_flops=continued(one.hardware_flops, two.hardware_flops),
-        parts={part: continued(seconds, two.parts[part]) for part, seconds in one.parts.items()},
-        communication_seconds=continued(one.communication_seconds, two.communication_seconds),
+    setup, trace = memory.forecast.setup, memory.forecast.trace
+    steps, efficiency = setup.gradient_accumulation_steps, efficiency_of(gpu_named(setup.gpu), era)
+    memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
+    one, *two = (
+        simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=allocator_stalls(each))
+        for each in memories
+    )
+    memory, notes = memories[-1], trace.notes
+    if memory.is_full:
+        notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
+    elif memory.retried:
+        notes += (f"the memory is full {len(memory.retried)} times in a step, for which the GPU stands still",)
+    return throughput(
+        one.continued(two[0], steps) if two else one,
+        setup,
+        efficiency,
+        name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",
+        tokens=trace.tokens,
+        model_flops=trace.model_flops,
+        repeated_flops=sum(work.flops for work in trace.events if isinstance(work, Work) and work.again),
+        era=era,
+        notes=notes,
     )
 
 
@@ -278,48 +275,25 @@ def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
     return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 
-def _throughput_of_all(memory: MemoryEstimate, era: str) -> ThroughputEstimate:
-    """The throughput of a forecast, all of whose events are simulated."""
-    forecast = memory.forecast
-    notes = forecast.trace.notes
-    if memory.is_full:
-        notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
-    elif memory.retried:
-        notes += (f"the memory is full {len(memory.retried)} times in a step, for which the GPU stands still",)
-    return throughput(
-        forecast.step.events,
-        forecast.setup,
-        name=f"{forecast.model_class} with {show_count(forecast.trace.num_params)} parameters",
-        tokens=forecast.trace.tokens,
-        model_flops=forecast.trace.model_flops,
-        era=era,
-        stalls=allocator_stalls(memory),
-        notes=notes,
-    )
-
-
 def allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
     """Seconds for which a full GPU stands still, by index of the event before which it does (`simulate`)."""
     return {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
 
 
 def throughput(
-    events: Sequence[Event],
+    timing: Timing,
     setup: TrainingSetup,
+    efficiency: Efficiency,
     *,
     name: str,
     tokens: int,
     model_flops: float,
+    repeated_flops: float = 0.0,
     era: str = LATEST_ERA,
-    efficiency: Efficiency | None = None,
-    stalls: Mapping[int, float] | None = None,
     notes: tuple[str, ...] = (),
 ) -> ThroughputEstimate:
-    """The throughput of a list of events."""
-    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
-    timing = simulate(events, setup, efficiency=efficiency, stalls=stalls)
-    late = straggling(setup, efficiency) * timing.seconds
-    steps = setup.gradient_accumulation_steps
+    """The throughput of a step whose streams were simulated; tokens and operations are those of one micro-step."""
+    steps, late = setup.gradient_accumulation_steps, straggling(setup, efficiency) * timing.seconds
     return ThroughputEstimate(
         name=name,
         setup=setup,
@@ -327,8 +301,7 @@ def throughput(
         step_seconds=timing.seconds + late,
         tokens_per_step=tokens * steps,
         model_flops=model_flops * steps,
-        hardware_flops=model_flops * steps
-        + sum(work.flops for work in events if isinstance(work, Work) and work.again),
+        hardware_flops=(model_flops + repeated_flops) * steps,
         parts={**timing.parts, "slowest GPU": late},
         communication_seconds=timing.communication,
         error=efficiency.error,

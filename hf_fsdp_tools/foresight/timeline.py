@@ -71,7 +71,12 @@ class Timeline:
 
     def in_seconds(self, events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Self:
         """The same memory with its points in time: each where the computation issued before its event ends."""
-        seconds = _computed_until(events, spans)
+        times, now, seconds = iter(spans), 0.0, []
+        for event in events:
+            if isinstance(event, Work):
+                end = next(times)[1]
+                now = max(now, end) if event.stream == "compute" else now
+            seconds.append(now)
         return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
 
     def to_json(self) -> str:
@@ -90,7 +95,8 @@ def memory_timeline(
 
     Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
     """
-    allocated, phases = _allocated(events, resident), _phases(events)
+    allocated = [sum(now.values()) for _, now in states(events, resident, range(len(events)))]
+    phases = _phases(events)
     kept = extremes(allocated, phases, most_points)
     if reserved is not None:
         kept = sorted({*kept, max(range(len(reserved)), key=reserved.__getitem__)})
@@ -112,41 +118,20 @@ def memory_timeline(
     )
 
 
-def _allocated(events: Sequence[Event], resident: Iterable[Alloc]) -> list[int]:
-    """Allocated bytes after each event."""
-    sizes = {alloc.block: alloc.num_bytes for alloc in resident}
-    now, result = sum(sizes.values()), []
-    for event in events:
-        if isinstance(event, Alloc):
-            sizes[event.block] = event.num_bytes
-            now += event.num_bytes
-        elif isinstance(event, Free):
-            now -= sizes.pop(event.block, 0)
-        result.append(now)
-    return result
-
-
 def _phases(events: Sequence[Event]) -> list[str]:
     """The phase of each event: of memory that is taken, that of the work which comes next."""
-    result: list[str] = [""] * len(events)
-    coming: str = next((event.phase for event in reversed(events) if isinstance(event, Work)), "forward")
-    for i in range(len(events) - 1, -1, -1):
-        event = events[i]
-        if isinstance(event, Work):
-            coming = event.phase
-        result[i] = coming
-    now = next(iter(result), "forward")
-    for i, event in enumerate(events):
+    works = [event.phase for event in events if isinstance(event, Work)] or ["forward"]
+    done, now, result = 0, works[0], []
+    for event in events:
         if isinstance(event, (Work, Alloc)):
-            now = result[i]
-        result[i] = now
+            now = works[min(done, len(works) - 1)]
+        done += isinstance(event, Work)
+        result.append(str(now))
     return result
 
 
 def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POINTS) -> list[int]:
-    """Indices of the points to draw: the first and the last of each phase, the highest and the lowest of each
-    stretch.
-    """
+    """Indices of the points to draw: first and last of each phase, highest and lowest of each stretch."""
     if len(values) <= most:
         return list(range(len(values)))
     length, kept = -(-2 * len(values) // most), set()
@@ -157,17 +142,6 @@ def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POIN
             stretch = inside[start : start + length]
             kept |= {max(stretch, key=values.__getitem__), min(stretch, key=values.__getitem__)}
     return sorted(kept)
-
-
-def _computed_until(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Until when the work issued up to each event keeps the compute stream busy, in seconds."""
-    times, now, result = iter(spans), 0.0, []
-    for event in events:
-        if isinstance(event, Work):
-            end = next(times)[1]
-            now = max(now, end) if event.stream == "compute" else now
-        result.append(now)
-    return result
 
 
 def held(events: Sequence[Event], resident: Iterable[Alloc], at: int) -> list[Alloc]:

@@ -5,8 +5,7 @@ Each parameter has its own name and shape, and holds the run of its elements tha
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,27 +20,22 @@ from hf_fsdp_tools.text import listed
 
 
 class FlatShare(torch.Tensor):
-    """A parameter of which this rank holds the elements `start .. start + memory.numel()` of its row-major order.
+    """A parameter of which this rank holds a run: the elements from `start` on of its row-major order.
 
-    It has the shape and dtype of the whole parameter. It supports what filling and saving a shard need: `copy_` from a
-    whole tensor (elements outside the run are dropped), and `as_strided` views of boxes inside the run.
+    It has the shape and dtype of the whole parameter, and the run's `memory` in the flat parameter's own storage. It
+    supports what filling and saving a shard need: `copy_` from a whole tensor (elements outside the run are dropped),
+    and `as_strided` views of boxes inside the run. Of ranks with one run, `is_first_replica` saves it.
     """
 
     memory: torch.Tensor
-    """This rank's run, 1-D, in the flat parameter's own storage."""
-
     start: int
-    """Index of its first element in the whole parameter."""
-
     is_first_replica: bool
-    """Whether this rank saves the run; other ranks that hold the same run do not."""
 
     @staticmethod
     def __new__(
         cls, shape: torch.Size, memory: torch.Tensor, start: int, *, requires_grad: bool, is_first_replica: bool
-    ) -> "FlatShare":
-        """Make a share over memory that stays where it is."""
-        self = torch.Tensor._make_wrapper_subclass(
+    ) -> Any:
+        self: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=memory.dtype, device=memory.device, requires_grad=requires_grad
         )
         self.memory, self.start, self.is_first_replica = memory, start, is_first_replica
@@ -49,18 +43,11 @@ class FlatShare(torch.Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
-        """Shape, dtype and the run."""
         stop = self.start + self.memory.numel()
         return f"FlatShare({tuple(self.shape)}, {self.dtype}, elements {self.start}..{stop})"
 
-    @property
-    def _is_hf_initialized(self) -> bool:
-        """Always True, so that transformers' initialisers, which fill whole tensors, leave the parameter alone."""
-        return True
-
-    @_is_hf_initialized.setter
-    def _is_hf_initialized(self, mark: bool) -> None:
-        """Ignore the mark."""
+    # Always True, so that transformers' initialisers, which fill whole tensors, leave the parameter alone.
+    _is_hf_initialized = property(lambda self: True, lambda self, mark: None)
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """The boxes that this rank holds, each with its start for `as_strided`; none for an empty run."""
@@ -72,17 +59,15 @@ class FlatShare(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the supported operations; refuse all others, which would need elements of other ranks."""
-        aten = torch.ops.aten
-        if func is aten.detach.default:
-            (share,) = args
+        share = args[0]
+        if func is torch.ops.aten.detach.default:
             first = share.is_first_replica
             return FlatShare(share.shape, share.memory, share.start, requires_grad=False, is_first_replica=first)
-        if func is aten.as_strided.default:
-            share, size, stride, offset = args
+        if func is torch.ops.aten.as_strided.default:
+            _, size, stride, offset = args
             return share.memory.as_strided(size, stride, share.memory.storage_offset() + offset - share.start)
-        if func is aten.copy_.default:
-            share, source = args[:2]
-            run = source.contiguous().view(-1)[share.start : share.start + share.memory.numel()]
+        if func is torch.ops.aten.copy_.default:
+            run = args[1].contiguous().view(-1)[share.start : share.start + share.memory.numel()]
             share.memory.copy_(run)
             return share
         raise ConfigError(
@@ -115,84 +100,53 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
             start = index * inner + end
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatPart:
+class FlatPart(NamedTuple):
     """One parameter inside the flat parameter of an FSDP1 unit."""
 
-    fqn: str
-    """Its name below the unit, for messages."""
-
-    places: tuple[tuple[nn.Module, str], ...]
-    """Every module that registered it, with its name there; several where it is tied."""
-
+    places: tuple[tuple[nn.Module, str], ...]  # each module that registered it, with its name there
     shape: torch.Size
-    """Shape of the whole parameter."""
-
-    dtype: torch.dtype
-    """Dtype of the flat parameter."""
-
-    requires_grad: bool
-    """Whether it is trained; without original parameters, whether its unit is."""
-
-    registered: nn.Parameter | None
-    """The parameter that the live module registers in its place; None without original parameters."""
-
-    memory: torch.Tensor
-    """This rank's run of its elements, 1-D, in the flat parameter's own storage (or on meta)."""
-
-    start: int
-    """Index of the run's first element in the whole parameter."""
-
-    is_contiguous: bool
-    """Whether the whole parameter was contiguous, so that its elements lie in row-major order."""
+    requires_grad: bool  # without original parameters, that of its unit
+    registered: nn.Parameter | None  # by the live module in its place; None without original parameters
+    memory: torch.Tensor  # this rank's run of its elements, 1-D, in the flat parameter's own storage
+    start: int  # index of the run's first element
 
 
-def flat_parts(wrapper: FullyShardedDataParallel) -> list[FlatPart]:
+def flat_parts(wrapper: FullyShardedDataParallel) -> Iterator[FlatPart]:
     """The parameters that one FSDP1 unit gathers, each once; may be called while they are gathered."""
     handle: Any = wrapper._handle
     if handle is None:
-        return []
+        return
     flat = handle.flat_param
     tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
     for other in flat._shared_param_infos:
         tied.setdefault((other.prim_module, other.prim_param_name), []).append((other.module, other.param_name))
-    parts = []
     for i, (info, shard) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
         offset, count = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
         place = (info.module, info.param_name)
         registered = flat._params[i] if flat._params is not None else None
-        part = FlatPart(
-            fqn=flat._fqns[i],
+        yield FlatPart(
             places=(place, *tied.get(place, ())),
             shape=flat._shapes[i],
-            dtype=flat.dtype,
             requires_grad=(flat if registered is None else registered).requires_grad,
             registered=registered,
             memory=flat.data[offset : offset + count],
             start=shard.intra_param_start_idx or 0,
-            is_contiguous=flat._contiguities[i],
         )
-        parts.append(part)
-    return parts
 
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The model below the FSDP1 wrappers, under its own names, every parameter a `FlatShare` of this rank's memory.
 
-    The view is a new tree of modules that shares memory, buffers and everything else with the live modules. It does not
-    follow later changes of the live tree, and cannot run. Parameters that FSDP1 ignores are the live ones. No rank
-    communicates.
+    The view is a new tree of modules that shares all else with the live ones, and cannot run. No rank communicates.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
         raise ConfigError(f"{type(model).__name__} has no FSDP1 module. Wrap it with wrap_fsdp1 first.")
     shares: dict[nn.Module, dict[str, Any]] = {}
     for wrapper in wrappers:
-        _refuse_gathered(wrapper)
+        _refuse_unreadable(wrapper)
         first = _is_first_replica(wrapper)
         for part in flat_parts(wrapper):
-            if not part.is_contiguous:
-                raise ConfigError(f"{part.fqn} is not contiguous. Make it contiguous before wrapping.")
             share = FlatShare(
                 part.shape, part.memory, part.start, requires_grad=part.requires_grad, is_first_replica=first
             )
@@ -223,12 +177,14 @@ def _is_first_replica(wrapper: FullyShardedDataParallel) -> bool:
     return replicas is None or dist.get_rank(replicas) == 0
 
 
-def _refuse_gathered(wrapper: FullyShardedDataParallel) -> None:
+def _refuse_unreadable(wrapper: FullyShardedDataParallel) -> None:
     handle: Any = wrapper._handle
-    if handle is None or not handle.uses_sharded_strategy:
+    if handle is None:
         return
     flat = handle.flat_param
-    if flat.size() != flat._sharded_size:
+    if not all(flat._contiguities):
+        raise ConfigError(f"Not contiguous among {listed(flat._fqns)}: make all contiguous before wrapping.")
+    if handle.uses_sharded_strategy and flat.size() != flat._sharded_size:
         raise ConfigError(
             f"The flat parameter of {listed(flat._fqns)} is gathered at the moment. Call this outside "
             "summon_full_params and between training steps."

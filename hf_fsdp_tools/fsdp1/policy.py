@@ -1,4 +1,4 @@
-"""A wrap plan as PyTorch's FSDP1 wrap policies: a callable, and a `CustomPolicy`.
+"""A wrap plan as PyTorch's FSDP1 wrap policy.
 
 FSDP1 lacks some of what FSDP2 has, which changes a plan:
 
@@ -7,32 +7,19 @@ FSDP1 lacks some of what FSDP2 has, which changes a plan:
     tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the
                        unit that holds their lowest common ancestor, as a rule the root. Where that would dissolve a
                        whole block, the tied parameter stays whole on every rank instead.
-    reshard to an int  does not exist.
-    one dtype per unit also for frozen parameters (those of a rarer dtype stay whole on every rank), and, without
-                       original parameters, one requires_grad.
+    resharding         follows `sharding_strategy`, the same for all units; to an int, it does not exist.
+    one dtype          per unit, also for frozen parameters.
 """
 
-import warnings
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy
 
-from hf_fsdp_tools.errors import WrapPlanError, frames_of_package
+from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from hf_fsdp_tools.text import dtype_name, listed
-
-_KEPT = {
-    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-"""The strategy of a unit that is not resharded after forward, by the model's strategy."""
 
 
 class HybridAutoWrapPolicy:
@@ -54,24 +41,26 @@ class HybridAutoWrapPolicy:
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
-        draft = _FSDP1Draft(tree, plan)
-        draft.join_ties()
-        draft.part_groups(floor_params)
-        draft.keep_frozen_apart()
+        units = _Units(tree, plan)
+        units.join_ties()
+        units.part_groups(floor_params)
+        units.refuse_mixed_dtypes()
         self.plan = plan
-        self.units = tuple(name for unit in plan.units for name in unit.modules if name in draft.reshard and name)
-        self.ignored = tuple(weight.names[0] for weight in draft.ignored.values())
-        self._reshard = {tree.by_fqn[name].module: draft.reshard[name] for name in self.units}
+        self.units = tuple(name for unit in plan.units for name in unit.modules if name in units.names and name)
+        self.ignored = tuple(weight.names[0] for weight in units.ignored.values())
+        self._modules = {tree.by_fqn[name].module for name in self.units}
         self._known = {node.module for node in tree}
         self._model = model
-        self._held = {node.fqn: weights for node, weights in draft.held().items()}
-        self._refuse_mixed_dtypes(class_name(model))
-        self._warn_of_ties()
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """Answer FSDP1 whether a module is a unit; `nonwrapped_numel` is not used, because the plan knows all sizes."""
-        self._refuse_strangers(module)
-        return True if recurse else module in self._reshard
+        if module not in self._known and not any(below in self._known for below in module.modules()):
+            raise WrapPlanError(
+                f"This policy was made for another {self.plan.model_class}: it does not know the "
+                f"{class_name(module)} that FSDP asks about. Call hybrid_auto_wrap_policy with the very model that is "
+                "wrapped, after adapters are added."
+            )
+        return recurse or module in self._modules
 
     def __repr__(self) -> str:
         return f"HybridAutoWrapPolicy({self.plan.model_class}: {len(self.units)} units and the root)"
@@ -81,65 +70,9 @@ class HybridAutoWrapPolicy:
         """The live parameters behind `ignored`, for FSDP1's argument of this name."""
         return [self._model.get_parameter(name) for name in self.ignored]
 
-    def as_custom_policy(self, sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> CustomPolicy:
-        """The units as a `CustomPolicy` that also keeps each unit's `reshard_after_forward`, by its sharding
-        strategy.
-        """
-
-        def options(module: nn.Module) -> bool | dict[str, Any]:
-            self._refuse_strangers(module)
-            if module in self._reshard and self._reshard[module] is False and sharding_strategy in _KEPT:
-                return {"sharding_strategy": _KEPT[sharding_strategy]}
-            return module in self._reshard
-
-        return CustomPolicy(options)
-
     def begins_unit(self, module: nn.Module) -> bool:
         """Whether FSDP1 wraps this very module, the root included."""
-        return module in self._reshard or module is self._model
-
-    def mixed_requires_grad(self) -> Mapping[str, tuple[list[str], list[str]]]:
-        """(names of trainable parameters, names of frozen ones) of each unit that holds both, by the unit's fqn."""
-        parted = {
-            unit: (
-                [weight.names[0] for weight in held if weight.requires_grad],
-                [weight.names[0] for weight in held if not weight.requires_grad],
-            )
-            for unit, held in self._held.items()
-        }
-        return {unit: names for unit, names in parted.items() if all(names)}
-
-    def _refuse_strangers(self, module: nn.Module) -> None:
-        if module not in self._known and not any(below in self._known for below in module.modules()):
-            raise WrapPlanError(
-                f"This policy was made for another {self.plan.model_class}: it does not know the "
-                f"{class_name(module)} that FSDP asks about. Call hybrid_auto_wrap_policy with the very model that is "
-                "wrapped, after adapters are added."
-            )
-
-    def _refuse_mixed_dtypes(self, model_class: str) -> None:
-        mixed = []
-        for unit, held in self._held.items():
-            dtypes = sorted({dtype_name(weight.dtype) for weight in held})
-            if len(dtypes) > 1:
-                mixed.append(f"{unit or '(root)'} ({', '.join(dtypes)})")
-        if mixed:
-            raise WrapPlanError(
-                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of {model_class} "
-                f"mix them: {listed(mixed)}. Cast the model to one dtype (adapters too) and let MixedPrecision "
-                "compute in another, or use FSDP2 (shard_model), which takes frozen parameters of any dtype."
-            )
-
-    def _warn_of_ties(self) -> None:
-        size, unit = max((sum(weight.numel for weight in held), unit) for unit, held in self._held.items())
-        if size > 2 * self.plan.largest_unit.num_params:  # a correct plan never has so large a unit (rule 2)
-            warnings.warn(
-                f"Tied parameters bring {size:,} parameters of {self.plan.model_class} into one FSDP1 unit, "
-                f"{unit or 'the root'}, which every rank gathers at once; the plan's largest unit has "
-                f"{self.plan.largest_unit.num_params:,}. FSDP2 (shard_model) can keep to the plan.",
-                UserWarning,
-                stacklevel=frames_of_package(),
-            )
+        return module in self._modules or module is self._model
 
 
 def hybrid_auto_wrap_policy(
@@ -169,10 +102,14 @@ def hybrid_auto_wrap_policy(
         plan = make_wrap_plan(model, policy=policy)
     elif problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {class_name(model)}: " + "; ".join(problems))
-    smaller = [f"{u.modules[0] or '(root)'} ({u.reshard_after_forward})" for u in plan.units if _has_degree(u)]
-    if smaller:
+    degrees = [
+        f"{unit.modules[0] or '(root)'} ({unit.reshard_after_forward})"
+        for unit in plan.units
+        if unit.reshard_after_forward not in (None, True, False)
+    ]
+    if degrees:
         raise WrapPlanError(
-            f"FSDP1 cannot reshard to a smaller world, as {listed(smaller)} ask for. Set reshard_after_forward to True "
+            f"FSDP1 cannot reshard to a smaller world, as {listed(degrees)} ask for. Set reshard_after_forward to True "
             "or False for them, or use FSDP2 (shard_model)."
         )
     floor = policy.floor_params
@@ -181,75 +118,69 @@ def hybrid_auto_wrap_policy(
     return HybridAutoWrapPolicy(model, plan, floor_params=floor)
 
 
-# ---- the units that FSDP1 can have ----
+class _Units:
+    """The units of a plan that FSDP1 can have.
 
-
-class _FSDP1Draft:
-    """A plan's units for FSDP1 under construction.
-
-    `reshard` has the names of the nodes that are units. A parameter belongs to the nearest unit at or above its node.
+    `names` are those of the nodes that are units. A parameter belongs to the nearest unit at or above its node.
     """
 
     def __init__(self, tree: ModuleTree, plan: WrapPlan) -> None:
         self.tree, self.plan = tree, plan
-        self.reshard = {name: unit.reshard_after_forward for unit in plan.units for name in unit.modules}
+        self.names = {name for unit in plan.units for name in unit.modules}
         kept = [tree.weight(name) for name in plan.replicated]
         self.ignored = {id(weight): weight for weight in kept}
 
     def part_groups(self, floor: float) -> None:
         """Make each module of a grouped unit its own unit; a small one of the same dtype joins the unit above it."""
-        held = self.held()
+        held = self._held()
         for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
             node = self.tree.by_fqn[name]
-            if name not in self.reshard or node.parent is None:
+            if name not in self.names or node.parent is None:
                 continue
-            own, above = held.get(node, []), held.setdefault(self.unit_of(node.parent), [])
+            own, above = held.get(node, []), held.setdefault(self._unit_of(node.parent), [])
             same = len({weight.dtype for weight in (*own, *above)}) < 2
             if same and sum(weight.numel for weight in own) < floor:
-                del self.reshard[name]
+                self.names.remove(name)
                 above += own
-
-    def keep_frozen_apart(self) -> None:
-        """Keep frozen parameters of a unit's rarer dtypes whole on every rank; they have no gradients to reduce."""
-        for held in self.held().values():
-            sizes: dict[object, int] = {}
-            for weight in held:
-                sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel
-            main = max(sizes, key=lambda dtype: sizes[dtype])
-            self.ignored.update((id(w), w) for w in held if w.dtype != main and not w.requires_grad)
 
     def join_ties(self) -> None:
         """Bring every tied parameter into one unit, or keep it whole on every rank."""
-        tied = [weight for weight in self.tree.weights if len(weight.owners) > 1 and id(weight) not in self.ignored]
+        tied = [weight for weight in self.tree.weights if len(weight.owners) > 1]
         for _ in tied:  # dissolving a unit can part another tied set, so repeat until nothing moves
-            parted = [weight for weight in tied if id(weight) not in self.ignored and len(self._units(weight)) > 1]
-            if not parted:
-                return
-            for weight in parted:
-                self._join(weight)
+            for weight in tied:
+                if id(weight) not in self.ignored and len({self._unit_of(owner) for owner in weight.owners}) > 1:
+                    self._join(weight)
 
-    def unit_of(self, node: ModuleNode) -> ModuleNode:
+    def refuse_mixed_dtypes(self) -> None:
+        dtypes = {node: {dtype_name(weight.dtype) for weight in held} for node, held in self._held().items()}
+        mixed = [
+            f"{node.fqn or '(root)'} ({', '.join(sorted(names))})" for node, names in dtypes.items() if len(names) > 1
+        ]
+        if mixed:
+            raise WrapPlanError(
+                f"FSDP1 needs one dtype per unit, frozen parameters included, but {len(mixed)} units of "
+                f"{self.plan.model_class} mix them: {listed(mixed)}. Cast the model to one dtype (adapters too) and "
+                "let MixedPrecision compute in another, or use FSDP2 (shard_model)."
+            )
+
+    def _unit_of(self, node: ModuleNode) -> ModuleNode:
         """The node of the unit to which the parameters registered on `node` belong."""
-        return next(above for above in (node, *node.ancestors()) if above.fqn in self.reshard)
+        return next(above for above in (node, *node.ancestors()) if above.fqn in self.names)
 
-    def held(self) -> dict[ModuleNode, list[Weight]]:
+    def _held(self) -> dict[ModuleNode, list[Weight]]:
         """The weights of each unit, by its node. A tied weight counts at its first owner, where FSDP1 flattens it."""
         held: dict[ModuleNode, list[Weight]] = {}
         for weight in self.tree.weights:
             if id(weight) not in self.ignored:
-                held.setdefault(self.unit_of(weight.owners[0]), []).append(weight)
+                held.setdefault(self._unit_of(weight.owners[0]), []).append(weight)
         return held
-
-    def _units(self, weight: Weight) -> set[ModuleNode]:
-        return {self.unit_of(owner) for owner in weight.owners}
 
     def _join(self, weight: Weight) -> None:
         paths = [[owner, *owner.ancestors()] for owner in weight.owners]
         common = next(node for node in paths[0] if all(node in path for path in paths))
-        between = [node for path in paths for node in path[: path.index(common)] if node.fqn in self.reshard]
+        between = [node for path in paths for node in path[: path.index(common)] if node.fqn in self.names]
         if all(_is_mostly_tied(node) for node in between):
-            for node in between:
-                self.reshard.pop(node.fqn, None)
+            self.names -= {node.fqn for node in between}
         else:
             self.ignored[id(weight)] = weight
 
@@ -260,7 +191,3 @@ def _is_mostly_tied(node: ModuleNode) -> bool:
     below = {id(w): w for each in node.walk() for w in each.own}.values()
     tied = sum(w.numel for w in below if any(id(owner) not in inside for owner in w.owners))
     return 2 * tied >= sum(w.numel for w in below)
-
-
-def _has_degree(unit: WrapUnit) -> bool:
-    return unit.reshard_after_forward is not None and not isinstance(unit.reshard_after_forward, bool)

@@ -3,10 +3,47 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
+from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from hf_fsdp_tools.errors import ConfigError
+
+_SETTINGS = (
+    "config_file", "cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "gpu_ids", "mixed_precision",
+)  # fmt: skip
+_OF_RECIPES = ("--gradient_accumulation_steps", "--gradient-accumulation-steps", "--debug")
+"""Options that the launcher has for other engines, and `TrainingArguments` for recipes."""
+
+_OTHER_ENGINES = ("multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm", "dynamo_backend")
+"""Options that choose another engine than FSDP2, or compilation, which `TrainingArguments` have."""
+
+
+def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The settings of `accelerate launch` in the command of a recipe, the launcher's words, and the recipe's."""
+    parser = launch_command_parser()
+    parser._actions = [action for action in parser._actions if action.option_strings]  # no script is named
+    for name in _OF_RECIPES:
+        parser._option_string_actions.pop(name, None)
+    settings, rest = parser.parse_known_args(words)
+    for name in _OTHER_ENGINES:
+        if getattr(settings, name, None):
+            raise ConfigError(
+                f"--{name} of `accelerate launch` means nothing to a recipe, which runs FSDP2 on all devices; leave "
+                "it out, translate a DeepSpeed file with `hf-fsdp config --from FILE`, or use --torch_compile true"
+            )
+    own, left = [], list(rest)
+    for word in words:
+        if left and word == left[0]:
+            left.pop(0)
+        elif word != "--cpu":  # which the launcher takes for another engine
+            own.append(word)
+    return {name: getattr(settings, name) for name in _SETTINGS}, own, rest
 
 
 def main() -> None:

@@ -17,29 +17,30 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.fsdp1.precision import cast_where_computed
-from hf_fsdp_tools.fsdp1.under_accelerate import let_generate
-from hf_fsdp_tools.integrations.hooks import check_hooks
-from hf_fsdp_tools.integrations.model import (
-    check_managed,
-    check_native,
-    check_precision,
-    prepare_for_training,
-    refuse_parts,
-    shard_additions,
-    shard_in_place,
-)
-from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
-from hf_fsdp_tools.integrations.saved_state import (
+from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, let_generate
+from hf_fsdp_tools.integrations.accelerator_state import (
     check_state,
     files_of,
     load_schedulers,
     numbered_states,
     owner_of,
-    save_state_to,
+    save_state,
 )
-from hf_fsdp_tools.integrations.saving import former_of, saveable
+from hf_fsdp_tools.integrations.hooks import check_hooks
+from hf_fsdp_tools.integrations.model import (
+    check_managed,
+    check_native,
+    check_precision,
+    hand_over,
+    prepare_for_training,
+    refuse_parts,
+    shard_in_place,
+)
+from hf_fsdp_tools.integrations.replacement import former_of
+from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.states import saveable
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
 from hf_fsdp_tools.sharding.replicated import by_kind, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
@@ -148,7 +149,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         limit = naming.total_limit if automatic else None
-        save_state_to(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
+        save_state(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
         naming.iteration += 1
         return folder
 
@@ -193,9 +194,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 plain = getattr(optimizer, "optimizer", optimizer)
                 load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
         load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
-        self.step = all_ranks(self.step, "loading the state")[
-            0
-        ]  # ranks without a file of their own would accumulate out of step
+        # ranks without a file of their own would accumulate out of step
+        self.step = all_ranks(self.step, "loading the state")[0]
 
     def end_training(self) -> None:
         """End as `Accelerator.end_training` does, once no save is under way in the background; raises its error."""
@@ -284,7 +284,9 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
     else:
-        shard_additions(model, optimizers)
+        replaced = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
+        for optimizer in optimizers:
+            hand_over(optimizer, replaced)
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)

@@ -1,10 +1,8 @@
 """A Trainer's `checkpoint-N` folders: which are complete, what each must hold, and which are deleted."""
 
-import copy
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations.resume import (
-    check_listed,
-    damage_of,
-    refuse_damage,
-    refuse_incomplete,
-    warn_of_other_world,
-)
-from hf_fsdp_tools.integrations.saving import Replacement, remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.resume import check_parts, damage_of
 from hf_fsdp_tools.loading.io.durable import storage_errors
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.untrusted import read_json_object
-from hf_fsdp_tools.saving.manifest import write_manifest
 from hf_fsdp_tools.text import first_line, listed, quoted
 
 STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
@@ -66,30 +57,18 @@ def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collect
 
 def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
     """The checkpoint to resume from; or what is wrong with it, and the cure."""
-    fact = "" if wanted is True else problem_of(Path(str(wanted)), allowed)
-    if wanted is not True and not fact:
-        return wanted, ""
-    last, reasons = _last_complete(output_dir, allowed)
-    if wanted is True and last is not None:
-        if reasons:
-            warnings.warn(f"Resuming from {last.name}: {reasons}.", stacklevel=5)
-        return str(last), ""
-    if wanted is True and not reasons:
-        return True, ""
-    problem = f"{str(wanted)!r} {fact}" if fact else f"No checkpoint in {output_dir!r} is complete: {reasons}"
-    none = f"Start anew, or give a complete {PREFIX_CHECKPOINT_DIR} folder"
-    return wanted, f"{problem}. {none if last is None else f'Resume from {str(last)!r}'}."
-
-
-def _last_complete(output_dir: str, allowed: Collection[str]) -> tuple[Path | None, str]:
-    """The last complete checkpoint, and what is wrong with those after it, or with all where none is complete."""
+    folders = [str(wanted)] if wanted is not True else []
+    if wanted is True and Path(output_dir).is_dir():
+        folders = sort_checkpoints(output_dir)[::-1]
     problems: list[str] = []
-    folders = sort_checkpoints(output_dir) if Path(output_dir).is_dir() else []
-    for folder in map(Path, reversed(folders)):
-        if not (fact := problem_of(folder, allowed)):
-            return folder, listed(reversed(problems), separator="; ")
-        problems.append(f"{folder.name} {fact}")
-    return None, listed(reversed(problems), separator="; ")
+    for folder in folders:
+        if not (fact := problem_of(Path(folder), allowed)):
+            if problems:
+                warnings.warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.", stacklevel=5)
+            return folder, ""
+        problems.append(f"{folder!r} {fact}")
+    cure = "Give a complete folder" if wanted is True else "With True, training goes on from the last complete one"
+    return wanted, f"{listed(problems, separator='; ')}. {cure}; or start anew." if problems else ""
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:
@@ -139,26 +118,24 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
 
     Every rank must call.
     """
-    manifest = check_listed(folder, allowed=STATE_FILES if trainer.allow_incomplete else ())
-    elsewhere = warn_of_other_world(folder, "rng_state*.pth", manifest)
     args = trainer.args
     random_states = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-    absent: dict[str, str] = {}
-    with agreed("looking for the parts of the checkpoint", folder), storage_errors("read", folder):
+
+    def absent_parts() -> Iterator[tuple[str, str]]:
         if problem := _problem_of_state(folder, args):  # each rank reads it
             raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
         if not any((folder / name).exists() for name in STATE_FILES[:2]):
-            absent[STATE_FILES[0]] = "the optimizer"
+            yield STATE_FILES[0], "the optimizer"
         if not (folder / SCHEDULER_NAME).is_file():
-            absent[SCHEDULER_NAME] = "the scheduler"
+            yield SCHEDULER_NAME, "the scheduler"
         if trainer.accelerator.scaler is not None and not (folder / SCALER_NAME).is_file():
-            absent[SCALER_NAME] = "the loss scale"
-        if not elsewhere and not (folder / random_states).is_file():
-            absent[random_states] = "random states"
+            yield SCALER_NAME, "the loss scale"
+        if not (folder / random_states).is_file():
+            yield random_states, "random states"
+
     option = "allow_incomplete = True in the trainer's class"
-    refuse_incomplete(folder, absent, allowed=trainer.allow_incomplete, option=option)
-    refuse_damage(folder)
+    check_parts(folder, absent_parts, STATE_FILES, allowed=trainer.allow_incomplete, option=option)
 
 
 def weights_in(folder: Path) -> list[str]:
@@ -196,54 +173,13 @@ def save_trainer_state(state: TrainerState, folder: Path, staging: Path, *, is_w
             state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
 
-def put_in_place(
-    place: Replacement,
-    written: Sequence[str],
-    args: Any,
-    *,
-    checksums: bool,
-    best: str | None,
-    push: Callable[[], Collection[Path]],
-) -> None:
-    """Declare a checkpoint complete, put it into its place, begin to upload it, delete old ones. Every rank must
-    call.
-    """
-    folder = place.folder
-    write_manifest(place.staging, written, TRAINER_GLOBS, checksums=checksums)
-    place.take_place()
-    with agreed("deleting old checkpoints", folder), storage_errors("save to", folder):
-        if args.should_save:
-            remove_leftovers(folder.parent, f"{PREFIX_CHECKPOINT_DIR}-*")
-            rotate(folder, args.save_total_limit, best, uploaded=push())
-
-
-@contextmanager
-def without_rotation(args: Any) -> Iterator[None]:
-    """Let the Trainer delete no checkpoints in this block: it would do so before the new one is complete."""
-    args._save_total_limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = args._save_total_limit
-        del args._save_total_limit
-
-
-def as_asked(args: Any) -> Any:
-    """The arguments as the user gave them, also within `without_rotation`."""
-    if not hasattr(args, "_save_total_limit"):
-        return args
-    asked = copy.copy(args)
-    asked.save_total_limit = args._save_total_limit
-    del asked._save_total_limit
-    return asked
-
-
 def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Collection[Path] = ()) -> None:
     """Delete a Trainer's old checkpoints: keep `limit` in all, the one just saved and the best one among them.
 
     Which others are oldest is transformers' rule. A checkpoint whose saving was interrupted does not count, and is
     deleted if it is older than the latest. Folders without a number are not touched. For one rank.
     """
+    remove_leftovers(latest.parent, f"{PREFIX_CHECKPOINT_DIR}-*")
     if limit is None or limit <= 0:
         return
     named = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")

@@ -4,43 +4,45 @@
     FSDPConfig.for_machine()      ->  a config that fits this machine, and the reasons
     .to_accelerate_yaml()         ->  text for `accelerate launch --config_file`
     FSDPConfig.check_file(path)   ->  findings about a file
-    .translate_file(path)         ->  what a file of FSDP1, DDP or DeepSpeed means here
+    .translate_file(path)         ->  the meaning here of a file of FSDP1, DDP or DeepSpeed
 
-Imports neither torch nor Accelerate before a machine or a file is looked at.
+Its fields are the table of all settings too: an `fsdp_*` key is one field with `metadata=_key(…)`, and is then written,
+checked, translated, and known as a variable and as a key of `TrainingArguments.fsdp_config`. The names are those of
+accelerate 1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`TrainingArguments._process_fsdp_args`);
+`tests/unit/test_settings.py` reads both libraries and fails when their names differ. docs/settings.md says what becomes
+of each. Imports neither torch nor Accelerate before a machine or a file is looked at.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.contradictions import contradictions
 from hf_fsdp_tools.integrations.settings import (
-    YAML_KEYS,
     AutoWrapPolicy,
     BackwardPrefetch,
     MixedPrecision,
+    Setting,
     StateDictType,
+    contradictions,
+    launched,
 )
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.diagnostics.findings import Finding
-    from hf_fsdp_tools.integrations.translation import Translation
+    from hf_fsdp_tools.integrations.interpret import Translation
 
 
 CPU_PROCESSES = 2
 """Processes on a machine without GPUs: the fewest that shard anything. (assumed)"""
 
-STRATEGIES = {
-    (True, False): "FULL_SHARD",
-    (False, False): "SHARD_GRAD_OP",
-    (True, True): "HYBRID_SHARD",
-    (False, True): "HYBRID_SHARD_ZERO2",
-}
-"""(reshard_after_forward, several copies) -> FSDP1's name of the strategy."""
+
+def _key(kind: type | tuple[str, ...] = str, **other: Any) -> dict[str, Any]:
+    """Makes a field an `fsdp_*` key; the arguments are those of `settings.launched`."""
+    return {"kind": kind, **other}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,40 +77,37 @@ class FSDPConfig:
     """Run on CPU with gloo, also where there are GPUs (they are hidden from the processes)."""
     mixed_precision: MixedPrecision = "no"
     """Compute dtype while the trained weights stay float32; "no" computes in the dtype of the weights."""
-    fsdp_version: Literal[1, 2] = 2
-    """2 is `fully_shard`; 1 is `FullyShardedDataParallel`, deprecated upstream."""
-    reshard_after_forward: bool = True
-    """Free a unit's weights after its forward (less memory); False keeps them for its backward (less traffic)."""
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP): each copy is sharded over `num_processes / dp_replicate_size` processes."""
-    offload_params: bool = False
+    fsdp_version: Literal[2] = field(default=2, metadata=_key(int, name="version", argument="fsdp_version"))
+    """2 is `fully_shard`; a run of FSDP1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
+    reshard_after_forward: bool = field(default=True, metadata=_key())
+    """Free a unit's weights after its forward (less memory); False keeps them for its backward (less traffic)."""
+    offload_params: bool = field(
+        default=False, metadata=_key(bool, argument="cpu_offload", training=("offload_params", "cpu_offload"))
+    )
     """Keep shards, gradients and optimizer state in host memory, and move a unit to the GPU for its compute."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = field(default=False, metadata=_key(bool))
     """Recompute each block's activations in the backward pass instead of keeping them."""
-    state_dict_type: StateDictType = "SHARDED_STATE_DICT"
+    state_dict_type: StateDictType = field(default="SHARDED_STATE_DICT", metadata=_key(get_args(StateDictType)))
     """How training checkpoints are written: every rank writes its shards, or rank 0 gathers and writes all."""
-    cpu_ram_efficient_loading: bool = False
+    cpu_ram_efficient_loading: bool = field(default=False, metadata=_key(bool))
     """Rank 0 reads the whole checkpoint and broadcasts it. False: this package lets each rank read its own shards."""
-    auto_wrap_policy: AutoWrapPolicy = "NO_WRAP"
-    """What Accelerate wraps by itself. NO_WRAP, because this package shards the model before Accelerate sees it;
-    Accelerate would look for block classes by names that sharding has changed."""
-    transformer_layer_cls_to_wrap: tuple[str, ...] = ()
+    auto_wrap_policy: AutoWrapPolicy = field(default="NO_WRAP", metadata=_key(get_args(AutoWrapPolicy)))
+    """The modules that Accelerate wraps by itself. NO_WRAP, because this package shards the model before Accelerate
+    sees it; Accelerate would look for block classes by names that sharding has changed."""
+    transformer_layer_cls_to_wrap: tuple[str, ...] = field(
+        default=(),
+        metadata=_key(argument="transformer_cls_names_to_wrap", variable="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+    )
     """Class names of blocks, for TRANSFORMER_BASED_WRAP; empty uses the model's own `_no_split_modules`."""
-    min_num_params: int | None = None
+    min_num_params: int | None = field(default=None, metadata=_key(int))
     """Parameters that make a unit, for SIZE_BASED_WRAP only."""
-    ignored_modules: str | None = None
+    ignored_modules: str | None = field(default=None, metadata=_key())
     """Regular expression of whole module names that stay whole on every rank."""
-    backward_prefetch: BackwardPrefetch | None = None
-    """FSDP1 only: when the next unit is gathered in the backward pass; None is BACKWARD_PRE, PyTorch's default."""
-    forward_prefetch: bool | None = None
-    """FSDP1 only: gather the next unit early in the forward pass; None is False."""
-    use_orig_params: bool | None = None
-    """FSDP1 only: show the original parameters to the optimizer; None is True, which frozen weights need."""
-    sync_module_states: bool | None = None
-    """FSDP1 only: broadcast rank 0's weights at wrapping; None follows `cpu_ram_efficient_loading`, which needs it."""
 
     def __post_init__(self) -> None:
-        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self)]
+        problems = [f"{fact}; {cure}" for fact, cure in contradictions(self, YAML_KEYS)]
         if len(problems) == 1:
             raise ConfigError(f"the configuration cannot be used: {problems[0]}")
         if problems:
@@ -177,30 +176,69 @@ class FSDPConfig:
         Raises:
             ConfigError: the file cannot be read, or holds no YAML mapping.
         """
-        from hf_fsdp_tools.integrations.config_file import check_config_file
+        from hf_fsdp_tools.integrations.config_file import check_file
 
-        return check_config_file(path, {field.name: field.default for field in fields(cls)})
+        return check_file(path, YAML_KEYS, {each.name: each.default for each in fields(cls)})
 
     @staticmethod
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
-        """What a user's own file means here: fields of this class, arguments of the Trainer, a sentence for each key.
+        """The meaning of a user's own file: fields of this class, arguments of the Trainer, a sentence for each key.
 
         Reads files of `accelerate launch` for FSDP1, FSDP2, DDP and DeepSpeed (with the JSON that they point to), and
         DeepSpeed's JSON alone. Starts and communicates nothing. Imports Accelerate, for its own list of general keys.
 
         Raises:
-            ConfigError: the file cannot be read, or asks for what has no meaning here.
+            ConfigError: the file cannot be read, or asks for a thing that has no meaning here.
         """
-        from hf_fsdp_tools.integrations.translation import translate_file
+        from hf_fsdp_tools.integrations.config_file import translate_file
 
-        return translate_file(path)
+        return translate_file(path, YAML_KEYS)
+
+
+# ---- the table of settings ----
+
+
+def rows_of(config: type[FSDPConfig]) -> tuple[Setting, ...]:
+    """The settings that are fields of a config."""
+    names = [(each.name, {"name": each.name, **each.metadata}) for each in fields(config) if each.metadata]
+    return tuple(launched(**{"field": name, **metadata}) for name, metadata in names)
+
+
+SETTINGS = (
+    *rows_of(FSDPConfig),
+    launched("sharding_strategy"),
+    launched("activation_checkpointing_offload", bool),
+    launched("backward_prefetch", get_args(BackwardPrefetch), is_fsdp1=True, fsdp2="BACKWARD_PRE"),
+    launched("forward_prefetch", bool, is_fsdp1=True, fsdp2=False),
+    launched("sync_module_states", bool, is_fsdp1=True, fsdp2=True),
+    launched("use_orig_params", bool, is_fsdp1=True, fsdp2=True),
+    Setting(argument="mixed_precision_policy", training=("mixed_precision_policy",)),
+    Setting(argument="limit_all_gathers", training=("limit_all_gathers",), kind=bool, is_fsdp1=True, fsdp2=True),
+    Setting(argument="param_init_fn", is_fsdp1=True),
+    Setting(argument="state_dict_config", is_fsdp1=True),
+    Setting(argument="optim_state_dict_config", is_fsdp1=True),
+    *(Setting(training=(name,)) for name in ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")),
+)
+"""Fields of FSDPConfig, and what it has no field for: a check of the file, the plugin or one line answers these."""
+
+VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
+YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
+TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
+
+
+# ---- the YAML ----
 
 
 def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    for row in YAML_KEYS.values():
+        value = getattr(config, row.field) if row.field else None
+        if value not in (None, "", ()):
+            section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
-        "fsdp_config": _fsdp_section(config),
+        "fsdp_config": section,
         "machine_rank": config.machine_rank,
         # With 0 the launcher looks for a free port, so that two runs on a machine do not collide on 29500.
         "main_process_port": config.main_process_port or 0,
@@ -218,26 +256,9 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
         data["gpu_ids"] = ""
     elif config.gpu_ids is not None:
         data["gpu_ids"] = config.gpu_ids
-    if config.dp_replicate_size > 1 and config.fsdp_version == 2:
+    if config.dp_replicate_size > 1:
         data["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": config.dp_replicate_size,
             "parallelism_config_dp_shard_size": config.dp_shard_size,
         }
     return data
-
-
-def _fsdp_section(config: FSDPConfig) -> dict[str, Any]:
-    """Every setting of the config's FSDP version; settings of FSDP1 alone that are None, as FSDP2 does them."""
-    section: dict[str, Any] = {}
-    for key, row in YAML_KEYS.items():
-        value = getattr(config, row.field) if row.field else None  # a row with a field that is not here fails
-        value = row.fsdp2 if value is None else value
-        if config.fsdp_version in row.versions and value not in (None, "", ()):
-            section[key] = ",".join(value) if isinstance(value, tuple) else value
-    if config.fsdp_version == 1:
-        strategy = STRATEGIES[config.reshard_after_forward, config.dp_replicate_size > 1]
-        # The launcher reads the second; the first, so written, says that FSDP1 is meant (`integrations.launched`).
-        section |= {"fsdp_reshard_after_forward": strategy, "fsdp_sharding_strategy": strategy}
-        if config.sync_module_states is None:
-            section["fsdp_sync_module_states"] = config.cpu_ram_efficient_loading
-    return section

@@ -20,7 +20,6 @@ from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.foresight.streams import Schedule, step_schedule
 from hf_fsdp_tools.foresight.timeline import Timeline
-from hf_fsdp_tools.foresight.timing.time import simulate
 from hf_fsdp_tools.plots.figure import check_matplotlib, save
 from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text
@@ -160,8 +159,8 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def _draw_schedule(self, measured: Schedule) -> "Figure":
         if self.predicted is None:
             return draw_schedule(measured, model=self._name())
-        events, setup = self.predicted.forecast.step.events, self.predicted.setup
-        predicted = step_schedule(events, simulate(events, setup).spans)
+        forecast = self.predicted.forecast
+        predicted = step_schedule(forecast.step.events, forecast.timing.spans)
         return draw_schedule(predicted, model=self._name(), measured=measured)
 
     # ---- called by the Trainer ----

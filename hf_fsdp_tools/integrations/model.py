@@ -14,12 +14,12 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.pretrained import shard_arguments
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
@@ -42,8 +42,6 @@ _HASHING_THREADS = 8
 _HASHED_ELEMENTS = 2**24
 """Elements of a tensor on a GPU that are copied to the host at a time."""
 
-# ---- a plain model, and additions to a sharded model ----
-
 
 def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Shard a plain model (of a PEFT model, its base with the adapters), and give its new parameters to its optimizers.
@@ -63,17 +61,13 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
-    base = base_of(model)
-    shard_model(
-        base,
-        plan_with_adapters(base, accelerator.state.fsdp_plugin.policy_for(base)),
-        **shard_arguments(accelerator),
-    )
+    base, plugin = base_of(model), accelerator.state.fsdp_plugin
+    shard_model(base, plan_with_adapters(base, plugin.policy_for(base)), **plugin.shard_arguments(accelerator))
     send_weights(model, others)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
-        _hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
+        hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
 
 
 def _forget_device_map(model: nn.Module) -> None:
@@ -95,17 +89,7 @@ def _forget_device_map(model: nn.Module) -> None:
     del model.hf_device_map
 
 
-def shard_additions(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Shard adapters and heads that were added to a sharded model, and give the new parameters to its optimizers.
-
-    A script or a trainer of TRL adds them (`get_peft_model`). Every rank must call; see `shard_added`.
-    """
-    replaced = shard_added(model)
-    for optimizer in optimizers:
-        _hand_over(optimizer, replaced)
-
-
-def _hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
+def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
     """Put sharded parameters in the place of whole ones in an optimizer, and shard the state that it has for them.
 
     Adagrad makes its state at construction. Every rank has the state whole, so nothing is communicated.
@@ -295,25 +279,11 @@ def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
 
 def refuse_parts(obj: Any, where: Any) -> None:
     """Refuse an object with DTensors of which this rank holds a part only, at any depth of mappings and sequences."""
-    parts: list[tuple[str, DTensor]] = []
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, DTensor):
-            spread = zip(value.placements, value.device_mesh.shape, strict=True)
-            if any(not placement.is_replicate() and size > 1 for placement, size in spread):
-                parts.append((name, value))
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(item, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                walk(item, f"{name}.{i}" if name else str(i))
-
-    walk(obj, "")
-    if parts:
+    named = [(keystr(path), value) for path, value in tree_flatten_with_path(obj)[0] if isinstance(value, DTensor)]
+    if parts := [(name, value) for name, value in named if value.to_local().numel() < value.numel()]:
         name, first = parts[0]
         raise ConfigError(
-            f"{str(where)!r} would hold rank 0's shards of {len(parts)} tensors (first: {name!r}, "
+            f"{str(where)!r} would hold rank 0's shards of {len(parts)} tensors (first: {name}, "
             f"{first.to_local().numel()} of {first.numel()} values on this rank). On every rank call "
             "accelerator.save_model(model, folder), or accelerator.get_state_dict(model) and save its result; for "
             "optimizers too, accelerator.save_state(folder)."

@@ -1,6 +1,7 @@
 """Accelerate's FSDP plugin with a `HybridPolicy`, and with gradients reduced in fp32."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,27 +11,21 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1.under_accelerate import check_settings
+from hf_fsdp_tools.fsdp1.wrap import refuse_settings
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.integrations.launched import read_unversioned, read_version
+from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.settings import (
-    drop_fsdp1_settings,
-    is_set,
-    reshard_after_forward,
-    warn_of_fsdp1_settings,
-    warn_of_idle_wrap_settings,
-    warn_of_unknown_variables,
-    warn_on_node,
-)
+from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, read_strategies, strategy_name, warn_on_node
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.text import did_you_mean
 
 
 @dataclass
@@ -63,17 +58,15 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
     def __post_init__(self) -> None:
-        self.is_given = True  # by a script; False where variables or TrainingArguments alone made it
-        warn_of_unknown_variables()
-        self.fsdp_version, unversioned = read_version(self.fsdp_version)
+        self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
+        for name in sorted(os.environ):
+            if name.startswith("FSDP_") and name not in VARIABLES:
+                warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
+        self.fsdp_version, is_unversioned = _read_version(self.fsdp_version)
         self.copies: ParallelismConfig | None = None  # that the launch config asks for by HYBRID_SHARD
         on_cpu = local_device().type == "cpu"
-        if unversioned:
-            self.copies = read_unversioned(self)
-        elif self.fsdp_version == 2:
-            self.reshard_after_forward = reshard_after_forward(self)
-            self.sharding_strategy = None
-            warn_of_fsdp1_settings(drop_fsdp1_settings(self))
+        if self.fsdp_version == 2:
+            self._read_as_fsdp2(is_unversioned=is_unversioned)
         else:
             self._prefer_what_fsdp1_can(on_cpu=on_cpu)
         if self.activation_checkpointing_offload or is_set("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
@@ -81,7 +74,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
                 "(offload_params) saves more."
             )
-        self.mixed_precision_policy = _as_given(self.mixed_precision_policy, self.fsdp_version)
+        self.mixed_precision_policy = _as_policy(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
         self.translated = self.policy is None
@@ -89,13 +82,40 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
         if self.fsdp_version == 1:
             alone = rank_on_node()[1] == 1 < world_size(os.environ)
-            check_settings(self, on_cpu=on_cpu, alone_on_node=alone)
+            refuse_settings(
+                on_cpu=on_cpu,
+                strategy=self.sharding_strategy or self.reshard_after_forward,
+                is_shard_of_one=on_cpu or alone,
+                cpu_offload=self.cpu_offload,
+                state_dict_type=self.state_dict_type,
+            )
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
     def adopt(self, accelerator: Accelerator) -> None:
         """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
         adopt(accelerator, sync_each_batch=False)
+
+    def shard_arguments(self, accelerator: Accelerator, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+        """Keywords of `shard_model` for an Accelerator with this plugin, which gets our `prepare`, in place.
+
+        Every rank must call: a mesh may be made, over all processes where the Accelerator has no parallelism config.
+        """
+        if self.fsdp_version != 2:
+            raise ConfigError(
+                "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
+                "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, or pass "
+                "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
+            )
+        adopt(accelerator, sync_each_batch=False)
+        if mesh is None and (config := accelerator.parallelism_config):
+            mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
+        return {
+            "mesh": mesh if mesh is not None else ParallelDims().build_mesh(accelerator.device.type),
+            "mp_policy": self.mixed_precision_policy,
+            "offload_policy": self.cpu_offload,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
         """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
@@ -137,14 +157,50 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
 
+    def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
+        """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""
+        strategy = _value(self, "sharding_strategy")
+        values = (_value(self, "reshard_after_forward"), strategy)
+        self.reshard_after_forward, has_copies = read_strategies(values, may_copy=is_unversioned)
+        self.sharding_strategy = None
+        left_out = _drop_fsdp1_settings(self)
+        if not is_unversioned:
+            if left_out:
+                warn_on_node(
+                    f"Only FSDP1 has {left_out}. FSDP2 gathers ahead, keeps original parameters and limits memory by "
+                    "itself: left out.",
+                    stacklevel=4,
+                )
+            return
+        if _value(self, "state_dict_type") == "LOCAL_STATE_DICT":
+            self.state_dict_type = "SHARDED_STATE_DICT"
+        size = rank_on_node()[1]
+        machines = world_size(os.environ) // size
+        means = f"reshard_after_forward={self.reshard_after_forward}"
+        if has_copies and machines > 1:
+            self.copies = ParallelismConfig(dp_replicate_size=machines, dp_shard_size=size)
+            means += f" in {machines} copies, one per machine"
+        if os.environ.get("RANK", "0") == "0":
+            warnings.warn(
+                "The launch config has no fsdp_version, as `accelerate config` wrote it for years, and is read as "
+                f"FSDP2: {strategy_name(strategy or 'FULL_SHARD')} means {means}; "
+                f"{f'left out: {left_out}' if left_out else 'the rest means the same'}. `hf-fsdp config --from FILE "
+                "--output NEW` writes the file for FSDP2; HybridFSDPPlugin(fsdp_version=1) asks for FSDP1.",
+                stacklevel=4,
+            )
+
     def _translate_wrap(self) -> HybridPolicy:
-        warn_of_idle_wrap_settings(self)
-        return policy_from_wrap(
-            self.auto_wrap_policy,
-            class_names=self.transformer_cls_names_to_wrap or (),
-            min_num_params=self.min_num_params or 0,
-            reshard=self.reshard_after_forward is not False,
-        )
+        wrap = getattr(getattr(self.auto_wrap_policy, "func", self.auto_wrap_policy), "__name__", "")
+        names, size = self.transformer_cls_names_to_wrap or (), self.min_num_params or 0
+        idle = []
+        if names and wrap != "transformer_auto_wrap_policy":
+            idle.append(f"transformer_cls_names_to_wrap={','.join(names)} has effect only with TRANSFORMER_BASED_WRAP")
+        if size and wrap != "size_based_auto_wrap_policy":
+            idle.append(f"min_num_params={size} has effect only with SIZE_BASED_WRAP")
+        if idle:
+            warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.", stacklevel=4)
+        reshard = self.reshard_after_forward is not False
+        return policy_from_wrap(self.auto_wrap_policy, class_names=names, min_num_params=size, reshard=reshard)
 
     def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
         """Turn off RAM-efficient loading, and change defaults with which FSDP1 crashes on CPUs."""
@@ -166,7 +222,46 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
 
 
-def _as_given(policy: Any, version: int) -> Any:
+def _read_version(version: int | None) -> tuple[int, bool]:
+    """The version of FSDP, and whether a config that names none was launched.
+
+    `accelerate launch` takes a file without `fsdp_version` for version 1, and the processes see the same variables as
+    for a file that says 1. Only files that know of versions give FSDP1 its strategy as `fsdp_reshard_after_forward`;
+    with others the launcher leaves that at true, which FSDP1 does not have.
+    """
+    text = str(os.environ.get("FSDP_VERSION", "2") if version is None else version).strip()
+    if text not in ("1", "2"):
+        raise ConfigError(
+            f"fsdp_version is {text}: use 2 (fully_shard), or 1 (FullyShardedDataParallel, deprecated in PyTorch)."
+        )
+    is_open = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() in ("true", "false")
+    is_unversioned = version is None and text == "1" and is_open and is_by_launcher()
+    return (2 if is_unversioned else int(text)), is_unversioned
+
+
+def _value(plugin: Any, name: str) -> Any:
+    """A setting of the plugin, else of its variable; words in upper case."""
+    value = getattr(plugin, name)
+    text = os.environ.get(next(row.variable for row in SETTINGS if row.argument == name) or "")
+    if value is None and text:
+        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    value = getattr(value, "name", value)
+    return value.upper() if isinstance(value, str) else value
+
+
+def _drop_fsdp1_settings(plugin: Any) -> str:
+    """Unset the plugin's settings of FSDP1 alone, in place; return those whose values differ from FSDP2's."""
+    left_out = []
+    for row in SETTINGS:
+        if row.argument and row.is_fsdp1:
+            if (value := _value(plugin, row.argument)) not in (None, row.fsdp2):
+                shown = getattr(getattr(plugin, row.argument), "name", getattr(plugin, row.argument))
+                left_out.append(f"{row.argument}={value if shown is None else shown}")
+            setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
+    return ", ".join(left_out)
+
+
+def _as_policy(policy: Any, version: int) -> Any:
     """`mixed_precision_policy` as a policy object: Accelerate also takes a name, or a mapping of dtypes."""
     if isinstance(policy, str):
         return _precision(policy, version)

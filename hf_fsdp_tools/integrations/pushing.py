@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
@@ -17,7 +17,6 @@ from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
-from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import is_outdated
 
@@ -47,12 +46,6 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
 
     hub_model_id: str | None
     push_in_progress: Any = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check for each trainer class that transformers still has the methods that are overridden here."""
-        super().__init_subclass__(**kwargs)
-        if issubclass(cls, Trainer):
-            check_hooks(PushingMixin, super())
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""

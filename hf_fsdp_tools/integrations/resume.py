@@ -3,7 +3,7 @@
 import random
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -92,23 +92,35 @@ def _check_random_states(file: Path) -> None:
         ) from error
 
 
-def refuse_incomplete(folder: Path, absent: Mapping[str, str], *, allowed: bool, option: str) -> None:
-    """Refuse a checkpoint from which a run cannot go on as it was, or warn of it where that is allowed.
+def check_parts(
+    folder: Path,
+    absent_parts: Callable[[], Iterable[tuple[str, str]]],
+    may_lack: Collection[str],
+    *,
+    allowed: bool,
+    option: str,
+) -> set[str]:
+    """Refuse a training state that is damaged, or from which a run cannot go on as it was.
 
-    Every rank must call; the ranks exchange what each of them misses.
+    Every rank must call. `absent_parts` gives the files that this run needs and the folder lacks, with a word for each;
+    they are returned. Those that match `may_lack` may be absent where that is allowed, by `option`.
     """
-    of_ranks = all_ranks(dict(absent), "looking for what is absent")
-    found = {file: what for of_rank in of_ranks for file, what in of_rank.items()}
-    if not found:
-        return
-    lacks = listed(f"{what} ({file})" for file, what in found.items())
-    if not allowed:
+    manifest = check_listed(folder, allowed=may_lack if allowed else ())
+    is_elsewhere = _warn_of_other_world(folder, manifest)
+    with agreed("looking for the parts of the saved state", folder), storage_errors("read", folder):
+        mine = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
+    of_ranks = all_ranks(mine, "looking for what is absent")
+    absent = {file: part for of_rank in of_ranks for file, part in of_rank.items()}
+    lacks = listed(f"{part} ({file})" for file, part in absent.items())
+    if absent and not allowed:
         raise CheckpointError(
             f"{str(folder)!r} lacks {lacks}: training would not go on as it was. Use another checkpoint; {option} "
             "starts anew what is absent."
         )
-    if rank_and_size()[0] == 0:
+    if absent and rank_and_size()[0] == 0:
         warnings.warn(f"{str(folder)!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
+    refuse_damage(folder)
+    return set(mine)
 
 
 def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | None:
@@ -222,10 +234,11 @@ def _without_state(
     return [parameter for name, parameter in names.items() if name not in stored and parameter.requires_grad]
 
 
-def warn_of_other_world(folder: Path, pattern: str, manifest: Manifest | None) -> bool:
-    """Warn on rank 0 of a checkpoint of another number of ranks; return whether it is one."""
+def _warn_of_other_world(folder: Path, manifest: Manifest | None) -> bool:
+    """Warn on rank 0 of a state of another number of ranks; return whether it is one."""
     rank, now = rank_and_size()
-    then = manifest.ranks if manifest is not None else len(list(folder.glob(pattern)))
+    files = [path for pattern in ("rng_state*.pth", "random_states_*.pkl") for path in folder.glob(pattern)]
+    then = manifest.ranks if manifest is not None else len(files)
     if then in (0, now):
         return False
     if rank == 0:

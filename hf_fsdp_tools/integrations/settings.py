@@ -1,26 +1,22 @@
-"""Every FSDP setting of Accelerate and of `TrainingArguments` in one table, and what FSDP2 makes of it.
+"""One FSDP setting under all its names, readers of values, FSDP1's sharding strategies, and contradictions.
 
-From `SETTINGS` come the keys of the YAML that FSDPConfig writes and checks, the known variables, and the known keys of
-`TrainingArguments.fsdp_config`. `docs/settings.md` says what becomes of each setting. The names are those of accelerate
-1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`TrainingArguments._process_fsdp_args`);
-`tests/unit/test_settings.py` reads both libraries and fails when their names differ.
+The table of all settings is made from the fields of FSDPConfig (`config.SETTINGS`).
 """
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hf_fsdp_tools.distributed.launcher import local_rank
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import did_you_mean
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 StateDictType = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
-_Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """Values of settings, in Accelerate's order: files and variables may also give their number, from 1."""
 
 
@@ -37,79 +33,23 @@ class Setting:
     training: tuple[str, ...] = ()
     """Keys in `TrainingArguments.fsdp_config`, also those that transformers drops although Accelerate knows them."""
     field: str = ""
-    """Field of FSDPConfig, from which the YAML is written; "" where it has none, and a check of
-    the file answers the key."""
+    """Field of FSDPConfig, from which the YAML is written; "" where it has none."""
     kind: type | tuple[str, ...] = str
     """Allowed values in a file: a type, or one of some words."""
-    versions: tuple[int, ...] = (1, 2)
-    """The versions of FSDP that have the setting."""
+    is_fsdp1: bool = False
+    """Whether only FSDP1 has the setting."""
     fsdp2: object = None
     """The value that FSDP2 always has for a setting of FSDP1 alone."""
 
 
-def _launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Setting:
+def launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Setting:
     """A setting that launcher, plugin and `TrainingArguments` know under one name; `other` has the exceptions."""
-    same = {
-        "key": f"fsdp_{name}",
-        "variable": f"FSDP_{name.upper()}",
-        "argument": name,
-        "training": (name,),
-        "field": name,
-    }
+    same = {"key": f"fsdp_{name}", "variable": f"FSDP_{name.upper()}", "argument": name, "training": (name,)}
     return Setting(kind=kind, **same | other)
 
 
-SETTINGS = (
-    _launched("version", int, argument="fsdp_version", field="fsdp_version"),
-    _launched("reshard_after_forward"),
-    _launched("sharding_strategy", field=""),
-    _launched("offload_params", bool, argument="cpu_offload", training=("offload_params", "cpu_offload")),
-    _launched("auto_wrap_policy", get_args(AutoWrapPolicy)),
-    _launched(
-        "transformer_layer_cls_to_wrap",
-        argument="transformer_cls_names_to_wrap",
-        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
-    ),
-    _launched("min_num_params", int),
-    _launched("ignored_modules"),
-    _launched("activation_checkpointing", bool),
-    _launched("activation_checkpointing_offload", bool, versions=(2,), field=""),
-    _launched("state_dict_type", get_args(StateDictType)),
-    _launched("cpu_ram_efficient_loading", bool),
-    _launched("backward_prefetch", get_args(BackwardPrefetch), versions=(1,), fsdp2="BACKWARD_PRE"),
-    _launched("forward_prefetch", bool, versions=(1,), fsdp2=False),
-    _launched("sync_module_states", bool, versions=(1,), fsdp2=True),
-    _launched("use_orig_params", bool, versions=(1,), fsdp2=True),
-    Setting(argument="mixed_precision_policy", training=("mixed_precision_policy",)),
-    Setting(argument="limit_all_gathers", training=("limit_all_gathers",), kind=bool, versions=(1,), fsdp2=True),
-    Setting(argument="param_init_fn", versions=(1,)),
-    Setting(argument="state_dict_config", versions=(1,)),
-    Setting(argument="optim_state_dict_config", versions=(1,)),
-    *(Setting(training=(name,)) for name in ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")),
-)
-
-VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
-YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
-OLD_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-"""What keys are called that `accelerate config` wrote until 2023, and the launcher drops now (accelerate#2288)."""
-TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
-
-
-def is_set(variable: str) -> bool:
-    """Whether an environment variable of Accelerate is switched on."""
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
-
-
-def warn_on_node(text: str, *, stacklevel: int) -> None:
-    """Warn on the first rank of each machine: what is said is the same on all ranks."""
-    if not local_rank(os.environ):  # 0, or nobody launched it
-        warnings.warn(text, stacklevel=stacklevel + 1)
-
-
 def read_value(kind: type | tuple[str, ...], value: Any) -> Any:
-    """A value of a YAML file as `kind`; like the launcher, takes numbers and booleans as text, and words in any
-    case.
-    """
+    """A value of a file as `kind`; like the launcher, takes numbers and booleans as text, and words in any case."""
     text = str(value).strip()
     if kind is bool and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
@@ -132,129 +72,133 @@ def _word(text: str, words: tuple[str, ...]) -> str:
     return words[int(text) - 1] if numbered else text.upper()
 
 
-# ---- settings from variables and TrainingArguments ----
+_MEANINGS = {
+    "TRUE": (True, False),
+    "FALSE": (False, False),
+    "FULL_SHARD": (True, False),
+    "SHARD_GRAD_OP": (False, False),
+    "HYBRID_SHARD": (True, True),
+    "HYBRID_SHARD_ZERO2": (False, True),
+}
+"""`reshard_after_forward` and FSDP1's strategies: are units freed after forward, has each machine a copy."""
 
 
-def warn_of_unknown_variables() -> None:
-    """Warn of every FSDP_* variable that has no effect, with the nearest names that have one."""
-    for name in sorted(os.environ):
-        if name.startswith("FSDP_") and name not in VARIABLES:
-            warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=4)
+def strategy_name(value: Any) -> str:
+    """FSDP1's name of a strategy that is given by its name in any case, its number or torch's enum."""
+    return _word(str(getattr(value, "name", value)), get_args(Strategy))
 
 
-def plugin_arguments(args: Any) -> dict[str, Any]:
-    """Arguments for the plugin from `TrainingArguments(fsdp=True, fsdp_config=…)`; none without `fsdp`.
+def read_strategies(values: Iterable[Any], *, may_copy: bool) -> tuple[bool, bool]:
+    """Whether units are freed after the forward pass, and whether each machine has a copy of the model.
 
-    Passes every key on that Accelerate has; transformers drops some. Without a state dict type in `fsdp_config`, the
-    plugin decides (sharded, or the launcher's setting).
+    The values are those of `reshard_after_forward` and of FSDP1's sharding strategy; None says nothing. HYBRID_SHARD
+    means something in settings that were made for FSDP1 (`may_copy`).
     """
-    config: Mapping[str, Any] = args.fsdp_config or {}
-    if not args.fsdp:
-        if config:
-            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
-        return {}
-    problems = [f"{key}{did_you_mean(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
-    problems += [
-        f"{key}: FSDP on TPUs is not part of this package. Remove it" for key in config if "xla" in key and config[key]
-    ]
-    if problems:
-        said = "; ".join(problems)
-        raise ConfigError(
-            f"TrainingArguments.fsdp_config cannot be used: {said.rstrip('.')}{'' if said.endswith('?') else '.'}"
-        )
-    arguments = dict(args.fsdp_plugin_args or {})
-    if "state_dict_type" not in config:
-        arguments.pop("state_dict_type", None)
-    for key, value in config.items():
-        name = TRAINING_KEYS[key].argument
-        if name and value is not None and (name not in arguments or key == "offload_params"):
-            arguments[name] = value == "true" if value in ("true", "false") else value
-    return arguments
-
-
-def named_keys(args: Any) -> list[str]:
-    """The keys of `TrainingArguments.fsdp_config` that the user gave; transformers adds some that ask for nothing."""
-    config = args.fsdp_config if args.fsdp else {}
-    added = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
-    return [key for key, value in config.items() if value is not None and value != added.get(key)]
-
-
-# ---- settings that FSDP2 names differently or does not have ----
-
-
-def reshard_after_forward(plugin: Any) -> bool:
-    """`reshard_after_forward` of a plugin, from its own setting or from FSDP1's sharding strategy.
-
-    SHARD_GRAD_OP keeps units gathered until the backward pass.
-    """
-    said = [plugin.reshard_after_forward, plugin.sharding_strategy]
-    said[0] = os.environ.get("FSDP_RESHARD_AFTER_FORWARD") if said[0] is None else said[0]
-    said[1] = os.environ.get("FSDP_SHARDING_STRATEGY") if said[1] is None else said[1]
-    return all(reshards(value) for value in said if value is not None and str(value) not in ("None", "none"))
-
-
-def reshards(value: Any) -> bool:
-    """Whether a value of `reshard_after_forward` or of FSDP1's sharding strategy frees units after the forward pass."""
-    word = strategy_of(value)
-    known = {"TRUE": True, "FULL_SHARD": True, "FALSE": False, "SHARD_GRAD_OP": False}
-    if word in known:
-        return known[word]
-    cure = "Use true or false (FULL_SHARD, SHARD_GRAD_OP)"
-    if word.startswith("HYBRID"):
-        cure = "Use parallelism_config with dp_replicate_size, the number of copies, and dp_shard_size"
-    elif word == "NO_SHARD":
-        cure = "Use Accelerate's MULTI_GPU, which shards nothing"
-    raise ConfigError(f"FSDP2 has no sharding strategy {value}. {cure}.")
-
-
-def strategy_of(value: Any) -> str:
-    """FSDP1's name of a sharding strategy that is given by its name in any case, its number or torch's enum."""
-    return _word(str(getattr(value, "name", value)), get_args(_Strategy))
-
-
-HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-"""What strategies with copies do within one machine."""
-
-
-def drop_fsdp1_settings(plugin: Any) -> str:
-    """Unset the plugin's settings of FSDP1 alone, in place; return those whose values differ from what FSDP2 does."""
-    asked = []
-    for row in SETTINGS:
-        if not row.argument or 2 in row.versions:
+    meanings = [_MEANINGS["TRUE"]]
+    for value in values:
+        word = strategy_name(value)
+        meaning = _MEANINGS.get(word)
+        if meaning is None and word == "NONE":
             continue
-        value = getattr(plugin, row.argument)
-        if value is None:
-            value = _from_variable(row.variable)
-        said = getattr(value, "name", value)
-        if (said.upper() if isinstance(said, str) else said) not in (None, row.fsdp2):
-            asked.append(f"{row.argument}={said}")
-        setattr(plugin, row.argument, True if row.argument == "limit_all_gathers" else None)
-    return ", ".join(asked)
+        if meaning is None or (meaning[1] and not may_copy):
+            cure = "Use true or false (FULL_SHARD, SHARD_GRAD_OP)"
+            if word.startswith("HYBRID"):
+                cure = "Use parallelism_config with dp_replicate_size, the number of copies, and dp_shard_size"
+            elif word == "NO_SHARD":
+                cure = "Use Accelerate's MULTI_GPU, which shards nothing"
+            raise ConfigError(f"FSDP2 has no sharding strategy {value}. {cure}.")
+        meanings.append(meaning)
+    return all(freed for freed, _ in meanings), any(copies for _, copies in meanings)
 
 
-def warn_of_fsdp1_settings(left_out: str) -> None:
-    """Warn of settings that `drop_fsdp1_settings` left out, if any."""
-    if left_out:
-        warn_on_node(
-            f"Only FSDP1 has {left_out}. FSDP2 gathers ahead, keeps original parameters and limits memory by itself: "
-            "left out.",
-            stacklevel=4,
+def is_set(variable: str) -> bool:
+    """Whether an environment variable of Accelerate is switched on."""
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+
+
+def is_by_launcher() -> bool:
+    """Whether `accelerate launch` made the variables, not TrainingArguments or a user: it alone sets the second."""
+    return is_set("ACCELERATE_USE_FSDP") and "ACCELERATE_DYNAMO_USE_FULLGRAPH" in os.environ
+
+
+def warn_on_node(text: str, *, stacklevel: int) -> None:
+    """Warn on the first rank of each machine: the text is the same on all ranks."""
+    if not local_rank(os.environ):  # 0, or nobody launched it
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+# ---- contradictions ----
+
+Problem = tuple[str, str]
+"""A fact and its cure."""
+
+
+def contradictions(config: Any, keys: Mapping[str, Setting]) -> list[Problem]:
+    """The fact and the cure of every contradiction in a config, or in anything with the attributes of `FSDPConfig`."""
+    problems = [*_type_problems(config, keys)]  # the other checks compare numbers, and need right types
+    return problems or [*_process_problems(config), *_sharding_problems(config)]
+
+
+def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem]:
+    choices: dict[str, tuple[object, ...]] = {"mixed_precision": get_args(MixedPrecision), "fsdp_version": (2,)}
+    choices |= {row.field: row.kind for row in keys.values() if row.field and isinstance(row.kind, tuple)}
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in allowed:
+            yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
+    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
+    for name, least in lowest.items():
+        value = getattr(config, name)
+        if type(value) is not int or value < least:
+            yield f"{name} is {value!r}", f"use a whole number from {least}"
+    port = config.main_process_port
+    if port is not None and (type(port) is not int or not 0 <= port < 2**16):
+        yield f"main_process_port is {port!r}", "use a number from 1 to 65535, or 0 for a free port"
+
+
+def _process_problems(config: Any) -> Iterator[Problem]:
+    processes, machines, ids = config.num_processes, config.num_machines, config.gpu_ids
+    if processes % machines:
+        yield (
+            f"num_processes {processes} counts all machines and is not a multiple of num_machines {machines}",
+            "every machine runs the same number",
         )
+    if config.machine_rank >= machines:
+        yield f"machine_rank is {config.machine_rank}", f"it counts from 0 and must be below num_machines {machines}"
+    missing = [name for name in ("main_process_ip", "main_process_port") if not getattr(config, name)]
+    if machines > 1 and missing:
+        yield f"num_machines is {machines}", f"several machines need {' and '.join(missing)} of machine 0"
+    if config.use_cpu and ids is not None:
+        yield f"gpu_ids {ids!r} picks GPUs and use_cpu hides them", "drop one of the two"
+    elif ids is not None and len(ids.split(",")) < processes // machines:
+        yield (
+            f"gpu_ids {ids!r} has fewer GPUs than a machine has processes ({processes // machines})",
+            "each process needs its own",
+        )
+    if config.use_cpu and config.mixed_precision == "fp16":
+        yield 'mixed_precision "fp16" needs a GPU for its loss scaling', 'on CPU use "bf16" or "no"'
+    if config.use_cpu and config.offload_params:
+        yield "offload_params moves weights to the CPU, where use_cpu already has them", "drop offload_params"
 
 
-def _from_variable(name: str | None) -> Any:
-    text = os.environ.get(name) if name else None
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text.upper()) if text else None
-
-
-def warn_of_idle_wrap_settings(plugin: Any) -> None:
-    """Warn of layer classes or a size that the plugin's wrap policy does not use."""
-    wrap = getattr(getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy), "__name__", "")
-    said = []
-    if plugin.transformer_cls_names_to_wrap and wrap != "transformer_auto_wrap_policy":
-        names = ",".join(plugin.transformer_cls_names_to_wrap)
-        said.append(f"transformer_cls_names_to_wrap={names} has effect only with TRANSFORMER_BASED_WRAP")
-    if plugin.min_num_params and wrap != "size_based_auto_wrap_policy":
-        said.append(f"min_num_params={plugin.min_num_params} has effect only with SIZE_BASED_WRAP")
-    if said:
-        warn_on_node(f"{'; '.join(said)}. Set auto_wrap_policy so.", stacklevel=5)
+def _sharding_problems(config: Any) -> Iterator[Problem]:
+    processes, copies, policy = config.num_processes, config.dp_replicate_size, config.auto_wrap_policy
+    if processes % copies:
+        yield f"dp_replicate_size {copies} does not divide num_processes {processes}", "use a divisor"
+    elif copies == processes > 1:
+        yield (
+            f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded",
+            f"use a smaller divisor of {processes}",
+        )
+    if config.transformer_layer_cls_to_wrap and policy != "TRANSFORMER_BASED_WRAP":
+        yield (
+            f"transformer_layer_cls_to_wrap {', '.join(config.transformer_layer_cls_to_wrap)} has no effect with "
+            f"auto_wrap_policy {policy}",
+            "use TRANSFORMER_BASED_WRAP or drop it",
+        )
+    if (config.min_num_params is not None) != (policy == "SIZE_BASED_WRAP"):
+        yield (
+            f"min_num_params is {config.min_num_params} with auto_wrap_policy {policy}",
+            "SIZE_BASED_WRAP needs it and nothing else uses it",
+        )
+    if config.state_dict_type == "LOCAL_STATE_DICT":
+        yield "state_dict_type is LOCAL_STATE_DICT: only FSDP1 has this", "use SHARDED_STATE_DICT or FULL_STATE_DICT"

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -20,16 +19,14 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.distributed.cpu_backend import default_timeout, one_gloo_thread, set_timeout
+from hf_fsdp_tools.distributed.cpu_backend import choose_interface, default_timeout, one_gloo_thread, set_timeout
 from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device, rank_on_node
-from hf_fsdp_tools.distributed.network import choose_interface
+from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
-from hf_fsdp_tools.integrations.launched import check_gpus
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
-from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of
+from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, warn_on_node
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.text import did_you_mean, quoted
 
@@ -139,21 +136,10 @@ def start_state(
     dictionary that all its instances share, and an Accelerator uses the state that it finds, so it is filled here
     first.
 
-    Args:
-        plugin: with the policy.
-        mixed_precision: as for `Accelerator`.
-        cpu: run on the CPU of a machine with GPUs.
-        parallelism_config: as for `Accelerator`; None reads the launcher's variables.
-        dynamo_plugin: how to compile; None compiles nothing.
-        group: timeout, backend and init method of the process group, if it is started here.
-
-    Every rank must call; starts the process group if none is running.
-
-    Raises:
-        ConfigError: an Accelerator without FSDP exists already, Accelerate did not take the state up, the
-            parallelism config has axes other than data parallelism, or the launch config is for GPUs and there is none.
+    Every rank must call; starts the process group if none is running, with the timeout, backend and init method of
+    `group`. Without a `parallelism_config` the launcher's variables are read.
     """
-    check_gpus(cpu=cpu)
+    _check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"
     if AcceleratorState._shared_state:
         state = AcceleratorState()
@@ -165,7 +151,7 @@ def start_state(
         _refuse_other_state(state, mixed_precision, parallelism_config)
         if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
             state.dynamo_plugin = dynamo_plugin
-        if plugin.is_given or not state.fsdp_plugin.is_given:
+        if plugin.is_explicit or not state.fsdp_plugin.is_explicit:
             plugin.set_mixed_precision(state.mixed_precision)
             state.fsdp_plugin = plugin
         if group and "timeout" in group:
@@ -220,31 +206,6 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
     return TorchDynamoPlugin(backend=backend, mode=mode)
 
 
-def use_one_device(args: Any) -> None:
-    """Let a Trainer with these arguments use the one device of Accelerate's state.
-
-    `TrainingArguments` alone on a machine with several GPUs counts all of them, with which the Trainer would multiply
-    the batch size, and wrap a sharded model in `DataParallel`. It takes MPS on a Mac, and device 0 where LOCAL_RANK is
-    not set.
-    """
-    state = PartialState()
-    if args.n_gpu > 1:
-        if state.num_processes == 1:
-            warnings.warn(
-                f"1 of {args.n_gpu} devices is used ({state.device}): this process was started alone. To use all: "
-                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch.",
-                stacklevel=5,
-            )
-        args._n_gpu = 1
-    args._setup_devices = state.device
-
-
-def group_options(args: Any) -> dict[str, Any]:
-    """What `TrainingArguments` ask of the process group: `ddp_timeout`, where it is not left at its default."""
-    default = next(field.default for field in fields(args) if field.name == "ddp_timeout")
-    return {} if args.ddp_timeout == default else {"timeout": args.ddp_timeout_delta}
-
-
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
     names = ("dp_replicate_size", "dp_shard_size")
@@ -274,6 +235,22 @@ def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
             stacklevel=3,
         )
     return options
+
+
+def _check_gpus(*, cpu: bool) -> None:
+    """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs.
+
+    A file for the CPU hides the GPUs (`gpu_ids: ''`); `use_cpu` alone does not reach the processes.
+    """
+    if cpu or not is_by_launcher() or gpus_are_hidden() or local_device().type != "cpu":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise ConfigError(
+        f"The config of `accelerate launch` is for GPUs, and torch {torch.__version__} finds none on this machine "
+        f"(CUDA_VISIBLE_DEVICES {'is not set' if visible is None else f'is {visible}'}). Look at nvidia-smi and the "
+        "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu` (beside use_cpu it says gpu_ids: "
+        "''), or pass cpu=True to make_accelerator, use_cpu=True to TrainingArguments."
+    )
 
 
 def _check_state(plugin: HybridFSDPPlugin) -> None:

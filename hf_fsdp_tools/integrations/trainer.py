@@ -1,8 +1,7 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,33 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
     TRAINER_GLOBS,
-    as_asked,
     check_checkpoint,
     complete_checkpoint,
-    put_in_place,
+    rotate,
     save_trainer_state,
     weights_in,
-    without_rotation,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.saved_state import write_part
-from hf_fsdp_tools.integrations.saving import Replacement, saveable
-from hf_fsdp_tools.integrations.settled import agree_with_arguments, plugin_of, precision_of
-from hf_fsdp_tools.integrations.state import group_options, make_dynamo_plugin, start_state, use_one_device
-from hf_fsdp_tools.integrations.unwritten import Unwritten, finish_state
+from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
+from hf_fsdp_tools.integrations.states import StateSave, saveable, saving_state
+from hf_fsdp_tools.integrations.training_arguments import (
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+    use_one_device,
+)
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import storage_errors, sync
 from hf_fsdp_tools.loading.load import load_weights
@@ -103,11 +105,8 @@ class FSDPTrainerMixin(PushingMixin):
     blocking: bool = True
     checksums: bool = False
     allow_incomplete: bool = False
-    _written: Sequence[str] = ()
-    """Files that this mixin has written to the checkpoint that is being saved, as rank 0 knows them."""
-    _place: Replacement | None = None
-    _unwritten: Unwritten | None = None
-    """While a checkpoint is saved: where it is made, and what takes that which is written in the background."""
+    _saving: StateSave | None = None
+    """The checkpoint that is being saved."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check for each trainer class that transformers still has the methods that are overridden here."""
@@ -119,7 +118,8 @@ class FSDPTrainerMixin(PushingMixin):
                     f"class {cls.__name__}({', '.join(bases)}): the Trainer stands first, so that nothing of the mixin "
                     f"would run. Write class {cls.__name__}({', '.join(ordered)})."
                 )
-            check_hooks(FSDPTrainerMixin, super())
+            for own in (FSDPTrainerMixin, PushingMixin):
+                check_hooks(own, super())
             warn_of_uncalled(cls, FSDPTrainerMixin, Trainer)
         super().__init_subclass__(**kwargs)
 
@@ -167,17 +167,9 @@ class FSDPTrainerMixin(PushingMixin):
         asked = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
 
-    @property
-    def is_distributed_loading_by_transformers(self) -> bool:
-        """Always False, so that a model that transformers sharded while loading is prepared and saved like any other.
-
-        The Trainer alone cannot save or resume a model that was sharded by `DistributedConfig`.
-        """
-        return False
-
-    @is_distributed_loading_by_transformers.setter
-    def is_distributed_loading_by_transformers(self, loaded: bool) -> None:
-        """Ignore what the Trainer sets; `prepare` looks at the model itself."""
+    is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
+    """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
+    like any other, which the Trainer alone cannot do."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).
@@ -221,65 +213,53 @@ class FSDPTrainerMixin(PushingMixin):
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
-        model = saveable(self.model)
-        saved: BegunSave | SaveReport
-        if self._unwritten is None:
-            saved = save_pretrained(model, folder, tokenizer=tokenizer)
+        model, state = saveable(self.model), self._saving
+        if state is None or self.blocking:
+            saved: BegunSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
-            self._unwritten.add_model(saved)
+            state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
             if args.should_save:
-                torch.save(as_asked(args), folder / "training_args.bin")
-                if isinstance(saved, SaveReport):
-                    self._written = [*self._written, *weights_in(folder)]
+                torch.save(args, folder / "training_args.bin")
+                if state is not None and isinstance(saved, SaveReport):
+                    state.needed += weights_in(folder)
         if args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
         """As the Trainer's; while a checkpoint is saved, the hidden folder in which it is made."""
-        if self._place is not None:
-            return str(self._place.staging.parent)
+        if self._saving is not None:
+            return str(self._saving.staging.parent)
         wait_for_saves()  # who looks for checkpoints finds them complete
         folder: str = super()._get_output_dir(*args, **kwargs)
         return folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save as the Trainer does, in a hidden folder; once that is complete it gets its name, and old ones go."""
-        start_s = time.perf_counter()
-        args, state = self.args, self.state
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        place, unwritten = Replacement(folder, TRAINER_GLOBS), Unwritten()
-        unwritten.held.callback(place.end)
-        self._written = [TRAINER_STATE_NAME]
+        args, trainer_state = self.args, self.state
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
         try:
-            place.begin()
-            self._place, self._unwritten = place, None if self.blocking else unwritten
-            with announced("saving"), without_rotation(args):
-                super()._save_checkpoint(model, trial)
-                save_trainer_state(state, folder, place.staging, is_writer=args.should_save)
-        except BaseException:
-            unwritten.held.close()
-            raise
+            with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
+                self._saving = state
+                state.needed.append(TRAINER_STATE_NAME)
+                super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
+                save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
+                best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
+                if args.should_save:
+                    state.after = lambda: rotate(state.place.folder, limit, best, uploaded=push())
         finally:
-            self._place = self._unwritten = None
-        written, best, push = self._written, state.best_model_checkpoint, push_of(self, folder)
-
-        def complete() -> None:
-            files = [*written, *unwritten.weights]
-            put_in_place(place, files, args, checksums=self.checksums, best=best, push=push)
-
-        finish_state(folder, unwritten, complete, blocking=self.blocking, start_s=start_s)
+            self._saving = None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
-        folder = Path(output_dir)
+        folder, state = Path(output_dir), self._saving
+        assert state is not None
         with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT"):
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # torch may step it to make its state
-            write_part(self.accelerator, self.model, optimizer, folder, 0, self._unwritten)
+            write_part(self.accelerator, self.model, self.optimizer, state, 0)
         with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        self._written = [*self._written, f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
+        state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
@@ -288,7 +268,8 @@ class FSDPTrainerMixin(PushingMixin):
             ranks = self.args.world_size
             files = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
             sync(Path(output_dir, files[self.args.process_index]))
-        self._written = [*self._written, *files]
+        assert self._saving is not None
+        self._saving.needed += files
 
     # ---- resuming ----
 

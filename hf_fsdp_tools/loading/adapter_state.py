@@ -104,8 +104,9 @@ def _match(model: nn.Module, index: CheckpointIndex) -> Match:
         others = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
         raise CheckpointError(
             f"{index.name!r} lacks {len(lacking)} of the adapter's {len(needed)} tensors: "
-            f"{listed(map(quoted, lacking))}{others}. Give the peft_config that it was trained with; with FSDP1, "
-            "Accelerate 1.15 does not save the adapters inside units (adapter_only): use FSDP2, or save_pretrained."
+            f"{listed(map(quoted, lacking))}{others}. Give the peft_config that it was trained with; with "
+            "fsdp_version 1, Accelerate 1.15 does not save the adapters inside units (adapter_only): use version 2, "
+            "or save_pretrained."
         )
     wrong = [
         f"{key}: {list(tensor.shape)} in the state, {list(state[key].shape)} in the model"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, by_rank, rank_and_size
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex

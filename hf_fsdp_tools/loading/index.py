@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp

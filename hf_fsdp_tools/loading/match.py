@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
@@ -202,7 +201,7 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
             if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
                 continue  # what a conversion computes has no bytes in the file to compare
             for box, _ in local_boxes_of(match.state[name]):
-                for slab in bounded_boxes(box, first.dtype, staging_bytes // 4):
+                for slab in box.slabs(staging_bytes // 4, first.dtype.itemsize):
                     values = torch.zeros(2, *slab.length, dtype=first.dtype)  # rows of added tokens stay 0
                     places = [(value, tensor, slab) for tensor, value in zip((first, second), values, strict=True)]
                     read_into(places, index, reader, staging_bytes=staging_bytes // 2)
@@ -220,15 +219,6 @@ def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIn
         stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
         places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
     return places[0] == places[1]
-
-
-def bounded_boxes(box: Box, dtype: torch.dtype, num_bytes: int) -> Iterator[Box]:
-    """Yield the box in parts along dimension 0, each of at most `num_bytes` or a single row."""
-    rows = box.length[0] if box.length else 1
-    step = max(1, num_bytes * rows // max(1, box.numel * dtype.itemsize))
-    for i in range(0, rows, step):
-        count = min(step, rows - i)
-        yield Box(start=(box.start[0] + i, *box.start[1:]), length=(count, *box.length[1:])) if box.length else box
 
 
 _SLAB_ELEMENTS = 2**22

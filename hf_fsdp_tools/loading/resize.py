@@ -52,7 +52,7 @@ def resize_token_embeddings(
     Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
 
     Raises:
-        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under FSDP1 or tensor
+        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under tensor
             parallelism, or has gradients, so that it is being trained already.
 
     Example:
@@ -92,7 +92,7 @@ def _refuse(model: nn.Module) -> None:
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "The model is wrapped with FSDP1, whose flat parameters cannot be resized. Call "
+            "The model is not sharded by FSDP2, and flat parameters cannot be resized. Call "
             "model.resize_token_embeddings() before it is wrapped, or use FSDP2."
         )
     parameters = list(model.named_parameters())

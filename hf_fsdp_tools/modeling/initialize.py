@@ -191,4 +191,4 @@ def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
         if isinstance(target, DTensor):
             local_tensor(target).copy_(part_of(whole, target))
         else:
-            target.copy_(whole)  # FSDP1's flat shards take their part themselves
+            target.copy_(whole)  # a flat shard takes its part itself

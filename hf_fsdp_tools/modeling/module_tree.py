@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.errors import BlockDetectionError
 
 WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""Attributes in which torch's wrappers (checkpoint wrappers, `torch.compile`, FSDP1) keep the wrapped module. A wrapper
+"""Attributes in which torch's wrappers (checkpoint wrappers, `torch.compile`, FSDP) keep the wrapped module. A wrapper
 counts as the module inside it."""
 
 ADAPTED = ("base_layer", "original_module", "token_adapter")

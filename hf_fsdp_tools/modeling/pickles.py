@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.modeling.untrusted import MAX_PARSED_BYTES, refuse_pointer
 from hf_fsdp_tools.text import cut, first_line, listed, quoted

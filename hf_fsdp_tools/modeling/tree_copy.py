@@ -66,7 +66,7 @@ def copy_tree(
             twin.__dict__.update({key: _own_container(value) for key, value in module.__dict__.items()})
             twin.__dict__.update({key: _own_container(value) for key, value in fresh.items()})
         own = dict(parameters(module))
-        for key in ("__deepcopy__", *own):  # set on units, and views that FSDP1 leaves in the place of parameters
+        for key in ("__deepcopy__", *own):  # set on units, and views in the place of flattened parameters
             twin.__dict__.pop(key, None)
         twin.__dict__["_parameters"] = own
         twin.__dict__["_buffers"] = dict(module._buffers)

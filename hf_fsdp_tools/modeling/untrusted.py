@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import GenerationConfig
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, quoted
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.draft import PlanDraft
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
@@ -72,6 +73,13 @@ def make_wrap_plan(
         LlamaForCausalLM: 45.9 K parameters in 5 units
         unit ...
     """
+    return plan_with_tree(model, policy, steps)[0]
+
+
+def plan_with_tree(
+    model: nn.Module, policy: HybridPolicy | None = None, steps: Sequence[Callable[[PlanDraft], None]] = STEPS
+) -> tuple[WrapPlan, ModuleTree]:
+    """The plan of `make_wrap_plan`, and the tree of the model's modules for which its rules were checked."""
     draft = PlanDraft(model, as_policy(policy) or HybridPolicy())
     for step in steps:
         step(draft)
@@ -82,4 +90,4 @@ def make_wrap_plan(
             + "\n  - ".join(broken)
             + "\nChange block_types, units or replicate so that the named modules are units of their own, or not."
         )
-    return plan
+    return plan, draft.tree

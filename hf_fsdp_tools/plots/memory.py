@@ -1,12 +1,13 @@
-"""Picture of the memory of a training step, by kind."""
+"""Pictures of the memory of a training step: by kind, and under several ways to wrap a model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import TYPE_CHECKING
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timeline import Timeline
-from hf_fsdp_tools.plots.figure import Palette, Size, ThemeName, new_figure, panel, short_unit
-from hf_fsdp_tools.plots.step_axes import byte_unit, columns, draw_limit, fill_below, laid_over, name_phases, scaled
+from hf_fsdp_tools.plots.figure import COLORS, INK, LINE_ROLES, new_figure, short_unit, styled
 from hf_fsdp_tools.text import show_bytes
 
 if TYPE_CHECKING:
@@ -32,166 +33,172 @@ _STACK = (
 _SMALL = 0.01
 """Part of the peak below which a kind is drawn with the other small ones."""
 
+_FAR = 1.8
+"""A limit so many times above the memory is named and not drawn: the memory would be a strip at the foot."""
 
+_LETTER = 0.011
+"""Part of the axes that a letter of a phase's name takes."""
+
+
+@styled
 def draw_memory(
     timeline: Timeline,
     *,
     model: str,
     limit_bytes: int | None = None,
     measured: Timeline | None = None,
-    theme: ThemeName = "light",
-    size: Size = (10.0, 5.0),
 ) -> "Figure":
     """The memory of one step by kind, as areas on each other, with the peak, the device's limit and a real step."""
-    figure, palette, top = new_figure(_finding(timeline, limit_bytes, measured), model, size=size, theme=theme)
-    key_width, strip = 2.35, 0.24
-    axes = panel(figure, 0.72, 0.52, size[0] - 0.72 - key_width - 0.2, top - 0.52 - strip, palette)
-    x = scaled(timeline.positions)
-    lines = _lines(timeline, measured, x)
-    highest = max([timeline.peak_bytes, *(max(line.values) for line in lines)])
-    unit_bytes = byte_unit(highest)[0]
-    stack = _merged(timeline, unit_bytes)
-    draw_limit(axes, palette, highest, limit_bytes, right=timeline.peak < len(x) / 2)
-    upper = [0.0] * len(x)
-    edges = [upper := [low + own for low, own in zip(upper, values, strict=True)] for values in stack.values()]
-    for kind, edge in reversed(list(zip(stack, edges, strict=True))):  # the highest first: each covers what is above it
-        fill_below(axes, x, edge, palette[kind], edgecolor=palette["ground"], linewidth=0.25)
-    for line in lines:
-        kept = columns(line.x, line.values)
-        drawn = [line.x[i] for i in kept], [line.values[i] / unit_bytes for i in kept]
-        axes.plot(*drawn, color=palette[line.role], linewidth=1.0, linestyle=line.style, drawstyle="steps-post")
-    _time_axis(axes, timeline)
-    name_phases(axes, palette, timeline.phases, x, size)
-    _mark_peak(axes, palette, x[timeline.peak], timeline, unit_bytes)
-    _key(figure, palette, stack, timeline, lines, (size[0] - key_width, top - strip))
+    figure = new_figure(_finding(timeline, limit_bytes, measured), 5.0)
+    axes = figure.add_subplot(title=model)
+    lines: list[tuple[str, Timeline, Sequence[int], str, str]] = []
+    if timeline.reserved and (measured is None or measured.reserved):
+        lines.append(("reserved", timeline, timeline.reserved, "dotted", INK))
+    if measured is not None:
+        if measured.reserved:
+            lines.append(("reserved, measured", measured, measured.reserved, "dotted", COLORS["exposed"]))
+        lines.append(("measured", measured, measured.allocated, "solid", INK))
+    highest = max([timeline.peak_bytes, *(max(values) for _, _, values, _, _ in lines)])
+    unit_bytes, unit = _byte_unit(highest)
+    stack = {kind: [value / unit_bytes for value in values] for kind, values in _merged(timeline).items()}
+    x = _places(timeline, timeline)
+    axes.stackplot(
+        x,
+        *stack.values(),
+        labels=[f"{kind}  {values[timeline.peak]:,.1f}" for kind, values in stack.items()],
+        colors=[COLORS.get(kind, COLORS["other"]) for kind in stack],
+        step="post",
+        rasterized=True,  # thousands of corners
+    )
+    for name, line, values, style, color in lines:
+        label = f"{name}  {max(values) / unit_bytes:,.1f}"
+        y = [value / unit_bytes for value in values]
+        places = _places(line, timeline, by_unit=True)
+        axes.step(places, y, where="post", color=color, linewidth=1, linestyle=style, label=label)
+    _finish_axes(axes, timeline, x, highest, limit_bytes)
+    at, peak = x[timeline.peak], timeline.peak_bytes / unit_bytes
+    axes.plot(at, peak, "o", markersize=5, color=INK)
+    left = at > x[-1] / 2
+    axes.annotate(
+        f"peak {show_bytes(timeline.peak_bytes)}, at {short_unit(timeline.peak_unit)}",
+        (at, peak),
+        xytext=(-7 if left else 7, 2),
+        textcoords="offset points",
+        horizontalalignment="right" if left else "left",
+        fontweight="bold",
+    )
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", title=f"{unit} at the peak")
     return figure
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line over the areas."""
-
-    name: str
-    x: Sequence[float]
-    values: Sequence[int]
-    style: Literal["dotted", "solid"]
-    role: str
-
-
-def _lines(timeline: Timeline, measured: Timeline | None, x: Sequence[float]) -> list[_Line]:
-    """What the allocator holds, and the measured step; a step that was measured on a CPU has no caching allocator."""
-    lines = []
-    if timeline.reserved and (measured is None or measured.reserved):
-        lines.append(_Line("reserved", x, timeline.reserved, "dotted", "ink"))
-    if measured is not None:
-        moved = scaled(laid_over(measured, timeline, by_unit=True), timeline.positions)
-        if measured.reserved:
-            lines.append(_Line("reserved, measured", moved, measured.reserved, "dotted", "exposed"))
-        lines.append(_Line("measured", moved, measured.allocated, "solid", "ink"))
-    return lines
+@styled
+def draw_comparison(timelines: Mapping[str, Timeline], *, model: str, limit_bytes: int | None = None) -> "Figure":
+    """The memory of one step under several ways to wrap a model, as lines over each other, phase by phase."""
+    if not timelines:
+        raise ConfigError("There is nothing to compare. Give at least one timeline by its name.")
+    peaks = sorted((line.peak_bytes, name) for name, line in timelines.items())
+    finding = ", ".join(
+        f"{name} {'' if at else 'peaks '}at {show_bytes(peak)}" for at, (peak, name) in enumerate(peaks)
+    )
+    figure = new_figure(finding[0].upper() + finding[1:], 4.6)
+    axes = figure.add_subplot(title=model)
+    reference, highest = list(timelines.values())[-1], peaks[-1][0]
+    unit_bytes, _ = _byte_unit(highest)
+    free = iter(role for role in LINE_ROLES if role not in ("root-only", "hybrid"))
+    for peak, name in reversed(peaks):
+        line = timelines[name]
+        color = COLORS[name if name in ("root-only", "hybrid") else next(free, "other")]
+        x, y = _places(line, reference), [value / unit_bytes for value in line.allocated]
+        axes.fill_between(x, y, step="post", color=color, alpha=0.2, linewidth=0, rasterized=True)
+        axes.step(x, y, where="post", color=color, linewidth=1.2, label=f"{name}: {show_bytes(peak)}")
+        axes.plot(x[line.peak], y[line.peak], "o", markersize=5, color=color)
+    _finish_axes(axes, reference, _places(reference, reference), highest, limit_bytes)
+    axes.set(xticks=[], xlabel="one training step, phases drawn equally wide for all")
+    figure.legend(loc="outside right center")
+    return figure
 
 
 def _finding(timeline: Timeline, limit_bytes: int | None, measured: Timeline | None) -> str:
-    phase = f"in the {_spoken(timeline.peak_phase)}"
+    phase = {"clip": "clipping of gradients", "optimizer": "optimizer step", "loss": "loss"}.get(
+        timeline.peak_phase, f"{timeline.peak_phase} pass"
+    )
+    peak = f"at {show_bytes(timeline.peak_bytes)} in the {phase}"
     if measured is not None:
-        predicted, real = show_bytes(timeline.peak_bytes), show_bytes(measured.peak_bytes)
         off = 100 * (timeline.peak_bytes / measured.peak_bytes - 1)
-        return f"Predicted to peak at {predicted} {phase}, measured {real} ({off:+.1f}\N{NO-BREAK SPACE}%)"
-    verb = "Peaks" if timeline.origin == "predicted" else "Peaked"
-    finding = f"{verb} at {show_bytes(timeline.peak_bytes)} {phase}"
+        return f"Predicted to peak {peak}, measured {show_bytes(measured.peak_bytes)} ({off:+.1f} %)"
+    finding = f"{'Peaks' if timeline.origin == 'predicted' else 'Peaked'} {peak}"
     if limit_bytes is None:
         return finding
     if timeline.reserved:
-        held, device = show_bytes(max(timeline.reserved)), show_bytes(limit_bytes)
-        return f"{finding}; the allocator takes {held} of the device's {device}"
+        return f"{finding}; the allocator takes {show_bytes(max(timeline.reserved))} of {show_bytes(limit_bytes)}"
     return f"{finding}, of the device's {show_bytes(limit_bytes)}"
 
 
-def _spoken(phase: str) -> str:
-    return {"loss": "loss", "clip": "clipping of gradients", "optimizer": "optimizer step"}.get(phase, f"{phase} pass")
+def _byte_unit(num_bytes: int) -> tuple[float, str]:
+    """The unit in which a picture counts, with its bytes."""
+    return next((unit for unit in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= unit[0]), (1e3, "kB"))
 
 
-def _merged(timeline: Timeline, unit_bytes: float) -> dict[str, list[float]]:
-    """The kinds to draw, from the bottom, in the picture's unit; kinds that are always small together as "other"."""
+def _merged(timeline: Timeline) -> dict[str, Sequence[int]]:
+    """The kinds to draw, from the bottom; kinds that are always small together as "other"."""
     order = sorted(timeline.kinds, key=lambda kind: _STACK.index(kind) if kind in _STACK else len(_STACK))
     least = _SMALL * timeline.peak_bytes
-    large = [kind for kind in order if max(timeline.kinds[kind]) >= least]
-    stack = {kind: [value / unit_bytes for value in timeline.kinds[kind]] for kind in large}
+    stack = {kind: timeline.kinds[kind] for kind in order if max(timeline.kinds[kind]) >= least}
     small = [timeline.kinds[kind] for kind in order if kind not in stack]
-    if small and any(map(any, small)):
-        stack["other"] = [sum(column) / unit_bytes for column in zip(*small, strict=True)]
+    if any(map(any, small)):
+        stack["other"] = tuple(map(sum, zip(*small, strict=True)))
     return stack
 
 
-def _time_axis(axes: "Axes", timeline: Timeline) -> None:
-    """Seconds or milliseconds below the axes, where the points lie in time."""
-    seconds = timeline.positions[-1] - timeline.positions[0]
-    axes.set_xticks([])
-    if timeline.axis == "events" or not seconds:
-        axes.set_xlabel("one training step, in the order in which memory is taken and given back")
-        return
-    from matplotlib.ticker import MaxNLocator
+def _places(timeline: Timeline, reference: Timeline, *, by_unit: bool = False) -> list[float]:
+    """Positions of a timeline from 0 on the axis of another: equal phases, or units of them, begin at equal places."""
+    from numpy import interp
 
-    size, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms")
-    ticks = [tick for tick in MaxNLocator(6).tick_values(0, seconds / size) if 0 <= tick <= seconds / size]
-    axes.set_xticks([tick * size / seconds for tick in ticks], [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel(f"time in the step ({unit})")
-
-
-def _mark_peak(axes: "Axes", palette: Palette, x: float, timeline: Timeline, unit_bytes: float) -> None:
-    unit = short_unit(timeline.peak_unit)
-    text = f"peak {show_bytes(timeline.peak_bytes)}" + (f", at {unit}" if unit != "root" else "")
-    left, place = x > 0.5, (x, timeline.peak_bytes / unit_bytes)
-    axes.plot(*place, marker="o", markersize=5, color=palette["ink"], clip_on=False, zorder=4)
-    axes.annotate(
-        text,
-        place,
-        xytext=(-7 if left else 7, 2),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        va="bottom",
-        fontsize=9,
-        fontweight="bold",
-        color=palette["ink"],
-        bbox={"facecolor": palette["ground"], "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-    )
+    own, other = (_runs(line, by_unit) for line in (timeline, reference))
+    matcher = SequenceMatcher(None, [key for key, _ in own], [key for key, _ in other], autojunk=False)
+    first, last = reference.positions[0], reference.positions[-1]
+    anchors = {timeline.positions[0]: first}
+    for block in matcher.get_matching_blocks():
+        for k in range(block.size):
+            anchors.setdefault(own[block.a + k][1], other[block.b + k][1])
+    anchors.setdefault(timeline.positions[-1], last)
+    origins = sorted(anchors)
+    scale = _seconds_unit(reference)[0]
+    return [
+        float(place - first) / scale
+        for place in interp(timeline.positions, origins, [anchors[origin] for origin in origins])
+    ]
 
 
-def _key(
-    figure: "Figure",
-    palette: Palette,
-    stack: dict[str, list[float]],
-    timeline: Timeline,
-    lines: Sequence[_Line],
-    corner: tuple[float, float],
-) -> None:
-    """Name the colours at the right, in the order of the areas, each with its size at the peak."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
+def _seconds_unit(timeline: Timeline) -> tuple[float, str]:
+    is_short = timeline.axis == "seconds" and timeline.positions[-1] - timeline.positions[0] < 1
+    return (1e-3, "ms") if is_short else (1.0, "s")
 
-    width, height = figure.get_size_inches()
-    unit_bytes, unit = byte_unit(max([timeline.peak_bytes, *(max(line.values) for line in lines)]))
-    left, y = corner
-    row = min(0.235, (y - 0.2) / (len(stack) + len(lines) + 1))
 
-    def write(x: float, text: str, **style: Any) -> None:
-        style = {"fontsize": min(8.5, 72 * row / 1.3), "color": palette["ink"], "va": "center", **style}
-        figure.text(x / width, y / height, text, **style)
+def _runs(timeline: Timeline, by_unit: bool) -> list[tuple[Hashable, float]]:
+    """Phase, and unit, of each stretch of points that have the same, with the position of its first point."""
+    keys: Iterable[Hashable] = zip(timeline.phases, timeline.units, strict=True) if by_unit else timeline.phases
+    runs = groupby(zip(keys, timeline.positions, strict=True), key=lambda item: item[0])
+    return [(key, next(group)[1]) for key, group in runs]
 
-    def write_size(value: float) -> None:
-        write(width - 0.18, f"{value:,.1f}" if value >= 0.05 else "–", ha="right")
 
-    write(width - 0.18, f"{unit} at the peak", ha="right", color=palette["muted"])
-    for kind in reversed(stack):
-        y -= row
-        swatch = Rectangle(((left + 0.05) / width, (y - 0.05) / height), 0.16 / width, 0.1 / height, linewidth=0)
-        swatch.set_color(palette[kind])
-        figure.add_artist(swatch)
-        write(left + 0.29, kind)
-        write_size(stack[kind][timeline.peak])
-    for line in lines:
-        y -= row
-        xs = [(left + 0.02) / width, (left + 0.22) / width]
-        figure.add_artist(Line2D(xs, [y / height] * 2, color=palette[line.role], linewidth=1.1, linestyle=line.style))
-        write(left + 0.29, line.name)
-        write_size(max(line.values) / unit_bytes)
+def _finish_axes(axes: "Axes", timeline: Timeline, x: Sequence[float], highest: int, limit_bytes: int | None) -> None:
+    """Name both axes and the phases, and draw the device's limit."""
+    size, unit = _byte_unit(highest)
+    is_near = limit_bytes is not None and limit_bytes <= _FAR * highest
+    top = 1.14 * max(highest, limit_bytes if is_near and limit_bytes else 0) / size
+    axes.set(xlim=(0, x[-1] or 1), ylim=(0, top), ylabel=f"memory of one rank ({unit})")
+    if limit_bytes is not None:
+        label = f"the device: {show_bytes(limit_bytes)}"
+        axes.axhline(limit_bytes / size, color=COLORS["exposed"], linewidth=1.2, linestyle="dashed", label=label)
+    if timeline.axis == "events":
+        axes.set(xticks=[], xlabel="one training step, in the order in which memory is taken and given back")
+    else:
+        axes.set_xlabel(f"time in the step ({_seconds_unit(timeline)[1]})")
+    runs = [(phase, next(group)[1]) for phase, group in groupby(zip(timeline.phases, x, strict=True), lambda p: p[0])]
+    for (phase, start), (_, end) in zip(runs, [*runs[1:], ("", x[-1])], strict=True):
+        if start:
+            axes.axvline(start, color=INK, linewidth=0.6, alpha=0.6)
+        if end - start > _LETTER * len(phase) * x[-1]:
+            axes.text((start + end) / 2, 0.985 * top, phase, fontsize=8, ha="center", va="top")

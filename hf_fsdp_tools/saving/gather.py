@@ -48,10 +48,6 @@ def _bounded_parts(tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Box, 
     """Yield this rank's boxes and their memory in parts along dimension 0 of at most `num_bytes`, or single rows."""
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
-        memory = memory_view(local, start, box.length)
-        if not box.length:
-            yield box, memory
-            continue
-        step = max(1, num_bytes * box.length[0] // (box.numel * tensor.element_size()))
-        for i, slab in enumerate(torch.split(memory, step)):
-            yield Box(start=(box.start[0] + i * step, *box.start[1:]), length=tuple(slab.shape)), slab
+        for slab in box.slabs(num_bytes, tensor.element_size()):
+            inside = [s + b - a for s, a, b in zip(start, box.start, slab.start, strict=True)]
+            yield slab, memory_view(local, inside, slab.length)

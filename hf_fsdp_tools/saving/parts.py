@@ -19,7 +19,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import convert_group, persistent_tensors, revert_group
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.match import bounded_boxes
 from hf_fsdp_tools.loading.quantized.dequantize import Place as ReadPlace
 from hf_fsdp_tools.loading.quantized.dequantize import read_into, reads_of, whole_place
 from hf_fsdp_tools.loading.regions import Piece, row_major_strides
@@ -223,7 +222,7 @@ def _computing(material: Material, keys: set[str]) -> Part:
 def _cut(material: Material, key: str, part_bytes: int) -> list[Box]:
     """A tensor in boxes of bounded size; whole if a box would be read or written in runs of a few bytes."""
     tensor, whole = material.state[key], Box.whole(material.state[key].shape)
-    boxes = list(bounded_boxes(whole, tensor.dtype, part_bytes))
+    boxes = list(whole.slabs(part_bytes, tensor.dtype.itemsize))
     if len(boxes) > 1:
         memory, stored = torch.empty(boxes[0].length, dtype=tensor.dtype, device="meta"), material.stored(key)
         reads, _ = reads_of([] if stored is None else [(memory, stored, boxes[0])], material.blank.match.index)

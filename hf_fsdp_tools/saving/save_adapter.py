@@ -94,7 +94,7 @@ def _gather_adapter(
     for name, tensor in state.items():
         if tensor.requires_grad or id(tensor) not in base or name in chosen:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if isinstance(tensor, LocalBoxes):  # FSDP1's flat shards
+            if isinstance(tensor, LocalBoxes):
                 found = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
                 full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
             full = full.detach().to(dtype if full.is_floating_point() else None)

@@ -8,18 +8,12 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.scripting.arguments import parse_arguments as parse_arguments
     from hf_fsdp_tools.scripting.checks import check_before_loading as check_before_loading
     from hf_fsdp_tools.scripting.data import load_splits as load_splits
-    from hf_fsdp_tools.scripting.demo_data import make_demo as make_demo
+    from hf_fsdp_tools.scripting.demo import make_demo as make_demo
     from hf_fsdp_tools.scripting.images import images_in_each_batch as images_in_each_batch
-    from hf_fsdp_tools.scripting.progress import Progress as Progress
-    from hf_fsdp_tools.scripting.progress import peak_bytes as peak_bytes
     from hf_fsdp_tools.scripting.running import finish as finish
     from hf_fsdp_tools.scripting.running import load_model as load_model
-    from hf_fsdp_tools.scripting.running import opener as opener
     from hf_fsdp_tools.scripting.running import run as run
-    from hf_fsdp_tools.scripting.running import show_losses as show_losses
     from hf_fsdp_tools.scripting.running import train as train
-    from hf_fsdp_tools.scripting.streams import StreamMixin as StreamMixin
-    from hf_fsdp_tools.scripting.streams import share_of_stream as share_of_stream
     from hf_fsdp_tools.scripting.tokenizer import load_processor as load_processor
     from hf_fsdp_tools.scripting.tokenizer import load_tokenizer as load_tokenizer
 
@@ -27,11 +21,9 @@ _NAMES_OF = {
     "arguments": ("ModelArguments", "parse_arguments"),
     "checks": ("check_before_loading",),
     "data": ("load_splits",),
-    "demo_data": ("make_demo",),
+    "demo": ("make_demo",),
     "images": ("images_in_each_batch",),
-    "progress": ("Progress", "peak_bytes"),
-    "running": ("finish", "load_model", "opener", "run", "show_losses", "train"),
-    "streams": ("StreamMixin", "share_of_stream"),
+    "running": ("finish", "load_model", "run", "train"),
     "tokenizer": ("load_processor", "load_tokenizer"),
 }
 

@@ -2,11 +2,11 @@
 
 import argparse
 import itertools
-import logging
+import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from inspect import get_annotations
@@ -18,8 +18,8 @@ from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
+from hf_fsdp_tools.distributed.cpu_backend import choose_interface
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
-from hf_fsdp_tools.distributed.network import choose_interface
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.untrusted import load_yaml
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
@@ -61,13 +61,16 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
         if self.dtype is None and not self.use_peft:  # type: ignore[has-type]
             self.dtype = "float32"
         for option in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
-            asked = getattr(self, option)
-            words = [asked] if isinstance(asked, str) else asked or []
+            value = getattr(self, option)
+            words = [value] if isinstance(value, str) else value or []
             names = [name for word in words for name in word.split(",") if name]
             plain = r"[\w.]+" if len(names) > 1 else r"\w+"  # of one name, a dot makes it a pattern
             if names and all(re.fullmatch(plain, name) for name in names):
                 setattr(self, option, names)
 
+
+_DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmup_steps": 10}
+"""Settings of all demos, before those of the recipe: they fit into 3 minutes on 2 CPU cores."""
 
 _EARLY_STOP = {
     "load_best_model_at_end": True,
@@ -114,34 +117,27 @@ def parse_arguments(
     """
     choose_interface()  # TrainingArguments start the process group
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
-    known = {action.dest for action in parser._actions}
     on_cpu = find_accelerator() is None
     # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant
     machine: dict[str, Any] = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
     if not on_cpu:
         machine["accelerator_config"] = {"non_blocking": True}  # the host does not wait for a batch that is copied
-    chosen = _RECIPE_DEFAULTS | machine | dict(defaults or {})
-    parser.set_defaults(**{name: value for name, value in chosen.items() if name in known})
+    recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
+    parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
-    found = parser.parse()
-    again: dict[str, Any] = {}
-    if _value(found, "model_name_or_path") is None:
-        again |= dict(demo or {})
-    if _value(found, "early_stopping_patience") is not None:
-        again |= _EARLY_STOP
-    if again:
-        parser.set_defaults(**again)
-        found = parser.parse()
-    _complete(found)
-    for one in found:
+    parsed = parser.parse(_DEMO | dict(demo or {}))
+    _complete(parsed)
+    for one in parsed:
         if isinstance(one, ModelArguments):
             one.default_max_length = default_length
-    _check(found)
-    _use_own_folder(found, str(chosen.get("output_dir")))
-    if not sys.stderr.isatty() or _value(found, "disable_tqdm"):
+    _check(parsed)
+    _use_own_folder(parsed, str(recipe.get("output_dir")))
+    if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
         _show_no_bars()
-    _hide_noise()
-    return found
+    # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
+    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
+    return parsed
 
 
 _RECIPE_DEFAULTS: dict[str, Any] = {
@@ -173,32 +169,43 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
     """TRL's parser with one-line errors and a help text that begins with the recipe's own options."""
 
-    def parse(self) -> tuple[Any, ...]:
-        """The dataclasses of `sys.argv` and its file; unknown options and keys are errors."""
-        arguments = [part for argument in sys.argv[1:] for part in _split_config(argument)]
+    def parse(self, demo: dict[str, Any]) -> tuple[Any, ...]:
+        """The dataclasses of `sys.argv` and the file of `--config`; unknown options and keys are errors.
+
+        Without a model the values of the demo are defaults, and with early stopping what it needs of the Trainer.
+        """
+        words = [part for word in sys.argv[1:] for part in _split_config(word)]
         names = [name for action in self._actions for name in action.option_strings if "-" not in name.lstrip("-")]
-        config = arguments[arguments.index("--config") + 1 :][:1] if "--config" in arguments else None
-        if config is not None:
-            _check_file(config, names)
-        if any(word.partition("=")[0].replace("-", "_") == "__mixed_precision" for word in arguments):
+        if any(word.partition("=")[0].replace("-", "_") == "__mixed_precision" for word in words):
             raise ConfigError(
                 "--mixed_precision is an option of the launcher: give it before the script, or the script --bf16 true."
             )
+        file: dict[str, Any] = {}
+        if "--config" in words:
+            place = words.index("--config")
+            file = _read_file(words[place + 1 : place + 2], names)
+            del words[place : place + 2]
+            os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
+        self.set_defaults_with_config(**file)
+        values, unknown = self.parse_known_args(words)
+        if unknown:
+            wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+            if not wrong.startswith("-"):
+                raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
+            raise ConfigError(f"{wrong} is no option of this recipe{did_you_mean(wrong, names, otherwise=_HELP)}")
+        chosen = demo if getattr(values, "model_name_or_path", None) is None else {}
+        if getattr(values, "early_stopping_patience", None) is not None:
+            chosen = chosen | _EARLY_STOP
+        self.set_defaults_with_config(**(chosen | file))
         try:
             with warnings.catch_warnings():
                 # TRL's own default, by its older name.
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated")
-                *found, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
+                return tuple(self.parse_args_into_dataclasses(words))
         except ConfigError:
             raise
         except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
-        if unknown:
-            asked = next((part for part in unknown if part.startswith("-")), unknown[0]).split("=")[0]
-            if not asked.startswith("-"):
-                raise ConfigError(f"{asked} stands behind no option. Put commas between the values of one option.")
-            raise ConfigError(f"{asked} is no option of this recipe{did_you_mean(asked, names, otherwise=_HELP)}")
-        return tuple(found)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print after 150 lines of usage."""
@@ -211,51 +218,28 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             super().print_help(file)
 
     def format_help(self) -> str:
-        """The script's docstring, its own options, then those of the classes that it takes them from."""
+        """The script's docstring, its own options, then those of TRL and transformers."""
         formatter = self._get_formatter()
-        sections: dict[str, list[Any]] = {"options of this recipe": []}
-        owner = {name: part.__name__ for kind in self.dataclass_types for name, part in _defined_in(kind)}
+        foreign = {
+            name
+            for kind in self.dataclass_types
+            for part in kind.__mro__
+            if part.__module__.startswith(("trl.", "transformers."))
+            for name in get_annotations(part)
+        }
+        sections: dict[str, list[Any]] = {"options of this recipe": [], "options of TRL and transformers": []}
         for action in self._actions:
-            title = owner.get(action.dest, "")
-            own = title == "" or action.dest in _FIRST or action.dest.startswith("dataset_")
-            sections.setdefault("options of this recipe" if own else f"options of {title}", []).append(action)
-        text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
+            sections[list(sections)[action.dest in foreign]].append(action)
         for title, actions in sections.items():
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
+        text = (getattr(sys.modules["__main__"], "__doc__", None) or "").strip()
         usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
-        return f"{usage}\n\n{text}\n\n{formatter.format_help()}".replace("\n\n\n", "\n\n")
+        return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
 
 
 _HELP = "; --help lists all."
-
-_FIRST = (
-    "model_name_or_path",
-    "output_dir",
-    "learning_rate",
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-    "packing",
-    "assistant_only_loss",
-    "use_peft",
-    "load_in_4bit",
-    "resume_from_checkpoint",
-    "report_to",
-    "push_to_hub",
-)
-"""Options of other classes that nearly every run sets."""
-
-
-def _defined_in(kind: type) -> Iterator[tuple[str, type]]:
-    """The options that a dataclass has from TRL or transformers, each with the class that defined it first."""
-    for part in kind.__mro__:
-        if part.__module__.startswith(("trl.", "transformers.")):
-            for name in get_annotations(part):
-                yield name, part
 
 
 def _split_config(argument: str) -> list[str]:
@@ -263,8 +247,8 @@ def _split_config(argument: str) -> list[str]:
     return ["--config", argument.partition("=")[2]] if argument.startswith("--config=") else [argument]
 
 
-def _check_file(paths: list[str], names: list[str]) -> None:
-    """Refuse a file of `--config` that is absent, no mapping in YAML, or has an unknown key."""
+def _read_file(paths: list[str], names: list[str]) -> dict[str, Any]:
+    """The values of the file of `--config`, which must be a mapping of known options in YAML."""
     if not paths:
         raise ConfigError("--config needs the path of a YAML file.")
     path = Path(paths[0])
@@ -276,28 +260,28 @@ def _check_file(paths: list[str], names: list[str]) -> None:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
         raise ConfigError(f"--config {path}{where}: no YAML: {first_line(error)}.") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(content.get("env", {}), dict):
         raise ConfigError(f"--config {path}: holds no `name: value` lines.")
     known = {name.lstrip("-") for name in names} | {"env"}
-    for key in content:
-        if key not in known:
-            end = did_you_mean(str(key), known, otherwise=_HELP)
-            raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{end}")
+    if (key := next((key for key in content if key not in known), None)) is not None:
+        end = did_you_mean(str(key), known, otherwise=_HELP)
+        raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{end}")
+    return content
 
 
-def _value(found: Iterable[Any], name: str) -> Any:
+def _value(parsed: Iterable[Any], name: str) -> Any:
     """The value of an option in whichever object has it; None where none has."""
-    return next((getattr(one, name) for one in found if hasattr(one, name)), None)
+    return next((getattr(one, name) for one in parsed if hasattr(one, name)), None)
 
 
-def _complete(found: tuple[Any, ...]) -> None:
-    """Values that the Trainer wants otherwise than people write them."""
-    for one in found:
+def _complete(parsed: tuple[Any, ...]) -> None:
+    """Change values that the Trainer wants otherwise than people write them."""
+    for one in parsed:
         if not hasattr(one, "resume_from_checkpoint"):
             continue
-        asked = str(one.resume_from_checkpoint).lower()
-        if asked in ("true", "false", "none"):
-            one.resume_from_checkpoint = True if asked == "true" else None
+        resume = str(one.resume_from_checkpoint).lower()
+        if resume in ("true", "false", "none"):
+            one.resume_from_checkpoint = True if resume == "true" else None
         if getattr(one, "eval_strategy", None) == "no":
             one.eval_on_start = False
         if isinstance(getattr(one, "report_to", None), list):
@@ -306,12 +290,12 @@ def _complete(found: tuple[Any, ...]) -> None:
             one.logging_steps = one.max_steps  # a run of two steps shows its loss too
 
 
-def _use_own_folder(found: tuple[Any, ...], default: str) -> None:
+def _use_own_folder(parsed: tuple[Any, ...], default: str) -> None:
     """Where the folder is the recipe's default, take the next free number: a run must not mix with the one before.
 
     A run that is resumed takes the last.
     """
-    training = next((one for one in found if hasattr(one, "resume_from_checkpoint")), None)
+    training = next((one for one in parsed if hasattr(one, "resume_from_checkpoint")), None)
     if training is None or training.output_dir != default:
         return
     last = folder = Path(default)
@@ -333,57 +317,45 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
-def _hide_noise() -> None:
-    """Hide what libraries say of each other, of which a user of a recipe can change nothing."""
-    # PEFT 0.21 and TRL 1.16 ask transformers by an older name.
-    warnings.filterwarnings("ignore", message=".*`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    # PEFT sets the other value itself.
-    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to ")
-    logging.getLogger("transformers.trainer_utils").addFilter(_is_not_on_mtime)
-
-
-def _is_not_on_mtime(record: logging.LogRecord) -> bool:
-    """Whether a log record is not transformers' on two checkpoints of the same second, which it sorts by number."""
-    return "mtime may not be reliable" not in record.getMessage()
-
-
-def _check(found: tuple[Any, ...]) -> None:
+def _check(parsed: tuple[Any, ...]) -> None:
     """Refuse options that contradict each other, and those whose package is absent."""
 
-    def given(name: str) -> Any:
-        return _value(found, name)
+    def get(name: str) -> Any:
+        return _value(parsed, name)
 
-    if given("load_in_8bit"):
-        raise ConfigError(
-            "--load_in_8bit: 8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit, or neither."
-        )
-    if given("load_in_4bit") and not given("use_peft"):
-        raise ConfigError(
-            "--load_in_4bit freezes the base, so there is nothing to train without an adapter: add --use_peft."
-        )
-    if given("load_in_4bit") and given("merge_adapters"):
-        raise ConfigError(
-            "--merge_adapters would round merged weights to 4 bits. Merge into the plain base afterwards."
-        )
-    if given("merge_adapters") and not given("use_peft"):
-        raise ConfigError("--merge_adapters needs an adapter: add --use_peft.")
-    if given("model_name_or_path") is not None and given("dataset_name") is None:
-        raise ConfigError("--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.")
-    for option, asked, package in (
-        ("--use_peft", given("use_peft"), "peft"),
-        ("--load_in_4bit", given("load_in_4bit"), "bitsandbytes"),
-        ("--use_liger_kernel", given("use_liger_kernel"), "liger_kernel"),
-    ):
-        if asked and find_spec(package) is None:
-            raise ConfigError(f"{option} needs {package}: pip install {package.replace('_', '-')}.")
-    if given("fp16") and find_accelerator() is None:
-        raise ConfigError("--fp16 needs a GPU, whose scaled loss Accelerate has. Use --bf16 true, or neither.")
-    if given("early_stopping_patience") is not None and given("eval_strategy") == "no":
-        raise ConfigError("--early_stopping_patience needs evaluations: leave --eval_strategy no out.")
-    if given("push_to_hub") and not given("hub_token") and get_token() is None:
-        raise ConfigError("--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
-    _check_reports(given("report_to") or [], "--report_to")
-    _check_reports([given("log_with")] if given("log_with") else [], "--log_with")
+    adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
+    mistakes = {
+        "--load_in_8bit: 8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit, or neither.": (
+            get("load_in_8bit")
+        ),
+        "--load_in_4bit freezes the base, so there is nothing to train without an adapter: add --use_peft.": (
+            four_bits and not adapts
+        ),
+        "--merge_adapters would round merged weights to 4 bits. Merge into the plain base afterwards.": (
+            four_bits and merges
+        ),
+        "--merge_adapters needs an adapter: add --use_peft.": merges and not adapts,
+        "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.": (
+            get("model_name_or_path") is not None and get("dataset_name") is None
+        ),
+        "--fp16 needs a GPU, whose scaled loss Accelerate has. Use --bf16 true, or neither.": (
+            get("fp16") and find_accelerator() is None
+        ),
+        "--early_stopping_patience needs evaluations: leave --eval_strategy no out.": (
+            get("early_stopping_patience") is not None and get("eval_strategy") == "no"
+        ),
+        "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.": (
+            get("push_to_hub") and not get("hub_token") and get_token() is None
+        ),
+    }
+    if (mistake := next((text for text, is_made in mistakes.items() if is_made), None)) is not None:
+        raise ConfigError(mistake)
+    packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
+    for option, package in packages.items():
+        if get(option) and find_spec(package) is None:
+            raise ConfigError(f"--{option} needs {package}: pip install {package.replace('_', '-')}.")
+    _check_reports(get("report_to") or [], "--report_to")
+    _check_reports([get("log_with")] if get("log_with") else [], "--log_with")
 
 
 def _check_reports(names: list[str], option: str) -> None:

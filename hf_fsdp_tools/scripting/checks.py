@@ -1,9 +1,6 @@
-"""Errors of a user that would end a run only after its model is loaded, found before."""
+"""Mistakes that would end a run only after its model is loaded, found before, and rows that train nothing."""
 
-import inspect
 import os
-import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,16 +23,15 @@ _ROWS = 100
 def check_before_loading(
     model_args: Any, training: Any, tokenizer: Any, train: Any, evaluation: Any = None, *, auto_class: Any = None
 ) -> None:
-    """Refuse what would fail, or train on nothing, only after the model is loaded.
+    """Refuse settings that would fail only after the model is loaded.
 
-    Looked at: the model's config, the first 100 rows as the trainer will see them, and for adapters and packing the
-    model on meta. A default of `--max_length` becomes the positions of a model that has fewer. Prints one line where
-    rows will be cut.
+    Looked at: the model's config, the first 100 rows, and for adapters the model on meta. A default of `--max_length`
+    becomes the positions of a model that has fewer.
 
     Args:
         model_args: `ModelArguments`.
         training: the Trainer's arguments.
-        tokenizer: of the model; None where rows hold no text (their labels and lengths are then not looked at).
+        tokenizer: of the model; None where rows hold no text and are not looked at.
         train: the training split.
         evaluation: the evaluation split.
         auto_class: as for `load_model`.
@@ -44,12 +40,11 @@ def check_before_loading(
 
     Raises:
         ConfigError: a causal language model is to be trained, and this one generates no text, or has an encoder
-            besides; a sequence may be longer than the model has positions; a chat template is needed and absent; all
-            labels of the rows are masked, or parts of a row are text and others turns of a chat;
-            `--lora_target_modules` match nothing, or PEFT cannot adapt them; bitsandbytes cannot compute on this
-            device; packed rows would see each other, or `--padding_free` would leave rows uncut; the optimizer cannot
-            step shards, or its package is absent; the output folder cannot be written; there is nothing to resume from,
-            or another run's checkpoints lie in the output folder. On every rank alike.
+            besides; a sequence may be longer than the model has positions; a chat template is needed and absent; parts
+            of a row are text and others turns of a chat; `--lora_target_modules` match nothing, or PEFT cannot adapt
+            them; bitsandbytes cannot compute on this device; `--padding_free` would leave rows uncut; the optimizer
+            cannot step shards, or its package is absent; the output folder cannot be written; there is nothing to
+            resume from, or another run's checkpoints lie in the output folder. On every rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -80,12 +75,36 @@ def check_before_loading(
             _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
             _check_4bit(model_args, training)
-        if model_args.use_peft or _packs(training):
-            model = _on_meta(config, model_args, training, auto_class)
-            if _packs(training):
-                _check_separate(model, "--packing" if training.packing else "--padding_free")
-            if model_args.use_peft:
-                _check_targets(model, model_args)
+        if model_args.use_peft:
+            _check_targets(_on_meta(config, model_args, training, auto_class), model_args)
+
+
+def check_prepared_rows(trainer: Any) -> None:
+    """Refuse rows of which no token counts in the loss, as the trainer has prepared them; print how many are cut.
+
+    Every rank must call. The ranks exchange errors alone.
+    """
+    args, data = trainer.args, trainer.train_dataset
+    with agreed("checking the rows"):
+        rows = list(islice(iter(data), _ROWS))
+        if rows and "labels" in rows[0]:
+            is_masked = all(label == -100 for row in rows for label in _as_list(row["labels"]))
+        else:
+            is_masked = not rows
+        most = getattr(args, "max_length", None)
+        if is_masked:
+            cut = "" if most is None else f" within --max_length {most}"
+            raise ConfigError(
+                f"All labels of the first rows are masked{cut}, so nothing would be learnt. Give rows with an answer "
+                "(`completion`, or turns of the role assistant), or a longer --max_length."
+            )
+    full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
+    if full and not getattr(args, "packing", False) and rank_and_size()[0] == 0:
+        print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _check_generates(config: Any, training: Any, name: str) -> None:
@@ -182,84 +201,38 @@ def _rows_before_positions(model: Any) -> int:
 
 
 def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
-    """Refuse rows of which no token counts, and turns for which there is no template; say how many will be cut."""
+    """Refuse turns for which there is no template, and rows of which some parts are text and some turns."""
     from trl import get_training_chat_template, is_conversational
     from trl.chat_template_utils import has_generation_markers
 
     rows = list(islice(iter(train), _ROWS))
-    assistant_only = getattr(training, "assistant_only_loss", False)
     is_chat = is_conversational(rows[0])
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(
             f"The rows are chats ({listed(sorted(rows[0]))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
-    template = tokenizer.chat_template
-    if assistant_only:
+    if getattr(training, "assistant_only_loss", False):
         if not is_chat:
             raise ConfigError(
                 f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(rows[0]))}. Leave "
                 "it out, or use `prompt` and `completion`, of which the completion alone counts."
             )
         try:
-            template = template if has_generation_markers(template) else get_training_chat_template(tokenizer)
+            if not has_generation_markers(tokenizer.chat_template):
+                get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
                 "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
             ) from error
     for number, row in enumerate(rows, 1):
-        parts = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
-        if len({type(row[name]) for name in parts}) > 1:
+        names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
+        if len({type(row[name]) for name in names}) > 1:
             raise ConfigError(
-                f"Row {number} of the training rows: some of {listed(f'`{name}`' for name in parts)} are "
+                f"Row {number} of the training rows: some of {listed(f'`{name}`' for name in names)} are "
                 "text, and some are turns of a chat. Make all the same."
             )
-    lengths, counted = zip(*(_measured(row, tokenizer, template, training) for row in rows), strict=True)
-    most = getattr(training, "max_length", None)
-    if not any(counted):
-        cut = "" if most is None else f" Within --max_length {most} there is no answer; give more, or"
-        raise ConfigError(
-            f"All labels of the first {len(rows)} rows are masked, so nothing would be learnt.{cut or ' Give'} rows "
-            "with an answer (`completion`, or turns of the role assistant)."
-        )
-    longer = sum(length > most for length in lengths) if most is not None else 0
-    if longer and not _packs(training) and rank_and_size()[0] == 0:
-        print(f"{longer} of the first {len(rows)} rows are longer than --max_length {most} and are cut there")
-
-
-def _measured(row: Mapping[str, Any], tokenizer: Any, template: Any, training: Any) -> tuple[int, int]:
-    """Tokens of a row, and how many of them count in the loss once the row is cut."""
-    mask = list(_counted(row, tokenizer, template, training))
-    return len(mask), sum(mask[: getattr(training, "max_length", None)])
-
-
-def _counted(row: Mapping[str, Any], tokenizer: Any, template: Any, training: Any) -> Iterator[bool]:
-    """For each token of a row, whether it counts in the loss; of a preference, the preferred answer."""
-
-    def encode(value: Any, **keywords: Any) -> Any:
-        if isinstance(value, list):
-            keywords |= {"chat_template": template, "tokenize": True, "return_dict": True}
-            return tokenizer.apply_chat_template(value, **keywords)
-        return tokenizer(value)
-
-    answer = next((row[name] for name in ("completion", "chosen") if row.get(name) is not None), None)
-    if row.get("prompt") is not None and answer is not None:
-        prompt, whole = encode(row["prompt"])["input_ids"], encode(row["prompt"] + answer)["input_ids"]
-        every = getattr(training, "completion_only_loss", None) is False
-        yield from (every or place >= len(prompt) for place in range(len(whole)))
-        return
-    if getattr(training, "assistant_only_loss", False):
-        found = encode(row["messages"], return_assistant_tokens_mask=True)
-        yield from map(bool, found["assistant_masks"])
-        return
-    text = row.get("messages", answer)
-    if text is None:
-        text = row.get(getattr(training, "dataset_text_field", "text"))
-    if text is not None:
-        yield from (True for _ in encode(text)["input_ids"])
-    else:  # tokens already, or a format of the recipe's own
-        yield from (label != -100 for label in row.get("labels") or row.get("input_ids") or [0])
 
 
 # ---- the model ----
@@ -270,26 +243,6 @@ def _on_meta(config: Any, model_args: Any, training: Any, auto_class: Any) -> An
     if model_args.attn_implementation:
         options["attn_implementation"] = model_args.attn_implementation
     return build_meta_model(config, trust_remote_code=getattr(training, "trust_remote_code", False), **options)
-
-
-def _packs(training: Any) -> bool:
-    return bool(getattr(training, "packing", False) or getattr(training, "padding_free", False))
-
-
-def _check_separate(model: Any, option: str) -> None:
-    """Refuse to put rows behind each other where attention would see from one row into the next.
-
-    With flash attention the boundaries go to the kernel. Other attention gets a mask that transformers makes of the
-    positions (`create_causal_mask`), where the model asks for it.
-    """
-    if "flash" in str(model.config._attn_implementation):
-        return
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    if "create_causal_mask" not in source or "position_ids" not in source:
-        raise ConfigError(
-            f"{option}: {type(model).__name__} makes no mask between rows that lie behind each other, so that each "
-            f"would see the rows before it. Use --attn_implementation flash_attention_2, or leave {option} out."
-        )
 
 
 def _check_targets(model: Any, model_args: Any) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
@@ -24,30 +24,13 @@ _TEST_SPLITS = ("validation", "eval", "dev")
 _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 """Columns of a question and its answer; alpaca has `input` besides, which belongs to the question."""
 
-_NOT_LOADED = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
-
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
 
 _WORDS = _TURNS | _TEXT_OR_TURNS | {"input_ids", "labels"}
 """Columns beside that of the text of which a row needs one with something in it."""
 
-
-class _Wanted(NamedTuple):
-    """What a recipe reads."""
-
-    columns: Sequence[AbstractSet[str]]
-    """It needs all of one of these sets."""
-    text: str
-    """The column of plain text."""
-    options: list[str]
-    """Options of the recipe that name a column."""
-
-
-def _wanted(columns: Sequence[AbstractSet[str]], script: Any, training: Any) -> _Wanted:
-    fields = ("dataset_text_field", "label_column_name")
-    options = [f"--{field}" for field in fields if hasattr(script, field) or hasattr(training, field)]
-    text = getattr(training, "dataset_text_field", getattr(script, "dataset_text_field", "text"))
-    return _Wanted(columns, text, options)
+_COLUMN_OPTIONS = ("dataset_text_field", "label_column_name")
+"""Options of recipes that name a column."""
 
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
@@ -58,8 +41,8 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     (`conversations` with `from` and `value`) become `messages`. Where there is no evaluation split, a twentieth of the
     rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. Rows with nothing in them (a blank line of a
     .txt file) are left out, and their number is printed. With `--dataset_streaming` rows are read as
-    they are needed, each rank its share without end (`share_of_stream`), for a trainer with `StreamMixin`; 2,000 rows
-    are evaluated at most.
+    they are needed, each rank its share without end, which `train` gives to the trainer as it is; 2,000 rows are
+    evaluated at most.
 
     Args:
         script: TRL's `ScriptArguments`.
@@ -79,21 +62,31 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     """
     from datasets import Dataset
 
+    text = getattr(training, "dataset_text_field", getattr(script, "dataset_text_field", "text"))
+    options = [f"--{name}" for name in _COLUMN_OPTIONS if hasattr(script, name) or hasattr(training, name)]
+
+    def converted(parts: Mapping[str, Any]) -> Any:
+        ready = {name: _converted(part, name, columns, text, options) for name, part in parts.items()}
+        return _mixed(ready, streaming=script.dataset_streaming)
+
     with agreed("loading the dataset"):
         names = [script.dataset_name]
         if not Path(names[0]).exists():
             names = [name.strip() for name in names[0].split(",") if name.strip()]
-        loaded = [_splits_of(name, script) for name in names]
-        parts = [_part(splits, script.dataset_train_split, name) for name, splits in zip(names, loaded, strict=True)]
-        wanted = _wanted(columns, script, training)
+        splits = {name: _splits_of(name, script) for name in names}
+        tests = [script.dataset_test_split, *_TEST_SPLITS]
+        tested = {name: next((part[test] for test in tests if test in part), None) for name, part in splits.items()}
         try:
-            parts = [_converted(part, name, wanted) for name, part in zip(names, parts, strict=True)]
+            whole = converted({name: _train_part(splits[name], name, script) for name in names})
+            evaluation = None
+            if training.eval_strategy != "no":
+                tested = {name: part for name, part in tested.items() if part is not None}
+                evaluation = converted(tested) if tested else None
         except UnicodeDecodeError as error:
             raise ConfigError(f"--dataset_name {script.dataset_name}: {_bad_line(names) or error}.") from error
-        train = parts[0] if len(parts) == 1 else _mixed(parts, names, streaming=script.dataset_streaming)
-        whole, evaluation = train, None
-        if training.eval_strategy != "no":
-            train, evaluation = _held_out(train, script, training, names, loaded, wanted)
+        train = whole
+        if training.eval_strategy != "no" and evaluation is None:
+            train, evaluation = _held_out(whole, script, training)
         _check_sizes(script, training, train, evaluation)
         if script.dataset_streaming and evaluation is not None:
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
@@ -131,9 +124,12 @@ def _splits_of(name: str, script: Any) -> Any:
         if (where := _bad_line([name])) is not None:
             raise ConfigError(f"--dataset_name {name}: {where}.") from error
         if isinstance(error, DatasetGenerationError):
-            said = first_line(error.__cause__ or error)
-            raise ConfigError(f"--dataset_name {name}: {said}. Mend or delete that row.") from error
-        raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {_NOT_LOADED}") from error
+            reason = first_line(error.__cause__ or error)
+            raise ConfigError(f"--dataset_name {name}: {reason}. Mend or delete that row.") from error
+        raise ConfigError(
+            f"--dataset_name {name} cannot be loaded: {first_line(error)}. Check the name; one of the hub needs the "
+            "network, and `hf auth login` where it is private or gated."
+        ) from error
     return splits
 
 
@@ -165,89 +161,83 @@ def _first_bad_line(file: Path) -> str | None:
     return None
 
 
-def _part(splits: Any, wanted: str, name: str) -> Any:
-    if wanted not in splits:
+def _train_part(splits: Any, name: str, script: Any) -> Any:
+    split = script.dataset_train_split
+    if split not in splits:
         raise ConfigError(
-            f"--dataset_name {name} has no split {wanted!r}, only {listed(splits)}. Name one with "
-            "--dataset_train_split."
+            f"--dataset_name {name} has no split {split!r}, only {listed(splits)}. Name one with --dataset_train_split."
         )
-    part = splits[wanted]
-    if hasattr(part, "__len__") and not len(part):
+    if hasattr(splits[split], "__len__") and not len(splits[split]):
         raise ConfigError(f"--dataset_name {name} has no rows.")
-    return part
+    return splits[split]
 
 
-def _converted(dataset: Any, name: str, wanted: _Wanted) -> Any:
-    """The dataset in a format that the recipe needs, without empty rows; alpaca and ShareGPT are converted."""
-    found, columns = _columns(dataset), wanted.columns
-    if (used := next((one for one in columns if one <= found), None)) is not None:
-        dataset = _without_empty(dataset, name, used, wanted.text)
+def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text: str, options: list[str]) -> Any:
+    """The dataset with one set of the needed columns, without empty rows; alpaca and ShareGPT are converted."""
+    columns = _columns(dataset)
+    if (used := next((one for one in needed if one <= columns), None)) is not None:
+        dataset = _without_empty(dataset, name, used, text)
         _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
         dataset = with_turns_for_prompt(dataset)
         return with_places_of_images(dataset) if used & {"image", "images"} else dataset
-    if "conversations" in found and any(one <= found - {"conversations"} | {"messages"} for one in columns):
-        dataset = _without_empty(dataset, name, {"conversations"}, wanted.text)
+    if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
+        dataset = _without_empty(dataset, name, {"conversations"}, text)
         _check_types(dataset, name, {"conversations"})
-        return _converted(dataset.map(from_sharegpt, remove_columns=["conversations"]), name, wanted)
-    turns, pairs = ({*one} in map(set, columns) for one in (["messages"], ["prompt", "completion"]))
-    question = next((pair for pair in _ALPACA if pair <= found), None)
-    if question is not None and (pairs or turns):
+        dataset = dataset.map(from_sharegpt, remove_columns=["conversations"])
+        return _converted(dataset, name, needed, text, options)
+    pairs = {"prompt", "completion"} in map(set, needed)
+    question = next((pair for pair in _ALPACA if pair <= columns), None)
+    if question is not None and (pairs or {"messages"} in map(set, needed)):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
-        dataset = _without_empty(dataset, name, question, wanted.text)
+        dataset = _without_empty(dataset, name, question, text)
         _check_types(dataset, name, {ask, answer, "input", "system"})
-        keep = {"ask": ask, "answer": answer, "pairs": pairs}
-        return dataset.map(from_alpaca, fn_kwargs=keep, remove_columns=sorted(found))
+        keywords = {"ask": ask, "answer": answer, "pairs": pairs}
+        return dataset.map(from_alpaca, fn_kwargs=keywords, remove_columns=sorted(columns))
     raise ConfigError(
-        f"--dataset_name {name} has the columns {', '.join(sorted(found))}; none can be trained on. "
-        + _cure(found, wanted)
+        f"--dataset_name {name} has the columns {', '.join(sorted(columns))}; none can be trained on. "
+        + _cure(columns, needed, options)
     )
 
 
-def _cure(found: AbstractSet[str], wanted: _Wanted) -> str:
-    """What to do with a dataset of other columns."""
-    formats = [*wanted.columns]
+def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options: list[str]) -> str:
+    """A cure for a dataset of other columns: the nearest name, and the formats that the recipe takes."""
+    formats = [*needed]
     formats += [{"conversations"}] if {"messages"} in formats else []
     formats += _ALPACA if {"messages"} in formats or {"prompt", "completion"} in formats else []
     names = sorted(set().union(*formats))
-    ends = {one: did_you_mean(one, names, otherwise="") for one in sorted(found - {*names})}
+    ends = {one: did_you_mean(one, names, otherwise="") for one in sorted(columns - {*names})}
     near = next((f"`{one}`{end} " for one, end in ends.items() if end), "")
-    sign = next((sign for sign in ";\t|" if len(found) == 1 and sign in next(iter(found))), None)
-    if sign is not None:
-        return f"The separator seems to be {sign!r}, and a .csv file has commas between its columns."
-    needed = listed([" and ".join(f"`{one}`" for one in sorted(columns)) for columns in formats], 9, separator="; or ")
-    option = "".join(f", or name a column with {option}" for option in wanted.options[:1])
-    return f"{near}Needed: {needed}. Rename one{option}."
+    lists = listed([" and ".join(f"`{one}`" for one in sorted(names)) for names in formats], 9, separator="; or ")
+    option = "".join(f", or name a column with {option}" for option in options[:1])
+    return f"{near}Needed: {lists}. Rename one{option}."
 
 
 def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:
-    """The dataset without rows that have nothing in them; says how many are left out."""
+    """The dataset without rows that have nothing in them; prints how many are left out."""
     needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}))
     columns = sorted(_columns(dataset) & (_WORDS | {text}) | set(needed))
-    find = {"input_columns": columns, "fn_kwargs": {"columns": columns, "needed": needed, "name": name}}
+
+    def has_words(*cells: Any) -> bool:
+        *values, index = cells
+        row = dict(zip(columns, values, strict=True))
+        absent = next((column for column in needed if row[column] is None), None)
+        if any(values) and absent is not None:
+            there = listed(f"`{column}`" for column in columns if row[column])
+            raise ConfigError(
+                f"--dataset_name {name}: row {index + 1} has {there} and no `{absent}`, which other rows have. Keep "
+                "rows of one kind in a file."
+            )
+        return any(values)
+
     if not hasattr(dataset, "__len__"):
-        return dataset.filter(_have_words, batched=True, with_indices=True, **find)
-    kept = dataset.filter(_have_words, batched=True, with_indices=True, keep_in_memory=True, **find)
+        return dataset.filter(has_words, with_indices=True, input_columns=columns)
+    kept = dataset.filter(has_words, with_indices=True, input_columns=columns, keep_in_memory=True)
     left_out = len(dataset) - len(kept)
     if not len(kept):
         raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
     if left_out and rank_and_size()[0] == 0:
         print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
     return kept if left_out else dataset
-
-
-def _have_words(*batch: list[Any], columns: list[str], needed: list[str], name: str) -> list[bool]:
-    """Of each row of a batch, whether it has something in one of these columns; `batch` ends with their numbers."""
-    *values, indices = batch
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
-    have = [any(row.values()) for row in rows]
-    for row, index, has_words in zip(rows, indices, have, strict=True):
-        if has_words and (absent := next((column for column in needed if row[column] is None), None)) is not None:
-            there = listed(f"`{column}`" for column in columns if row[column])
-            raise ConfigError(
-                f"--dataset_name {name}: row {index + 1} has {there} and no `{absent}`, which other rows have. Keep "
-                "rows of one kind in a file."
-            )
-    return have
 
 
 def _check_types(dataset: Any, name: str, columns: AbstractSet[str]) -> None:
@@ -271,69 +261,56 @@ def _columns(dataset: Any) -> set[str]:
     return set(next(iter(dataset), {}))
 
 
-def _mixed(parts: list[Any], names: list[str], *, streaming: bool) -> Any:
+def _mixed(parts: Mapping[str, Any], *, streaming: bool) -> Any:
     """Several datasets as one, of the columns that all have; a stream takes a row of each in turn."""
     from datasets import concatenate_datasets, interleave_datasets
 
-    common = set.intersection(*map(_columns, parts))
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    common = sorted(set.intersection(*map(_columns, parts.values())))
     if not common:
-        told = "; ".join(
-            f"{name}: {', '.join(sorted(_columns(part)))}" for name, part in zip(names, parts, strict=True)
-        )
-        raise ConfigError(f"--dataset_name: the datasets have no column in common ({told}). Mix those of one format.")
-    parts = [part.select_columns(sorted(common)) for part in parts]
+        lists = "; ".join(f"{name}: {', '.join(sorted(_columns(part)))}" for name, part in parts.items())
+        raise ConfigError(f"--dataset_name: the datasets have no column in common ({lists}). Mix those of one format.")
+    chosen = [part.select_columns(common) for part in parts.values()]
     try:
         if streaming:
-            return interleave_datasets(parts, stopping_strategy="all_exhausted")
-        return concatenate_datasets(parts)
+            return interleave_datasets(chosen, stopping_strategy="all_exhausted")
+        return concatenate_datasets(chosen)
     except (ValueError, TypeError) as error:
-        kinds = {name: {str(part.features[name]) for part in parts if part.features} for name in sorted(common)}
-        other = listed(f"`{name}`" for name, found in kinds.items() if len(found) > 1)
+        kinds = {name: {str(part.features[name]) for part in chosen if part.features} for name in common}
+        other = listed(f"`{name}`" for name, types in kinds.items() if len(types) > 1)
         raise ConfigError(
-            f"--dataset_name: {' and '.join(names)} cannot be mixed: {other or 'the columns'} have other types in one "
+            f"--dataset_name: {' and '.join(parts)} cannot be mixed: {other or 'the columns'} have other types in one "
             "than in another (text, or turns of a chat, which alpaca's rows become). Make all the same."
         ) from error
 
 
-def _held_out(
-    train: Any,
-    script: Any,
-    training: Any,
-    names: list[str],
-    loaded: list[Any],
-    wanted: _Wanted,
-) -> tuple[Any, Any]:
-    """The training rows, and those to evaluate: the evaluation splits of the datasets, or rows held out."""
-    tests = [script.dataset_test_split, *_TEST_SPLITS]
-    found = [next((splits[name] for name in tests if name in splits), None) for splits in loaded]
-    tests = [_converted(part, name, wanted) for part, name in zip(found, names, strict=True) if part is not None]
-    if tests:
-        return train, tests[0] if len(tests) == 1 else _mixed(tests, names, streaming=script.dataset_streaming)
+def _held_out(train: Any, script: Any, training: Any) -> tuple[Any, Any]:
+    """The training rows without some, and these to evaluate."""
     if script.dataset_streaming:
         count = min(_HELD_OUT_MOST, 20 * training.per_device_eval_batch_size * rank_and_size()[1])
         return train.skip(count), train.take(count)
-    count = min(_HELD_OUT_MOST, max(1, round(_HELD_OUT_SHARE * len(train))))
     if len(train) < 2:
         raise ConfigError(
             f"--dataset_name {script.dataset_name} has 1 row, and evaluation needs one of its own. Give more rows, or "
             "--eval_strategy no."
         )
+    count = min(_HELD_OUT_MOST, max(1, round(_HELD_OUT_SHARE * len(train))))
     halves = train.train_test_split(test_size=count, seed=training.seed)
     return halves["train"], halves["test"]
 
 
 def _check_sizes(script: Any, training: Any, train: Any, evaluation: Any) -> None:
-    ranks = rank_and_size()[1]
+    """Refuse a stream without a number of steps, and fewer rows than ranks."""
     if script.dataset_streaming:
         if training.max_steps <= 0:
             raise ConfigError("--dataset_streaming: a stream has no length. Give the number of steps with --max_steps.")
         return
-    for rows, what, cure in (
-        (train, "training", "Give more rows, or use fewer processes"),
-        (evaluation, "evaluation", "Give more rows, or --eval_strategy no"),
-    ):
-        if rows is not None and len(rows) < (ranks if what == "training" else 1):
-            raise ConfigError(
-                f"--dataset_name {script.dataset_name}: {len(rows)} row(s) for {what} on {ranks} processes, and each "
-                f"needs one. {cure}."
-            )
+    ranks, name = rank_and_size()[1], script.dataset_name
+    if len(train) < ranks:
+        raise ConfigError(
+            f"--dataset_name {name}: {len(train)} row(s) for training on {ranks} processes, and each needs one. Give "
+            "more rows, or use fewer processes."
+        )
+    if evaluation is not None and not len(evaluation):
+        raise ConfigError(f"--dataset_name {name}: no row for evaluation. Give more rows, or --eval_strategy no.")

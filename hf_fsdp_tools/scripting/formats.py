@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from trl import maybe_convert_to_chatml
+
 _PLACE = "<image>"
 """What stands for an image in the texts of LLaVA's, ShareGPT's and LLaMA-Factory's rows."""
 
@@ -15,12 +17,11 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "ass
 
 
 def from_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    """`{"from": "human", "value": …}` as `{"role": "user", "content": …}`."""
-    turns = [
-        {"role": turn.get("role") or turn.get("from"), "content": turn.get("content") or turn.get("value") or ""}
-        for turn in row["conversations"]
-    ]
-    return {"messages": [turn | {"role": _ROLES.get(str(turn["role"]), turn["role"])} for turn in turns]}
+    """Convert `{"from": "human", "value": …}` to `{"role": "user", "content": …}`."""
+    keys = ("from", "value", "role", "content")
+    turns = [{key: turn[key] for key in keys if turn.get(key) is not None} for turn in row["conversations"]]
+    turns = maybe_convert_to_chatml({"messages": turns})["messages"]
+    return {"messages": [{"content": "", **turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]}
 
 
 def from_alpaca(row: dict[str, Any], ask: str, answer: str, pairs: bool) -> dict[str, Any]:

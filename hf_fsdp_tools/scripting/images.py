@@ -1,7 +1,6 @@
 """Batches of rows with images, the same parts of a model for all ranks."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -31,23 +30,17 @@ def images_in_each_batch(trainer: Any, data: Any) -> None:
         [1, -100]
     """
     row = next((row for row in islice(iter(data), _LOOKED_AT) if _has_image(row)), None)
-    if row is not None:
-        trainer.data_collator = _Collator(trainer.data_collator, row)
+    collate = trainer.data_collator
 
-
-@dataclass(frozen=True)
-class _Collator:
-    """Another collator, whose batches without images get one more row."""
-
-    collate: Callable[[list[dict[str, Any]]], Any]
-    row: Mapping[str, Any]
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+    def collate_with_image(rows: list[dict[str, Any]]) -> Any:
         if any(map(_has_image, rows)):
-            return self.collate(rows)
-        batch = self.collate([*rows, dict(self.row)])
+            return collate(rows)
+        batch = collate([*rows, dict(row)])  # type: ignore[call-overload]  # there is one
         batch["labels"][-1] = -100
         return batch
+
+    if row is not None:
+        trainer.data_collator = collate_with_image
 
 
 def _has_image(row: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a trained one: load, train, save, say what was made, and end."""
+"""From a checkpoint to a trained one: load, train, save, print a summary, and end."""
 
 import atexit
 import logging
@@ -25,9 +25,10 @@ from transformers import (
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.packing import check_documents_apart
 from hf_fsdp_tools.scripting.progress import Progress
-from hf_fsdp_tools.scripting.streams import check_divided_once
+from hf_fsdp_tools.scripting.streams import use_share_of_stream
 from hf_fsdp_tools.text import listed
 
 _FIRST_SAYS_S = 30.0
@@ -114,16 +115,20 @@ class _EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transforme
 def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | None, float | None]:
     """Train, and return the evaluation loss before and after; None where nothing is evaluated.
 
-    `Progress` takes the place of the Trainer's own bar. A resumed run goes on with the log of its checkpoint, so that
-    the loss before is that of the beginning.
+    A trainer that logs rewards returns these. `--disable_tqdm` and logs get a line for each log in place of a bar. A
+    resumed run goes on with the log of its checkpoint, so that the loss before is that of the beginning. A stream of
+    `load_splits` stays this rank's share.
 
     Args:
         trainer: a Trainer with `FSDPTrainerMixin`.
         training: its arguments.
         model_args: `ModelArguments`, for `--early_stopping_patience`.
 
-    Every rank must call; errors are those of `FSDPTrainerMixin.train`, of `check_documents_apart` where rows are
-    packed, and of `check_divided_once` where they are a stream.
+    Every rank must call.
+
+    Raises:
+        ConfigError: the rows, as the trainer has prepared them, have no token that counts in the loss; or the model
+            sees other documents in a packed row. Further errors are those of `FSDPTrainerMixin.train`.
 
     Example:
         >>> class MyTrainer(FSDPTrainerMixin, SFTTrainer):
@@ -138,11 +143,13 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         step 0 of 2: evaluation loss ...
         step 2 of 2: evaluation loss ...
     """
-    check_divided_once(trainer)
-    for kind in (ProgressCallback, PrinterCallback, Progress):
+    use_share_of_stream(trainer)
+    check_prepared_rows(trainer)
+    has_bar = sys.stderr.isatty() and not training.disable_tqdm
+    for kind in (PrinterCallback, Progress, *(() if has_bar else (ProgressCallback,))):
         while trainer.pop_callback(kind) is not None:
             continue
-    trainer.callback_handler.callbacks.insert(0, Progress())  # before those that report what is logged
+    trainer.callback_handler.callbacks.insert(0, Progress(prints=not has_bar))  # before those that report logs
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
         trainer.add_callback(_EarlyStopping(patience))
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
@@ -155,41 +162,38 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         disable_progress_bars()
     if trainer.eval_dataset is None or training.eval_strategy == "no":
         return None, None
-    losses = _logged(trainer, "eval_loss")
-    if training.load_best_model_at_end and trainer.state.best_metric is not None:
-        after = trainer.state.best_metric
-    elif losses and losses[-1][0] == trainer.state.global_step:
-        after = losses[-1][1]
-    else:
-        after = trainer.evaluate()["eval_loss"]
-    stopped = trainer.state.global_step
-    if patience is not None and stopped < trainer.state.max_steps:
-        kept = trainer.state.best_model_checkpoint or "the last weights"
-        why = f"no lower evaluation loss {patience} times in a row"
-        trainer.accelerator.print(f"stopped early at step {stopped:,}: {why}; kept {kept}")
-    return losses[0][1] if losses else None, after
+    state, logged = trainer.state, _logged(trainer, "eval_loss")
+    keeps_best = training.load_best_model_at_end and state.best_metric is not None
+    if not keeps_best and not (logged and logged[-1][0] == state.global_step):
+        trainer.evaluate()
+    if patience is not None and state.global_step < state.max_steps:
+        kept = state.best_model_checkpoint or "the last weights"
+        reason = f"no lower evaluation loss {patience} times in a row"
+        trainer.accelerator.print(f"stopped early at step {state.global_step:,}: {reason}; kept {kept}")
+    return _evaluations(trainer)[1:]
 
 
-def show_losses(before: float | None, after: float | None) -> str:
-    """The losses of `train` as a summary says them.
+def _evaluations(trainer: Any) -> tuple[str, float | None, float | None]:
+    """The value that evaluations are about, in words, and its values before and after the training."""
+    rewards, losses = _logged(trainer, "eval_reward"), _logged(trainer, "eval_loss")
+    values = [value for _, value in rewards or losses]
+    title = "evaluation reward" if rewards else "evaluation loss"
+    if not values:
+        return title, None, None
+    before = values[0] if len(values) > 1 else None
+    keeps_best = trainer.args.load_best_model_at_end and trainer.state.best_metric is not None and not rewards
+    return title, before, trainer.state.best_metric if keeps_best else values[-1]
 
-    Example:
-        >>> show_losses(7.638, 4.343)
-        '7.638 before, 4.343 after'
-    """
+
+def _show_evaluations(before: float | None, after: float | None, is_loss: bool) -> str:
     if after is None:
         return "not evaluated"
-    end = ", which is no better" if before is not None and after >= before else ""
+    end = ", which is no better" if is_loss and before is not None and after >= before else ""
     return f"{after:.3f} after" if before is None else f"{before:.3f} before, {after:.3f} after{end}"
 
 
-def opener(model: Any) -> str:
-    """What opens the checkpoint of a model that writes text: `AutoModelForCausalLM`, or what its kind has instead.
-
-    Example:
-        >>> opener(from_pretrained("checkpoint", load_kwargs={"progress": False}))
-        'AutoModelForCausalLM'
-    """
+def _opener(model: Any) -> str:
+    """The class that opens the checkpoint of a model that writes text: `AutoModelForCausalLM`, or that of its kind."""
     config = model.config
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
@@ -208,9 +212,9 @@ def finish(
     model_args: Any,
     tokenizer: Any,
     *,
-    says: Mapping[str, str | Callable[[], str]],
+    lines: Mapping[str, str | Callable[[], str]] | None = None,
 ) -> None:
-    """Save the model, the log of the run and its picture, and print what was made.
+    """Save the model, the log of the run and its picture, and print a summary.
 
     In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
     matplotlib is installed, `merged/` with `--merge_adapters`. With `--push_to_hub` the folder is uploaded.
@@ -220,8 +224,8 @@ def finish(
         training: its arguments.
         model_args: `ModelArguments`.
         tokenizer: saved beside the model.
-        says: lines of the summary, by their names. A function that gives one is called by every rank once the model is
-            saved: what the model generates may fail, and must not cost the model.
+        lines: further lines of the summary, by their names, or others for "checkpoint". A function that gives one is
+            called by every rank once the model is saved: generating may fail, and must not cost the model.
 
     Every rank must call; errors are those of `save_pretrained`.
 
@@ -238,38 +242,44 @@ def finish(
         >>> train(trainer, training, model_args)
         step 2 of 2: loss ...
         (None, None)
-        >>> finish(trainer, training, model_args, tokenizer, says={"checkpoint": training.output_dir})
-        checkpoint  outputs/mine
-        log         outputs/mine/trainer_state.json...
+        >>> finish(trainer, training, model_args, tokenizer)
+        evaluation loss  not evaluated
+        checkpoint       outputs/mine (open it with AutoModelForCausalLM.from_pretrained)
+        log              outputs/mine/trainer_state.json...
     """
     from hf_fsdp_tools import save_pretrained
 
     folder = Path(training.output_dir)
     trainer.save_state()
-    made = {"log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}"}
+    title, before, after = _evaluations(trainer)
+    summary: dict[str, str | Callable[[], str]] = {
+        title: _show_evaluations(before, after, title == "evaluation loss"),
+        "checkpoint": lambda: f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
+        **(lines or {}),
+        "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
+    }
     trainer.save_model()
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)
-        made["merged"] = f"{folder / 'merged'} (opens without PEFT)"
+        summary["merged"] = f"{folder / 'merged'} (opens without PEFT)"
     if training.push_to_hub:
-        made["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
-    told = {name: line if isinstance(line, str) else line() for name, line in says.items()}
-    lines = {**told, **made}
-    width = max(map(len, lines)) + 2
-    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in lines.items()))
+        summary["uploaded"] = f"{constants.ENDPOINT}/{trainer.hub_model_id}"
+    texts = {name: line if isinstance(line, str) else line() for name, line in summary.items()}
+    width = max(map(len, texts)) + 2
+    trainer.accelerator.print("\n" + "\n".join(f"{name:{width}}{text}" for name, text in texts.items()))
     wait_for_all_ranks()
     trainer.accelerator.end_training()
 
 
 def _picture(trainer: Any, folder: Path) -> str:
-    """Draw the losses of the run, on rank 0; return what to say of it."""
+    """Draw the losses of the run, on rank 0; return the picture's place for the summary."""
     losses = {"training": _logged(trainer, "loss"), "evaluation": _logged(trainer, "eval_loss")}
     losses = {name: points for name, points in losses.items() if points}
     if not losses or find_spec("matplotlib") is None:
         return ""
     if trainer.accelerator.is_main_process:
+        from hf_fsdp_tools.plots.curves import draw_losses
         from hf_fsdp_tools.plots.figure import save
-        from hf_fsdp_tools.plots.losses import draw_losses
 
         args = trainer.args
         setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"

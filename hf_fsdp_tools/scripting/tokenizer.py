@@ -1,7 +1,5 @@
-"""The tokenizer of a recipe's model, or its processor of images and text, with the chat template that is asked for."""
+"""The tokenizer of a recipe's model, or its processor of images and text, with the chat template of the options."""
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,7 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    name = model_args.model_name_or_path
-    hub = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": getattr(training, "trust_remote_code", False),
-    }
+    name, hub = model_args.model_name_or_path, _of_hub(model_args, training)
     with agreed("loading the tokenizer"):
         load_config(name, **hub)
         try:
@@ -54,9 +48,7 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
                 f"{name} has no tokenizer files: its {type(tokenizer).__name__} knows special tokens alone. Copy the "
                 "tokenizer's files of the base model into it."
             )
-        if (path := getattr(training, "chat_template_path", None)) is not None:
-            tokenizer.chat_template = _template(path, tokenizer)
-            training.chat_template_path = None
+        _set_template(tokenizer, tokenizer, training)
     return tokenizer
 
 
@@ -85,20 +77,12 @@ def load_processor(model_args: Any, training: Any) -> Any:
     name, path = model_args.model_name_or_path, training.chat_template_path
     training.chat_template_path = None
     tokenizer = load_tokenizer(model_args, training)
+    training.chat_template_path = path
     with agreed("loading the processor"):
-        hub = {
-            "revision": model_args.model_revision,
-            "trust_remote_code": getattr(training, "trust_remote_code", False),
-        }
         try:
-            processor = AutoProcessor.from_pretrained(name, **hub)
+            processor = AutoProcessor.from_pretrained(name, **_of_hub(model_args, training))
         except ImportError as error:
-            needed = re.search(r"(\w+) requires the (\w+) library", str(error))
-            said = first_line(error)
-            if needed:
-                package = {"PIL": "pillow"}.get(needed[2], needed[2].lower())
-                said = f"{needed[1]} requires {needed[2]}: pip install {package}"
-            raise ConfigError(f"The processor of {name} needs a package that is absent. {said}.") from error
+            raise ConfigError(f"The processor of {name} needs a package: {first_line(error)}.") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "
@@ -109,16 +93,26 @@ def load_processor(model_args: Any, training: Any) -> Any:
                 f"{name} has no processor of images, so it is a model of text alone, or processor_config.json and "
                 "preprocessor_config.json are missing. Give a vision-language model, or use finetune."
             )
-        if path is not None:
-            processor.chat_template = _template(path, tokenizer)
+        _set_template(processor, tokenizer, training)
     return processor
 
 
-def _template(path: str, tokenizer: Any) -> str:
+def _of_hub(model_args: Any, training: Any) -> dict[str, Any]:
+    remote = getattr(training, "trust_remote_code", False)
+    return {"revision": model_args.model_revision, "trust_remote_code": remote}
+
+
+def _set_template(target: Any, tokenizer: Any, training: Any) -> None:
+    """Give the target the template of `--chat_template_path`, if any, which needs the tokenizer's own tokens."""
     from transformers import AutoTokenizer
 
+    path = getattr(training, "chat_template_path", None)
+    if path is None:
+        return
+    training.chat_template_path = None
     if Path(path).is_file():
-        return Path(path).read_text(encoding="utf-8")
+        target.chat_template = Path(path).read_text(encoding="utf-8")
+        return
     if Path(path).suffix in (".jinja", ".j2", ".txt"):
         raise ConfigError(f"--chat_template_path {path}: no such file.")
     try:
@@ -127,18 +121,12 @@ def _template(path: str, tokenizer: Any) -> str:
         raise ConfigError(
             f"--chat_template_path {path}: no Jinja file and no tokenizer: {first_line(error)}."
         ) from error
-    template = other.chat_template
-    if not isinstance(template, str):
+    if not isinstance(other.chat_template, str):
         raise ConfigError(f"--chat_template_path {path}: this tokenizer has no chat template.")
-    unknown = [token for token in _special_tokens(other) if token in template and token not in tokenizer.get_vocab()]
-    if unknown:
+    used = [str(token) for token in other.added_tokens_decoder.values() if str(token) in other.chat_template]
+    if unknown := [token for token in used if token not in tokenizer.get_vocab()]:
         raise ConfigError(
             f"--chat_template_path {path}: its template uses {listed(unknown)}, which the tokenizer of the model does "
             "not have. Use a template made of the model's own tokens, or add the tokens to a copy of the model first."
         )
-    return template
-
-
-def _special_tokens(tokenizer: Any) -> Iterator[str]:
-    for token in tokenizer.added_tokens_decoder.values():
-        yield str(token)
+    target.chat_template = other.chat_template

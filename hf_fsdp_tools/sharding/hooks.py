@@ -12,7 +12,7 @@
 - after a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees their memory
 - after a list of experts: make every expert part of the result, so that all ranks reduce the same gradients
 - after a forward pass without gradients: reshard the units
-- before the root: count the pass (`distributed.passes`)
+- before the root: count the pass (`distributed.liveness`)
 - before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
   the last module of a unit; 2.13 runs them at each (delete this with the support of 2.11 and 2.12)
 """
@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.current import rounds_of
-from hf_fsdp_tools.distributed.passes import begin_pass, group_of
+from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
@@ -78,11 +78,10 @@ def add_hooks(
     else:
         hooks += _cast_around_copies(model)
     hooks += reach_experts(experts or {})
-    if len(shard_ranks) > 1 and (rounds := rounds_of()) is not None:
+    if len(shard_ranks) > 1 and rounds_of() is not None:
         begin = partial(begin_pass, group=group_of(shard_ranks), gathers=gathers)
         hooks.append(model.register_forward_pre_hook(begin, prepend=True))
         hooks.append(model.register_forward_hook(_explain_failure, always_call=True))
-        rounds.watch_passes()
     # after FSDP2's own hooks
     if _IS_BEFORE_2_13:
         hooks.append(model.register_forward_hook(_complete_units))
@@ -205,8 +204,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards, under FSDP1 too, which casts the root's
-    inputs alone. Nothing is communicated.
+    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
@@ -21,8 +21,8 @@ from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.rules import check_wrap_plan
-from hf_fsdp_tools.planning.stacks import lists_of_experts
+from hf_fsdp_tools.planning.rules import broken_rules
+from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
@@ -117,26 +117,51 @@ def shard_model(
         >>> report = load_weights(model, "checkpoint", progress=False)
     """
     mesh = _without_names(as_mesh(mesh) or ParallelDims().build_mesh())
-    mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
     ranks = sorted(mesh.mesh.flatten().tolist())
-    with agreed("checking the plan", ranks=ranks):
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise ConfigError(
-                f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is."
-            )
-        if problems := check_wrap_plan(model, plan):
+    with agreed_steps("checking the plan", ranks=ranks):
+        tree = ModuleTree(model)
+        if problems := broken_rules(tree, find_blocks(tree), plan):
             raise WrapPlanError(f"The plan does not fit {type(model).__name__}: " + "; ".join(problems))
-        check_partial_resharding(model, plan, mesh.size(-1))
-        offload_policy = _offload_policy(as_offload_policy(offload_policy), mesh)
-        if options is not None:
-            check_options(options, mesh.device_type)
-        refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
-        check_parameters(model, plan.replicated)
-        if activation_checkpointing:
-            check_checkpointing(model)
+        sharding = checked_sharding(
+            model,
+            plan,
+            mesh=mesh,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+        )
+    return shard_checked(model, sharding, tree)
+
+
+def checked_sharding(
+    model: nn.Module,
+    plan: WrapPlan,
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool | str | Mapping[str, Any] | None = False,
+) -> Sharding:
+    """The arguments of `shard_model` as a value, which fit the model and are the same on all ranks.
+
+    The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
+    """
+    mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
+    check_partial_resharding(model, plan, mesh.size(-1))
+    offload_policy = _offload_policy(as_offload_policy(offload_policy), mesh)
+    if options is not None:
+        check_options(options, mesh.device_type)
+    refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
+    check_parameters(model, plan.replicated)
+    if activation_checkpointing:
+        check_checkpointing(model)
     same_on_all_ranks(
         "sharding the model",
-        ranks=ranks,
+        ranks=sorted(mesh.mesh.flatten().tolist()),
         plan=plan,
         parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
         mp_policy=mp_policy,
@@ -144,26 +169,31 @@ def shard_model(
         activation_checkpointing=activation_checkpointing,
         compile=options,
     )
-    if isinstance(offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in mesh.get_all_groups():
-            add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
-    make_contiguous(model)
-    if dist.get_rank() == ranks[0] and (problem := never_called(model, is_sharded=False)):
-        warnings.warn(problem, stacklevel=3)
-    if activation_checkpointing:
-        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
-        checkpoint_activations(model)
-    if options is not None:
-        compile_blocks(model, plan, options)
-    sharding = Sharding(
+    return Sharding(
         plan=plan,
-        mesh=mesh,
+        mesh=_without_names(mesh),
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         compile=options,
     )
-    apply_sharding(model, sharding)
+
+
+def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.Module:
+    """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
+    mesh = sharding.mesh
+    if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
+        for group in mesh.get_all_groups():
+            add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
+    make_contiguous(model)
+    if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
+        warnings.warn(problem, stacklevel=4)
+    if sharding.activation_checkpointing:
+        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
+        checkpoint_activations(model)
+    if sharding.compile is not None:
+        compile_blocks(model, sharding.plan, sharding.compile)
+    apply_sharding(model, sharding, tree)
     check_first_pass(model, sharding.device)
     return model
 
@@ -252,17 +282,17 @@ def checkpoint_activations(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
 
 
-def runners_of_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def runners_of_experts(tree: ModuleTree) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each list of experts after the module that runs it."""
-    for node in lists_of_experts(ModuleTree(model).root):
+    for node in lists_of_experts(tree.root):
         runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
         if runner is not None:
             yield runner.module, node.module
 
 
-def apply_sharding(model: nn.Module, sharding: Sharding) -> None:
+def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None = None) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
-    experts = dict(runners_of_experts(model))
+    experts = dict(runners_of_experts(tree or ModuleTree(model)))
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import CheckpointError, RanksError
-from hf_fsdp_tools.distributed import client, others, rounds
+from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, shared_rng_state, shared_seed
-from hf_fsdp_tools.distributed.current import rounds_of
-from hf_fsdp_tools.distributed.rounds import patience
+from hf_fsdp_tools.distributed.rounds import patience, rounds_of
 from tests._dist import run_cases, run_ranks
 
 
@@ -93,7 +92,7 @@ def say(key):
 
 
 def an_absent_rank_is_named_and_given_up():
-    others._ABSENT_S = 0.5
+    liveness._WARN_S = 0.5
     if dist.get_rank() == 2:
         stay_away_until("given up 0", "given up 1")
         with pytest.raises(RanksError, match="While saving the model: no progress"):
@@ -105,7 +104,7 @@ def an_absent_rank_is_named_and_given_up():
         told.append(text)
         rounds._patience_s.set(0.1)  # it is over only when the rank has been warned of
 
-    with patch.object(others.warnings, "warn", warn), pytest.raises(RanksError) as error:
+    with patch.object(liveness.warnings, "warn", warn), pytest.raises(RanksError) as error:
         all_ranks(1, "saving the model")
     say(f"given up {dist.get_rank()}")
     expected = "rank 2 is in no call of hf_fsdp_tools; every rank must call"
@@ -158,7 +157,7 @@ CASES = (
 
 
 def agree():
-    client._BEAT_S = 0.2
+    liveness._BEAT_S = 0.2
     run_cases({case.__name__: case for case in CASES})
     a_group_that_is_started_again_begins_anew()
     a_group_that_is_over_leaves_its_store()
@@ -169,7 +168,7 @@ def test_ranks_agree():
 
 
 def be_absent():
-    client._BEAT_S = 0.2
+    liveness._BEAT_S = 0.2
     an_absent_rank_is_named_and_given_up()
 
 

@@ -27,7 +27,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.distributed import client
+from hf_fsdp_tools.distributed import liveness
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
@@ -303,7 +303,7 @@ def test_a_script_that_ends_has_its_save_finished_without_its_process_group(tmp_
 
 
 def die_while_it_is_written(source: Path, target: Path, out: Path) -> None:
-    client._BEAT_S = 0.2
+    liveness._BEAT_S = 0.2
     model = loaded(source)
     save_pretrained(model, target)
     wait_for_all_ranks()

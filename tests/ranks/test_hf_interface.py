@@ -100,7 +100,7 @@ def an_adapter_saves_itself(folder: Path) -> None:
 def part_of_a_state_dict_is_not_saved_by_accelerate(folder: Path) -> None:
     accelerator = make_accelerator(cpu=True)
     model = from_pretrained(folder, accelerator=accelerator)
-    said = r"would hold rank 0's shards of 21 tensors \(first: 'model.model.embed_tokens.weight', \d+ of \d+ values"
+    said = r"would hold rank 0's shards of 21 tensors \(first: .*embed_tokens.weight.*, \d+ of \d+ values"
     with pytest.raises(ConfigError, match=rf"best.pt' {said}(.|\n)*accelerator.get_state_dict\(model\)"):
         accelerator.save({"model": model.state_dict(), "epoch": 3}, folder / "best.pt")
     whole = accelerator.get_state_dict(model)

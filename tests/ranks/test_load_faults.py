@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools.distributed import watch
+from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
@@ -214,7 +214,7 @@ def wait_for_storage(folder: Path) -> None:
 
     model = sharded(folder)
     soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
-    with preadv(stuck, rank=1), patch.multiple(watch, **soon), patch.object(watch.warnings, "warn", warn):
+    with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage.warnings, "warn", warn):
         load_weights(model, folder)
     assert named.is_set() == (dist.get_rank() == 1)
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())

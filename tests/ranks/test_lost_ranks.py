@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_tools import RanksError
-from hf_fsdp_tools.distributed import client, others, rounds
+from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.distributed.current import rounds_of
+from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.integrations import accelerator as accelerators
 from hf_fsdp_tools.integrations.state import make_accelerator
 from hf_fsdp_tools.pretrained import from_pretrained
@@ -62,7 +62,7 @@ def join(folder: Path, sent: signal.Signals) -> None:
     """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
     rounds_of_all = rounds_of()
     assert rounds_of_all is not None
-    count = f"{rounds_of_all._prefix}.{rounds_of_all._counts[-1]}/count"
+    count = f"{rounds_of_all._prefix}.{rounds_of_all._scopes[-1].count}/count"
     while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
         time.sleep(0.01)
     with patch.object(rounds, "_join", once(sent, rounds._join)):
@@ -79,23 +79,23 @@ ROADS = {
 
 def stop_on(road: str, folder: Path) -> None:
     """Rank 0 lets rank 1 go on when it has given it up; rank 1 then learns that it was."""
-    client._BEAT_S, state_of = 0.2, others._state_of
+    liveness._BEAT_S, state_of = 0.2, liveness._state_of
 
     def seen(process: int) -> str:
         """The state of the other rank, which is lost a second after it was seen stopped, and otherwise not so soon."""
         state = state_of(process)
-        others.SILENT_S = 1.0 if state == "T" else 60.0
+        liveness.SILENT_S = 1.0 if state == "T" else 60.0
         return state
 
     pids = all_ranks(os.getpid())
     call, doing = ROADS[road]
-    with patch.object(others, "_state_of", seen), pytest.raises(RanksError) as caught:
+    with patch.object(liveness, "_state_of", seen), pytest.raises(RanksError) as caught:
         try:
             call(folder, signal.SIGSTOP)
         finally:
             if dist.get_rank() == 0:
                 os.kill(pids[1], signal.SIGCONT)
-    others.SILENT_S = 60.0
+    liveness.SILENT_S = 60.0
     said = rf"While {doing}.*: rank 1 is stopped \(SIGSTOP\) for \d+ s. The others stop."
     assert re.match(said, str(caught.value)), caught.value
     assert len(set(all_ranks(str(caught.value)))) == 1
@@ -133,7 +133,7 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    client._BEAT_S = 0.2
+    liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
         ROADS[road][0](folder, signal.SIGKILL)
     folder.with_name("said").write_text(str(caught.value))

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
-from hf_fsdp_tools.integrations import saved_state
+from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from hf_fsdp_tools.saving import reserve
 from hf_fsdp_tools.saving.manifest import MANIFEST
@@ -171,7 +171,7 @@ def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
             trainer.train()
         assert own or f"rank {rank} failed" in str(caught.value)
         assert not list((out / f"{rank}").glob("checkpoint-*"))
-        no_memory = patch.object(saved_state, "get_optimizer_state_dict", side_effect=MemoryError("no room"))
+        no_memory = patch.object(accelerator_state, "get_optimizer_state_dict", side_effect=MemoryError("no room"))
         with no_memory if own else nullcontext(), pytest.raises((MemoryError, CheckpointError), match="no room"):
             _trainer(source, out / f"{rank}").train()
         accelerator, model, optimizer = _loop(source)

@@ -2,6 +2,7 @@
 TrainingArguments."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -33,7 +34,8 @@ from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, num_units
+from tests._training import ShardedTrainer, arguments, num_units
+from tests.unit.test_config_file import OLD
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -197,62 +199,38 @@ def no_hints():
 
 
 WRAPPED = {
-    "1": pefts_own_policy,
-    "2": a_function,
-    "3": by_size,
-    "5": partial(_by_class, "LlamaDecoderLayr", "llama"),
-    "6": partial(_by_class, "LlamaDecoderLayer, Qwen3DecoderLayer", "llama", "tied", "gpt2"),
-    "7": no_hints,
+    "peft": pefts_own_policy,
+    "function": a_function,
+    "size": by_size,
+    "absent": partial(_by_class, "LlamaDecoderLayr", "llama"),
+    "several": partial(_by_class, "LlamaDecoderLayer, Qwen3DecoderLayer", "llama", "tied", "gpt2"),
+    "no hints": no_hints,
 }
-"""What each complaint's setting makes units, by its number."""
-
-
-@pytest.fixture(scope="module")
-def wrapped() -> dict:
-    """Of rank 0; rank 1, on the same machine, has the same units and says nothing."""
-    found, other = run_ranks(run_cases, 2, WRAPPED)
-    for number, value in found.items():
-        both = zip(_as_list(value), _as_list(other[number]), strict=True)
-        assert all(there == (blocks, []) for (blocks, _), there in both), number
-    return found
+LAYERS = {"model.layers.0", "model.layers.1"}
 
 
 def _as_list(value):
     return value if isinstance(value, list) else [value]
 
 
-LAYERS = {"model.layers.0", "model.layers.1"}
-
-
-def test_complaint_01_pefts_policy_leaves_layersnum_units(wrapped):
-    blocks, said = wrapped["1"]
+def test_complaint_01_02_03_05_06_07_every_way_to_name_layers_makes_them_units():
+    wrapped, other = run_ranks(run_cases, 2, WRAPPED)
+    for name, value in wrapped.items():  # rank 1, on the same machine, has the same units and says nothing
+        both = zip(_as_list(value), _as_list(other[name]), strict=True)
+        assert all(there == (blocks, []) for (blocks, _), there in both), name
+    blocks, said = wrapped["peft"]
     assert {f"base_model.model.{layer}" for layer in LAYERS} <= blocks
     assert "PrefixEncoder" in said[0], "PEFT names all of its own classes"
-
-
-def test_complaint_02_a_function_makes_units_under_activation_checkpointing_too(wrapped):
-    assert LAYERS | {f"{layer}.mlp" for layer in LAYERS} <= wrapped["2"][0]
-
-
-def test_complaint_03_no_container_is_a_unit_by_size(wrapped):
-    assert wrapped["3"][0] >= LAYERS and "model.layers" not in wrapped["3"][0]
-
-
-def test_complaint_05_a_class_that_is_not_there_is_named_and_the_blocks_arenum_units(wrapped):
-    ((blocks, said),) = wrapped["5"]
-    assert blocks >= LAYERS
-    assert len(said) == 1 and "'LlamaDecoderLayr' matches no module" in said[0] and "LlamaDecoderLayer" in said[0]
-
-
-def test_complaint_06_one_list_of_classes_for_models_of_several_architectures(wrapped):
-    (llama, said), (qwen, _), (gpt2, other) = wrapped["6"]
+    assert LAYERS | {f"{layer}.mlp" for layer in LAYERS} <= wrapped["function"][0]
+    assert wrapped["size"][0] >= LAYERS and "model.layers" not in wrapped["size"][0]
+    ((blocks, said),) = wrapped["absent"]
+    assert blocks >= LAYERS and len(said) == 1
+    assert "'LlamaDecoderLayr' matches no module" in said[0] and "LlamaDecoderLayer" in said[0]
+    (llama, said), (qwen, _), (gpt2, other) = wrapped["several"]
     assert llama >= LAYERS and qwen >= LAYERS and gpt2 >= {"transformer.h.0", "transformer.h.1"}
     assert "'Qwen3DecoderLayer' matches no module" in said[0] and "The others are used" in said[0]
     assert "The blocks that its structure shows are used" in other[0]
-
-
-def test_complaint_07_a_model_without_class_hints_has_its_layers_asnum_units(wrapped):
-    assert wrapped["7"][0] >= {"deberta.encoder.layer.0", "deberta.encoder.layer.1"}
+    assert wrapped["no hints"][0] >= {"deberta.encoder.layer.0", "deberta.encoder.layer.1"}
 
 
 def _ignored(folder):
@@ -352,44 +330,6 @@ def test_a_users_own_accelerator_runs_our_plugin_or_says_what_to_use(checkpoint)
 # ---- TrainingArguments, launchers ----
 
 
-class Crowded(ShardedTrainer):
-    """Runs out of memory in the middle of a forward pass with more than 2 rows."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        crowded = inputs["input_ids"].shape[0] > 2
-        handle = model.model.layers[1].mlp.register_forward_pre_hook(_fail) if crowded else None
-        try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            if handle is not None:
-                handle.remove()
-
-
-def _fail(module, args):
-    raise RuntimeError("CUDA out of memory.")
-
-
-def _finds_batch_size(folder, out):
-    losses = []
-    for kind, batch in ((Crowded, 3), (ShardedTrainer, 2)):
-        args = arguments(out, max_steps=2, auto_find_batch_size=kind is Crowded, per_device_train_batch_size=batch)
-        for model in (from_pretrained(folder, accelerator=make_accelerator(cpu=True)), make_model("tied")):
-            rows = [{key: value + n % 3 for key, value in _row().items()} for n in range(16)]
-            trainer = kind(model=model, args=args, train_dataset=rows)
-            trainer.train()
-            assert trainer._train_batch_size == 2
-            assert num_units(trainer.model) == len(sharding_of(trainer.model).plan.units)
-            losses.append(logged(trainer))
-    return losses
-
-
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="refused before torch 2.13")
-def test_complaint_34_the_batch_size_finder_leaves_the_model_sharded_once(checkpoint, tmp_path):
-    for found_sharded, found_plain, sharded, plain in run_ranks(_finds_batch_size, 2, checkpoint, tmp_path):
-        close(found_sharded, sharded)
-        close(found_plain, plain)
-
-
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -433,3 +373,43 @@ def test_training_arguments_shard_whoever_launches(checkpoint, tmp_path, launche
     world = 2 if launcher == "torchrun" else 1
     assert done.stdout.count(f"RESULT {world} False CPUOffloadPolicy") == world, done.stdout + done.stderr[-3000:]
     assert (tmp_path / "out" / "model.safetensors").is_file() or list((tmp_path / "out").glob("model-*.safetensors"))
+
+
+# ---- a file that says no version ----
+
+OLD_SCRIPT = """
+import os, sys
+import torch
+from torch.distributed.fsdp import FSDPModule
+from hf_fsdp_tools import from_pretrained, make_accelerator
+accelerator = make_accelerator()
+model = from_pretrained(sys.argv[1], accelerator=accelerator)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+accelerator.backward(loss)
+optimizer.step()
+plugin = accelerator.state.fsdp_plugin
+units = isinstance(model.model.layers[0], FSDPModule)
+found = f"FOUND {plugin.fsdp_version} {plugin.reshard_after_forward} {accelerator.num_processes} {units}"
+os.write(1, f"{found}\\n".encode())
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+
+
+def test_a_file_of_old_is_read_as_fsdp2_and_one_rank_says_how(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(OLD)
+    (tmp_path / "train.py").write_text(OLD_SCRIPT)
+    words = ["-m", "accelerate.commands.launch", "--config_file", "old.yaml", "train.py", str(folders["llama"])]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall("FOUND.*", done.stdout) == ["FOUND 2 True 2 True"] * 2
+    (line,) = re.findall("UserWarning: (The launch config has no fsdp_version.*)", done.stderr)
+    assert "FULL_SHARD means reshard_after_forward=True; left out: forward_prefetch=True." in line

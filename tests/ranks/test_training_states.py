@@ -228,7 +228,7 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
         (
             "adapter 1 SHAR",
             {"peft_config": lora(base)},
-            r"lacks 10 of the adapter's 11 tensors.*with FSDP1, Accelerate",
+            r"lacks 10 of the adapter's 11 tensors.*with fsdp_version 1, Accelerate",
         ),
     ]
     for name, options, said in cases:

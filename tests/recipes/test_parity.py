@@ -20,8 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_fsdp_tools.scripting.demo import make_demo_model
-from hf_fsdp_tools.scripting.demo_data import demo_rows
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests._dist import LIMIT_S
 from tests.recipes._launch import ROOT, write_lines
 

@@ -6,8 +6,7 @@ from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification
 
 from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.scripting.demo import make_demo_model
-from hf_fsdp_tools.scripting.demo_data import demo_rows
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests.recipes._launch import Series, four_bits, launch_series, three_runs, write_split
 
 pytest.importorskip("trl")

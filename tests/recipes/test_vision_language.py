@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_fsdp_tools.scripting.demo_data import demo_rows
+from hf_fsdp_tools.scripting.demo import demo_rows
 from hf_fsdp_tools.scripting.demo_images import demo_image_rows, image_features, make_demo_vision_model
 from tests.recipes._launch import Series, launch_series, three_runs, write_split
 
@@ -53,7 +53,7 @@ def runs(tmp_path_factory, probe) -> Series:
     runs["some"] = [*common, "--dataset_name", str(folder / "some.parquet"), "--per_device_train_batch_size", "1"]
     runs["some"] += ["--max_steps", "6", "--learning_rate", "1e-2", "--per_device_eval_batch_size", "1"]
     refused = {
-        "words": [*common, "--dataset_name", write_split(folder / "words", demo_rows("instructions")[:4])],
+        "words": [*common, "--dataset_name", write_split(folder / "words", demo_rows("text")[:4])],
         "blind": [*bare, *pictures, "--model_name_or_path", str(blind), "--max_length", "64"],
         "cut": [*common, *pictures, "--max_length", "12"],
         "unanswered": [*common, *pictures, "--max_length", "30"],

@@ -1,6 +1,5 @@
 """`hf-fsdp`: what is printed can be read by people and programs, and a mistake is one message with its cure."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ import transformers
 import yaml
 
 from hf_fsdp_tools.cli import launch
-from hf_fsdp_tools.cli.common import in_options
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -52,7 +50,7 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-_COMMANDS = ("plan", "doctor", "estimate", "schedule", "config", "export", "merge", "demo-model")
+_COMMANDS = ("plan", "doctor", "estimate", "config", "export")
 
 
 @pytest.mark.parametrize(
@@ -71,37 +69,39 @@ def test_help_imports_nothing_heavy(words):
     assert done.stderr == ""
 
 
-def test_wrong_usage_exits_with_2(capsys):
-    for words in ([], ["nosuch"], ["plan"], ["config", "--cpu", "--gpu"], ["config", "--mixed-precision", "fp8"]):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 2
-        assert "usage: hf-fsdp" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "model", "--num-proceses", "3"])
-    said = capsys.readouterr().err
-    assert "usage: hf-fsdp doctor" in said and "--num-proceses is no option of this command: did you mean" in said
-    assert "--num-processes" in said.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "predict memory, step time"),
+        (["estimat"], "'estimat' is no command: did you mean estimate?"),
+        (["plan"], "the following arguments are required: NAME"),
+        (["config", "--mixed-precision", "fp8"], "invalid choice: 'fp8'"),
+        (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
+        (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
+        (
+            ["doctor", "model", "--num-proceses", "3"],
+            "--num-proceses is no option of this command: did you mean --num-",
+        ),
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys, words, message):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage: hf-fsdp" in shown and message in shown
 
 
-def test_blocks(capsys, llama):
-    code, out, err = run(capsys, "blocks", llama)
+def test_plan_prints_the_table_and_what_repeats(capsys, llama):
+    code, out, err = run(capsys, "plan", llama, "--blocks")
     assert (code, err) == (0, "")
-    assert "LlamaForCausalLM" in out and "model.layers" in out and "LlamaDecoderLayer" in out
-    code, out, err = run(capsys, "blocks", llama, "--json")
-    assert (code, err) == (0, "")
-    stack = json.loads(out)["stacks"][0]
-    assert stack["fqn"] == "model.layers" and stack["class_names"] == ["LlamaDecoderLayer"]
+    assert "(root)" in out and "LlamaDecoderLayer" in out and "largest gathered unit" in out
+    assert len(out) > len(run(capsys, "plan", llama)[1])
+    blocks = json.loads(run(capsys, "plan", llama, "--blocks", "--json")[1])["blocks"]
+    assert blocks["stacks"][0]["fqn"] == "model.layers" and blocks["stacks"][0]["class_names"] == ["LlamaDecoderLayer"]
 
 
-def test_plan_prints_the_table_and_the_working_set(capsys, llama):
-    code, out, err = run(capsys, "plan", llama)
-    assert (code, err) == (0, "")
-    assert "(root)" in out and "LlamaDecoderLayer" in out
-    assert "largest gathered unit" in out
-
-
-@pytest.mark.parametrize("command", ["plan", "blocks", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
     words = [command, llama, *(["--num-processes", "64"] if command == "doctor" else [])]
     wide = run(capsys, *words)[1]
@@ -149,15 +149,12 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{tmp}/empty"], "Give a folder that `save_pretrained` wrote"),
         (["{tmp}/unknown"], "nosuchtype"),
         (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
-        (["{llama}", "--auto-class", "Qqqq"], "Use AutoModel"),
-        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "cannot make a model of this LlamaConfig"),
+        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "no AutoModelForSpeechSeq2Seq for LlamaConfig"),
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
         (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
         (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "config.json is a file, not a folder; name"),
         (["{llama}", "--output", "{tmp}/empty"], "empty is a folder; name a file"),
-        (["{llama}", "--min-unit-params", "-1"], "--min-unit-params is -1.0"),
-        (["{llama}", "--auto-class", "Qqqq"], "error: --auto-class 'Qqqq' is no model class"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
@@ -246,9 +243,9 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         return written(out)
 
     words = (
-        "--gpu --num-processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a --main-process-port 5 --hsdp 2 "
-        "--mixed-precision fp16 --offload --activation-checkpointing --no-reshard-after-forward "
-        "--state-dict-type FULL_STATE_DICT"
+        "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
+        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params "
+        "--activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
     )
     assert config(*words.split()) == says(
         num_processes=16,
@@ -263,27 +260,19 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         reshard_after_forward=False,
         state_dict_type="FULL_STATE_DICT",
     )
-    assert config("--gpu", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
-    assert config("--gpu", "--num-processes", "2")["mixed_precision"] == "bf16"
-    fsdp1 = config("--gpu", "--num-processes", "2", "--fsdp-version", "1")["fsdp_config"]
-    assert (fsdp1["fsdp_version"], fsdp1["fsdp_auto_wrap_policy"]) == (1, "TRANSFORMER_BASED_WRAP")
+    assert config("--gpu", "a100-40gb", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
 
 
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
-        (["--gpu"], "say with --gpus"),
-        (["--gpus", "0"], "error: --gpus is 0; use a whole number from 1"),
-        (["--gpu", "h100-80gb", "--num-gpus", "0"], "error: --num-gpus is 0; use a whole number from 1"),
-        (["--num_processes=0"], "error: --num_processes is 0"),
-        (["--gpus", "8", "--main-process-port", "70000"], "--main-process-port is 70000; use a number from 1 to 65535"),
+        (["--gpu", "h100-80gb"], "say with --num-processes"),
+        (["--main-process-port", "70000"], "main_process_port is 70000; use a number from 1 to 65535"),
         (["--slurm"], "name that with --output"),
-        (["--cpu", "--offload"], "; drop --offload"),
-        (["--cpu", "--gpus", "2"], "--num-processes counts processes on CPUs"),
-        (["--hsdp", "3"], "--hsdp 3 does not divide --num-processes 2; use a divisor"),
-        (["--gpus", "3", "--hsdp", "2"], "--hsdp 2 does not divide --gpus 3"),
-        (["--gpus", "3", "--num-processes", "2"], "give one of them"),
-        (["--gpus", "3", "--num-machines", "2"], "--gpus 3 counts all machines and is not a multiple"),
+        (["--cpu", "--offload-params"], "; drop offload_params"),
+        (["--cpu", "--gpu", "h100-80gb"], "give one of them"),
+        (["--dp-replicate-size", "3"], "dp_replicate_size 3 does not divide num_processes 2; use a divisor"),
+        (["--num-processes", "3", "--num-machines", "2"], "num_processes 3 counts all machines and is not a multiple"),
     ],
 )
 def test_config_contradictions(capsys, on_cpu, words, cure):
@@ -292,67 +281,20 @@ def test_config_contradictions(capsys, on_cpu, words, cure):
     assert err.startswith("hf-fsdp: error: ") and cure in err
 
 
-def test_fields_are_named_as_they_were_typed():
-    command = argparse.ArgumentParser()
-    command.add_argument("--gpus", "--num-gpus", dest="num_gpus")
-    command.add_argument("--lora-r")
-    command.add_argument("--margin")
-    command.add_argument("--trust-remote-code", action="store_true")
-    command.add_argument("--hsdp")
-    command.set_defaults(fields={"hsdp": "dp_replicate_size"})
-    for message, words, said in [
-        ("num_gpus is 0", ["--num-gpus", "0"], "--num-gpus is 0"),
-        ("num_gpus is 0", ["--gpus=0"], "--gpus is 0"),
-        ("give lora_r, such as 16.", [], "give --lora-r, such as 16."),
-        ("num_gpus is 0", ["--from", "old.yaml"], "num_gpus is 0"),  # a key of that file
-        ("margin is 2: a margin of memory", ["--margin", "2"], "--margin is 2: a margin of memory"),
-        ("pass trust_remote_code=True", [], "pass --trust-remote-code"),
-        (
-            "dp_replicate_size 3 and lora_r=4 in /a/lora_r/num_gpus.txt",
-            [],
-            "--hsdp 3 and lora_r=4 in /a/lora_r/num_gpus.txt",
-        ),
-    ]:
-        assert in_options(message, command, words) == said
-
-
 def test_config_for_more_gpus_than_there_are(capsys, on_four_gpus):
     code, _, err = run(capsys, "config", "--num-processes", "8")
-    assert code == 1 and "add --gpu if the file is for another machine" in err
-    assert run(capsys, "config", "--num-processes", "8", "--gpu")[0] == 0
+    assert code == 1 and "say with --gpu for which other machine the file is" in err
+    assert run(capsys, "config", "--num-processes", "8", "--gpu", "h100-80gb")[0] == 0
     assert run(capsys, "config", "--num-processes", "2")[0] == 0
 
 
 def test_launch_command_says_what_the_file_cannot(capsys, on_cpu, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert "--num_cpu_threads_per_process 4 your_script.py" in run(capsys, "config")[2]
-    words = "config --gpus 4 --num_machines 2 --machine-rank 1"
+    words = "config --gpu h100-80gb --num_processes 4 --num_machines 2 --machine-rank 1"
     _, out, err = run(capsys, *words.split(), "--main-process-ip", "a")
     assert "--machine_rank 1 your_script.py" in err and written(out)["main_process_port"] == 29500
     assert "--machine_rank 1 --main_process_ip ADDRESS your_script.py" in run(capsys, *words.split())[2]
-
-
-SIZES = ["--hidden-size=16", "--num-layers=1", "--num-heads=2", "--num-key-value-heads=1", "--vocab-size=300"]
-
-
-def test_demo_model(capsys, tmp_path):
-    folder = tmp_path / "demo model"
-    sizes = [*SIZES, "--max-length=64"]
-    code, out, err = run(capsys, "demo-model", folder, *sizes, "--dataset", tmp_path / "data")
-    assert (code, err) == (0, "")
-    assert "weight file" in out and f"hf-fsdp plan '{folder}'" in out
-    assert (tmp_path / "data" / "train.jsonl").is_file()
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["hidden_size"], config["vocab_size"], config["max_position_embeddings"]) == (16, 300, 64)
-    code, out, err = run(capsys, "demo-model", folder, *sizes, "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(out)["weights"] == ["model.safetensors"]
-    code, out, err = run(capsys, "demo-model", folder, *sizes, "--seed", "1")
-    assert (code, out) == (1, "") and "name a new folder or delete this one" in err
-    assert run(capsys, "plan", folder)[0] == 0
-    (tmp_path / "rows").touch()
-    code, out, err = run(capsys, "demo-model", tmp_path / "other", "--dataset", tmp_path / "rows")
-    assert (code, out) == (1, "") and "rows is a file; name a folder" in err
 
 
 def test_doctor_of_this_machine(capsys, monkeypatch):
@@ -374,14 +316,12 @@ def test_doctor_of_a_model(capsys, llama):
     assert "model.layers.{0..1}  LlamaDecoderLayer  2 × " in out and "no findings" in out
     code, out, err = run(capsys, "doctor", llama, "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert told["findings"] == [] and told["units"]["fsdp_version"] == 2
-    root = told["units"]["groups"][0]
+    report = json.loads(out)
+    assert report["findings"] == [] and report["units"]["fsdp_version"] == 2
+    root = report["units"]["groups"][0]
     blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
     assert WrapPlan.from_json(run(capsys, "plan", llama, "--json")[1]).num_params
-    code, out, err = run(capsys, "doctor", llama, "--num-processes", "0")
-    assert (code, out) == (1, "") and "--num-processes is 0; it must be 1 or more" in err
 
 
 def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
@@ -397,18 +337,12 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     value = json.loads(out)
     assert value["config_file"] == str(path) and [f["code"] for f in value["findings"]] == ["unknown-key"]
     code, out, err = run(capsys, "doctor", "--config_file", tmp_path / "absent.yaml")
-    assert (code, out) == (1, "") and "`hf-fsdp config` makes one" in err
+    assert (code, out) == (1, "") and "`hf-fsdp config` makes" in err
     assert run(capsys, "doctor", "--config_file", "8x80gb")[1].split("\n")[0].endswith("8x80gb.yaml")
     assert "did you mean 8x80gb" in run(capsys, "doctor", "--config_file", "8x80bg")[2]
     assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
-    for words in (["--gpus", "0"], ["--num_processes", "0"], ["--num-machines", "0"]):
-        code, _, err = run(capsys, "finetune", "--config_file", "8x80gb", *words)
-        assert code == 1 and f"error: {words[0]} is 0; use a whole number from 1" in err
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
-    path.write_text(FSDPConfig(num_processes=2, fsdp_version=1, use_cpu=True).to_accelerate_yaml())
-    code, out, _ = run(capsys, "doctor", "--config_file", path)
-    assert code == 0 and "warning: fsdp1" in out, "a warning alone is no error"
 
 
 def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):
@@ -422,7 +356,7 @@ def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, o
     code, _, err = run(capsys, "finetune", "--config_file", path)
     for said in ("fsdp_version is absent", "Only FSDP1 has fsdp_backward_prefetch", "num_processes is absent"):
         assert f"warning: {path}: {said}" in err
-    assert code == 0 and launched[0][4] == str(path)
+    assert code == 0 and str(path) in launched[0]
     assert "num_processes" not in run(capsys, "finetune", "--config_file", path, "--num_processes", "2")[2]
     path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
     assert run(capsys, "finetune", "--config_file", path)[2] == ""

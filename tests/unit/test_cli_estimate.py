@@ -1,4 +1,4 @@
-"""`hf-fsdp estimate`, `schedule` and `config NAME`: what is printed is what the functions say, and a mistake is one
+"""`hf-fsdp estimate` and `config NAME`: what is printed is what the functions say, and a mistake is one
 message with its cure."""
 
 import gzip
@@ -9,13 +9,13 @@ import yaml
 from transformers import LlamaConfig
 
 from hf_fsdp_tools import accelerator
-from hf_fsdp_tools.cli import training
+from hf_fsdp_tools.cli import setup as cli_setup
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.recommend import MARGIN, recommend_config
+from hf_fsdp_tools.foresight.search import SEARCHED
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.space import SEARCHED
 from hf_fsdp_tools.foresight.streams import Bar
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.integrations.config import FSDPConfig
@@ -37,7 +37,7 @@ def llama(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     imitate_gpus(monkeypatch, 0)
-    monkeypatch.setattr(training, "_PATIENCE_S", float("inf"))  # however slow this machine is
+    monkeypatch.setattr(cli_setup, "_PATIENCE_S", float("inf"))  # however slow this machine is
 
 
 def run(capsys, *words):
@@ -47,7 +47,7 @@ def run(capsys, *words):
 
 
 EIGHT = {"num_gpus": 8, "seq_len": 2048}
-ON_EIGHT = ("--gpus", "8", "--seq-len", "2048")
+ON_EIGHT = ("--num-processes", "8", "--max-length", "2048")
 
 
 def test_estimate_prints_what_the_functions_say(capsys, llama):
@@ -84,14 +84,14 @@ def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
 
 
 def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
-    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--batch-size", "16")
+    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--per-device-train-batch-size", "16")
     words = " ".join(out.split())
     assert "does not fit" in words and "what fits: with activation checkpointing." in words
 
 
 def test_one_question_has_one_answer(capsys, llama):
     """`config` recommends a setting, and `estimate` of that setting says the same memory and speed."""
-    words = ("--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "2048")
+    words = ("--gpu", "h100-80gb", *ON_EIGHT)
     value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
     found = value["recommendation"]
     setup = {name: found["setup"][name] for name in SEARCHED}
@@ -104,24 +104,25 @@ def test_one_question_has_one_answer(capsys, llama):
 
 
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
-    words = ("--gpu", "h100-80gb", "--gpus", "16", "--batch-size", "1", "--seq-len", "512", "--recipe", "pretrain")
+    words = ["--gpu", "h100-80gb", "--num-processes", "16", "--per-device-train-batch-size", "1"]
+    words += ["--max-length", "512", "--recipe", "pretrain"]
     value = json.loads(run(capsys, "config", llama, *words, "--optimizer", "adamw_8bit", "--json")[1])
     assert (value["config"]["num_machines"], value["recommendation"]["setup"]["gpus_per_node"]) == (2, 8)
     assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
     assert "machines  2 of 8 GPUs each, assumed" in value["yaml"]
     assert value["launch"].startswith("hf-fsdp pretrain ") and value["launch"].endswith("--optim adamw_torch_8bit")
     path = tmp_path / "two.yaml"
-    code, out, _ = run(capsys, "config", "--gpu", "--gpus", "16", "--slurm", "--output", path)
+    code, out, _ = run(capsys, "config", "--gpu", "h100-80gb", "--num-processes", "16", "--slurm", "--output", path)
     assert code == 0 and out.splitlines()[-1] == f"launch  sbatch {path.with_suffix('.sbatch')}"
 
 
 def test_every_option_reaches_the_setup(capsys, llama):
     words = (
-        "--gpus 16 --gpu a100-40gb --gpus-per-node 4 --network-gbit-s 400 --dp-replicate 2 --batch-size 2 "
-        "--seq-len 512 --gradient-accumulation-steps 3 --precision fp16 --master-dtype fp16 --reduce-dtype fp16 "
-        "--optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj --activation-checkpointing "
-        "--no-reshard-after-forward --offload --link-gb-s 20 --no-sync-each-batch --loss chunked "
-        "--attn-implementation eager --compile --json"
+        "--num-processes 16 --gpu a100-40gb --num-machines 4 --network-gbit-s 400 --dp-replicate-size 2 "
+        "--per-device-train-batch-size 2 --max-length 512 --gradient-accumulation-steps 3 --mixed-precision fp16 "
+        "--master-dtype fp16 --reduce-dtype fp16 --optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj "
+        "--activation-checkpointing --no-reshard-after-forward --offload-params --link-gb-s 20 --no-sync-each-batch "
+        "--loss chunked --attn-implementation eager --torch-compile --json"
     )
     value = json.loads(run(capsys, "estimate", llama, *words.split())[1])
     said = value["memory"]["setup"]
@@ -172,12 +173,12 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
 def test_estimate_draws_what_the_file_is_called(capsys, llama, tmp_path):
     pytest.importorskip("matplotlib")
     page, picture = tmp_path / "page.html", tmp_path / "memory.svg"
-    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--plot", page)
+    code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--output", page)
     assert code == 0 and f"wrote {page}" in out
     text = page.read_text()
     for caption in ("memory of a step", "ways to wrap the model", "speed over the number of GPUs"):
         assert f'aria-label="{caption}"' in text
-    assert run(capsys, "schedule", llama, *ON_EIGHT, "--output", picture)[0] == 0
+    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture)[0] == 0
     assert picture.read_text().startswith("<svg") and "LlamaForCausalLM" in picture.read_text()
 
 
@@ -185,23 +186,23 @@ def test_schedule_writes_a_trace_and_draws_a_real_step_below(capsys, llama, tmp_
     """The written trace has the simulation's times; a trace of torch's profiler is drawn in the same picture."""
     pytest.importorskip("matplotlib")
     trace, picture, recorded = tmp_path / "step.json", tmp_path / "step.svg", tmp_path / "recorded.json.gz"
-    assert run(capsys, "schedule", llama, *ON_EIGHT, "--trace", trace)[0] == 0
+    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", trace)[0] == 0
     rows = json.loads(trace.read_text())["traceEvents"]
-    bars = json.loads(run(capsys, "schedule", llama, *ON_EIGHT, "--json")[1])["bars"]
+    bars = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]
     seconds = max(bar["end_s"] for bar in bars)
     assert max(row["ts"] + row["dur"] for row in rows) == pytest.approx(1e6 * seconds, rel=1e-6)
     label = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "FSDP::pre_forward (layers.0)", "ts": 0, "dur": 1}
     operation = {"ph": "X", "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 2, "dur": 7e6}
     recorded.write_bytes(gzip.compress(json.dumps({"traceEvents": [label, operation]}).encode()))
-    assert run(capsys, "schedule", llama, *ON_EIGHT, "--output", picture, "--measured", recorded)[0] == 0
+    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture, "--measured", recorded)[0] == 0
     assert "measured" in picture.read_text()
 
 
 def test_schedule_has_a_line_per_kind_of_unit(capsys, llama):
-    code, out, err = run(capsys, "schedule", llama, *ON_EIGHT)
+    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")
     assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
     (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..2}"))
-    bars = [Bar(**bar) for bar in json.loads(run(capsys, "schedule", llama, *ON_EIGHT, "--json")[1])["bars"]]
+    bars = [Bar(**bar) for bar in json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]]
     computing = [
         bar.end_s - bar.start_s
         for bar in bars
@@ -213,7 +214,8 @@ def test_schedule_has_a_line_per_kind_of_unit(capsys, llama):
 
 def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     path = tmp_path / "run.yaml"
-    words = ("--gpu", "rtx-4090", "--gpus", "2", "--seq-len", "1024", "--batch-size", "2", "--global-batch-size", "8")
+    words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
+    words = words.split()
     code, out, err = run(capsys, "config", llama, *words, "--output", path)
     assert (code, err) == (0, "")
     fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024}
@@ -236,7 +238,8 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
 
 def test_config_keeps_what_is_asked_for(capsys, llama):
     words = (
-        "--gpu h100-80gb --gpus 8 --activation-checkpointing --batch-size 2 --lora-r 8 --mixed-precision fp16 --json"
+        "--gpu h100-80gb --num-processes 8 --activation-checkpointing --per-device-train-batch-size 2 --lora-r 8 "
+        "--mixed-precision fp16 --json"
     )
     code, out, _ = run(capsys, "config", llama, *words.split())
     value = json.loads(out)
@@ -250,7 +253,7 @@ def test_config_keeps_what_is_asked_for(capsys, llama):
 def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     imitate_gpus(monkeypatch, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
-    value = json.loads(run(capsys, "config", llama, "--batch-size", "1", "--json")[1])
+    value = json.loads(run(capsys, "config", llama, "--per-device-train-batch-size", "1", "--json")[1])
     setup = value["recommendation"]["setup"]
     assert (setup["gpu"], setup["num_gpus"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "Abacus 3000")
@@ -262,42 +265,28 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     ("words", "cure"),
     [
         ("estimate {llama} --gpu h100-90gb", "did you mean h100"),
-        ("estimate {llama} --gpus 12", "use 8 or 16"),
-        ("estimate {llama} --gpus 100000000", "no cluster has more than 1,048,576"),
+        ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --wrapping none --offload", "wrapping='none' has none"),
-        ("estimate {llama} --link-gb-s 0", "--link-gb-s is 0; give GB/s above 0"),
+        ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
         ("estimate {llama} --era 1990", "2024"),
         ("estimate {llama} --optimizer adafactor", "cannot step sharded parameters (DTensor). Use torch.optim.AdamW"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --optimizer adafactor", "cannot step sharded parameters"),
-        ("config {llama} --gpu h100-80gb --gpus 12", "use 8 or 16, or say with --num-machines"),
-        ("estimate {llama} --gpus 8 --dp-replicate 3", "Choose degrees whose product is 8"),
-        ("estimate {llama} --gpus 0", "error: --gpus is 0; it must be at least 1"),
-        ("estimate {llama} --max-length 0", "error: --max-length is 0"),
-        ("estimate {llama} --network-gbit-s 0", "--network-gbit-s is 0; give Gbit/s above 0"),
-        ("estimate {llama} --network-gbit-s nan", "--network-gbit-s is nan"),
-        ("estimate {llama} --tokens 0 --price 2", "--tokens 0: give a number above 0"),
-        ("estimate {llama} --tokens 1e9 --price -2", "--price -2: give a number above 0"),
-        ("schedule {llama} --trace .", ". is a folder; name a file"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --global-batch-size -8", "cannot be made by 8 GPUs; use 8"),
-        ("estimate {llama} --seq-len 16384", "beyond the 8,192 positions"),
-        ("estimate {llama} --load-in-4bit", "give --lora-r, such as 16"),
+        ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
+        ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
+        ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
         ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
-        ("estimate {llama} --plot memory.jpg", "pictures end in .html"),
-        ("estimate {llama} --plot /nowhere/memory.png", "make it first"),
-        ("schedule {llama} --output memory.txt", "pictures end in .html"),
-        ("estimate {llama} --optimizer adamv", "adamw"),
-        ("schedule {llama} --measured {llama}/config.json", "torch.profiler"),
-        ("schedule {llama} --measured {tmp}/none.json --output {tmp}/step.svg", "No such file"),
-        ("schedule {tmp}/nothing", "nothing"),
+        ("estimate {llama} --output memory.jpg", "pictures end in .html"),
+        ("estimate {llama} --output /nowhere/memory.png", "make it first"),
+        ("estimate {llama} --units --output .", ". is a folder; name a file"),
+        ("estimate {llama} --units --measured {llama}/config.json", "torch.profiler"),
+        ("estimate {llama} --units --measured {tmp}/none.json --output {tmp}/step.svg", "No such file"),
+        ("estimate {llama} --measured {tmp}/none.json", "give --units too"),
+        ("estimate {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
         ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --fsdp-version 1", "FSDP1"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --global-batch-size 20", "use 16 or 24"),
-        ("config {llama} --gpu h100-80gb --gpus 15 --num-machines 2", "--gpus 15 counts all machines"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --longest --seq-len 512", "leave one of them out"),
-        ("config {llama} --gpu h100-80gb --gpus 8 --margin 1.5", "use 0.1 for 10 %"),
-        ("config {llama} --gpu rtx-4090 --gpus 1 --loss full --batch-size 32", "What fits: micro-batch 1"),
+        ("config {llama} --gpu h100-80gb --num-processes 8 --global-batch-size 20", "use 16 or 24"),
+        ("config {llama} --gpu h100-80gb --num-processes 15 --num-machines 2", "num_processes 15 counts all machines"),
+        ("config {llama} --gpu h100-80gb --num-processes 8 --longest --max-length 512", "leave one of them out"),
+        ("config {llama} --gpu h100-80gb --num-processes 8 --margin 1.5", "use 0.1 for 10 %"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
@@ -309,20 +298,11 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
 
 def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    err = run(capsys, "schedule", llama, *ON_EIGHT)[2]
+    err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")[2]
     assert "without memory ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err
 
 
 def test_one_line_of_progress_where_no_terminal_is(capsys, llama, monkeypatch):
-    monkeypatch.setattr(training, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(cli_setup, "_PATIENCE_S", -1.0)
     err = run(capsys, "estimate", llama, *ON_EIGHT)[2]
     assert len(err.splitlines()) == 1 and "without memory, hybrid ... (this may take minutes)" in err
-
-
-def test_no_command_is_help_and_a_wrong_one_has_the_nearest(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "predict memory, step time" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimat"])
-    assert "'estimat' is no command: did you mean estimate?" in capsys.readouterr().err

@@ -19,11 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
 
-from hf_fsdp_tools.distributed import watch
+from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.translation import translate_file
 from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.formats.safetensors import parse_header
@@ -362,7 +361,7 @@ def test_a_slow_parse_is_not_put_down_to_the_storage(
 
     def slow(function: Any) -> Any:
         def looked_at(*args: Any, **kwargs: Any) -> Any:
-            under_way.append(watch.waited_for())
+            under_way.append(storage.waited_for())
             return function(*args, **kwargs)
 
         return looked_at
@@ -587,7 +586,7 @@ def manifest_of(folder: Path) -> None:
 
 def of_deepspeed(file: Path) -> None:
     launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
-    translate_file(in_file("launch.yaml", launch)(file.parent))
+    FSDPConfig.translate_file(in_file("launch.yaml", launch)(file.parent))
 
 
 NESTED = "[" * 5000
@@ -611,7 +610,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         "Not a wrap plan",
     ),
     "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
-    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), translate_file, "line 1 has the alias "),
+    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), FSDPConfig.translate_file, "line 1 has the alias "),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy, _or_policy, _recursive_wrap, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.fsdp1.flat_shards import flat_boxes
@@ -40,19 +39,12 @@ def wrapped_by_torch(model: nn.Module, policy) -> list[str]:
     return wrapped
 
 
-def wrapped_by_custom_policy(model: nn.Module, policy: CustomPolicy) -> dict[str, dict]:
-    names = {module: name for name, module in model.named_modules()}
-    chosen = policy._run_policy(model, set(), {"sharding_strategy": "the root's"})
-    return {names[module]: kwargs for module, kwargs in chosen.items()}
-
-
 @pytest.mark.parametrize("kind", sorted(UNITS))
 def test_units_are_the_plans_as_far_as_fsdp1_can_have_them(kind):
     model = make_model(kind)
     policy = hybrid_auto_wrap_policy(model)
     assert sorted(policy.units) == sorted(UNITS[kind])
     assert sorted(wrapped_by_torch(model, policy)) == sorted(UNITS[kind])
-    assert sorted(wrapped_by_custom_policy(model, policy.as_custom_policy())) == sorted(UNITS[kind])
     plan = make_wrap_plan(model)
     assert hybrid_auto_wrap_policy(model, plan=plan).units == policy.units
     assert set(policy.units) <= {name for unit in plan.units for name in unit.modules}
@@ -70,18 +62,6 @@ def test_a_group_member_above_the_floor_is_a_unit():
     model = make_model("llama")
     policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=10))
     assert set(policy.units) == {*UNITS["llama"], "model.norm"}
-
-
-def test_custom_policy_keeps_what_is_not_resharded():
-    model = make_model("llama")
-    policy = hybrid_auto_wrap_policy(model)
-    full = wrapped_by_custom_policy(model, policy.as_custom_policy())
-    assert full["lm_head"] == {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    assert full["model.layers.0"] == {"sharding_strategy": "the root's"}
-    hybrid = wrapped_by_custom_policy(model, policy.as_custom_policy(ShardingStrategy.HYBRID_SHARD))
-    assert hybrid["lm_head"] == {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
-    plain = wrapped_by_custom_policy(model, policy.as_custom_policy(ShardingStrategy.NO_SHARD))
-    assert plain["lm_head"] == {"sharding_strategy": "the root's"}
 
 
 class Block(nn.Module):
@@ -137,15 +117,6 @@ def test_degrees_of_resharding_are_refused():
         hybrid_auto_wrap_policy(model, policy=wanted)
 
 
-def test_frozen_parameters_of_a_rarer_dtype_stay_whole():
-    model = Stack([Block() for _ in range(3)])
-    model.blocks[1].up.bias.data = model.blocks[1].up.bias.data.to(torch.bfloat16)
-    model.blocks[1].up.bias.requires_grad_(False)
-    policy = hybrid_auto_wrap_policy(model)
-    assert sorted(policy.ignored) == ["blocks.1.up.bias", "scale"]
-    assert {"blocks.0", "blocks.1", "blocks.2"} <= set(policy.units)
-
-
 def test_group_members_of_another_dtype_are_units_however_small():
     model = make_model("tied").to(torch.bfloat16)
     for layer in model.model.layers:
@@ -156,17 +127,6 @@ def test_group_members_of_another_dtype_are_units_however_small():
     assert norms <= {name for group in groups for name in group}
     policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=1e4))
     assert set(policy.units) == {*LAYERS, *norms} and policy.ignored == ()
-
-
-def test_ties_that_fill_one_unit_are_said():
-    first, second = [Block() for _ in range(4)], [Block() for _ in range(4)]
-    for one, other in zip(first, second, strict=True):
-        other.up, other.down = one.up, one.down
-    with pytest.warns(
-        UserWarning, match=r"Tied parameters bring [\d,]+ parameters of Stack into one FSDP1 unit, the root"
-    ):
-        policy = hybrid_auto_wrap_policy(Stack([*first, *second]))
-    assert not [name for name in policy.units if name.startswith("blocks")]
 
 
 def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
@@ -186,22 +146,11 @@ def test_a_policy_for_another_model_is_refused():
     policy = hybrid_auto_wrap_policy(model)
     with pytest.raises(WrapPlanError, match=r"does not know the LlamaForCausalLM.*the very model"):
         wrapped_by_torch(other, policy)
-    with pytest.raises(WrapPlanError, match=r"the very model"):
-        wrapped_by_custom_policy(other, policy.as_custom_policy())
     assert set(wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question))) != set(), (
         "a wrapper is no stranger"
     )
     with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel"):
         hybrid_auto_wrap_policy(make_model("gpt2"), plan=make_wrap_plan(model))
-
-
-def test_trainable_beside_frozen_is_reported():
-    model = make_model("llama")
-    assert hybrid_auto_wrap_policy(model).mixed_requires_grad() == {}
-    model.model.layers[1].mlp.requires_grad_(False)
-    mixed = hybrid_auto_wrap_policy(model).mixed_requires_grad()
-    assert list(mixed) == ["model.layers.1"]
-    assert "model.layers.1.mlp.up_proj.weight" in mixed["model.layers.1"][1]
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (3, 1, 2), (1, 5)])

@@ -16,11 +16,16 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, MeshError, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
-from hf_fsdp_tools.distributed import network
-from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
+from hf_fsdp_tools.distributed import cpu_backend
+from hf_fsdp_tools.distributed.cpu_backend import (
+    choose_interface,
+    default_timeout,
+    interface_towards,
+    loopback_address,
+    timeout_of,
+)
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
-from hf_fsdp_tools.distributed.network import choose_interface, interface_of_nccl, interface_towards, loopback_address
 from hf_fsdp_tools.scripting import arguments
 from tests._checkpoints import make_model
 
@@ -132,11 +137,9 @@ FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
         ({"SLURM_LOCALID": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, None, 1),  # without RANK: a world of its own
         ({**FLAT, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "0"}, 1, 2),  # torchrun within srun
         ({**FLAT, "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4),
-        ({**FLAT, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}, 0, 2),
-        ({**FLAT, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "2"}, 0, 1),
+        ({**FLAT, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 0, 2),
         ({**FLAT, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, 2),
         ({**FLAT, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 1, 2),
-        ({**FLAT, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}, 1, 2),
         (FLAT, None, 1),
     ],
 )
@@ -167,7 +170,7 @@ def test_the_device_of_a_process(variables, count, current, index):
     [
         ({**FLAT, "LOCAL_RANK": "3"}, "LOCAL_RANK is 3, but this machine has 2 cuda device"),
         ({**FLAT, "SLURM_LOCALID": "2"}, "LOCAL_RANK is 2"),
-        (FLAT, "WORLD_SIZE is 4, 2 cuda devices are visible, and LOCAL_RANK is not set .* SLURM_LOCALID.* torchrun"),
+        (FLAT, "WORLD_SIZE is 4, 2 cuda devices are visible, and LOCAL_RANK is not set.* torchrun"),
     ],
 )
 def test_a_process_without_a_device_of_its_own_is_refused(variables, said):
@@ -182,48 +185,14 @@ def test_processes_on_one_device_are_found():
     assert shared_devices([("a", ""), ("b", "")]) == shared_devices([("", ""), ("", ""), (none, ""), (none, "")]) == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ("eth0", "eth0"),
-        ("=eth0", "eth0"),
-        ("ib", "ib0"),
-        ("eth", None),  # two begin so
-        ("=eth", None),
-        ("eth0,ib0", None),
-        ("^eth0", None),
-        ("bond0", None),
-        ("", None),
-    ],
-)
-def test_the_interface_that_nccl_is_told_to_use(asked, found):
-    assert interface_of_nccl({"NCCL_SOCKET_IFNAME": asked}, ["lo", "eth0", "eth1", "ib0"]) == found
-
-
 @pytest.fixture
 def two_machines(monkeypatch):
     """This process as one of two machines, whose name is known to the loopback alone."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     return monkeypatch
-
-
-def test_gloo_follows_nccl_on_several_machines(two_machines):
-    two_machines.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    two_machines.setenv("LOCAL_WORLD_SIZE", "2")
-    choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "", "one machine"
-    two_machines.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.warns(UserWarning, match="gloo uses eth1, which NCCL_SOCKET_IFNAME names"):
-        choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
-    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "what is asked for stays"
 
 
 def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
@@ -240,10 +209,13 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_machine(two_machines):
     two_machines.setenv("MASTER_ADDR", "10.0.0.1")
-    two_machines.setattr(network, "interface_towards", {"10.0.0.1": "eth1"}.get)
+    two_machines.setattr(cpu_backend, "interface_towards", {"10.0.0.1": "eth1"}.get)
     with pytest.warns(UserWarning, match=r"resolves to 127\.0\.1\.1, .* gloo uses eth1, which leads to MASTER_ADDR"):
         choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "what is asked for stays"
 
 
 def test_the_interface_towards_a_host():

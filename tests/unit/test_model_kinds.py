@@ -23,7 +23,7 @@ from hf_fsdp_tools.scripting import (
     load_processor,
     load_splits,
 )
-from hf_fsdp_tools.scripting.demo import demo_split, train_demo_tokenizer
+from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.sharding.adapter_files import with_modules_to_save
 
@@ -39,7 +39,7 @@ TEXT = [{"text": "A shard."}] * 8
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_demo_tokenizer(demo_split()[0][:100], vocab_size=400, max_length=256)
+    return train_demo_tokenizer(vocab_size=400, max_length=256)
 
 
 def check(kind: str, rows: list[dict], tokenizer, folder: Path, *, auto_class=None, length=64, **options) -> None:
@@ -112,11 +112,7 @@ def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        (
-            "QwenVideoProcessor requires the Torchvision library but it was",
-            "QwenVideoProcessor .*: pip install torchvision",
-        ),
-        ("X requires the PIL library but it was not found", "X requires PIL: pip install pillow"),
+        ("X requires the PIL library but it was not found", "X requires the PIL library but it was not found"),
         ("Package `num2words` is required. Install it with `pip install num2words`.", "with `pip install num2words`"),
     ],
 )
@@ -128,7 +124,7 @@ def test_a_package_that_a_processor_needs_is_named(raised, said, tokenizer, tmp_
         raise ImportError(raised)
 
     monkeypatch.setattr(hf.AutoProcessor, "from_pretrained", from_pretrained)
-    with pytest.raises(ConfigError, match=rf"needs a package that is absent\. .*{said}\.$"):
+    with pytest.raises(ConfigError, match=rf"needs a package: .*{said}\.$"):
         load_processor(ModelArguments(model_name_or_path=str(tmp_path)), SFTConfig(use_cpu=True, bf16=False))
 
 
@@ -157,10 +153,10 @@ def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
         state=SimpleNamespace(log_history=[]),
     )
     training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False)
-    finish(trainer, training, None, None, says={"loss": "1", "sample": lambda: f"after {done[-1]}"})
-    assert done[:2] == ["state", "model"] and "sample  after model\n" in done[2] and done[3] == "ended"
+    finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": lambda: f"after {done[-1]}"})
+    assert done[:2] == ["state", "model"] and "\nsample           after model\n" in done[2] and done[3] == "ended"
     with pytest.raises(RuntimeError, match="probability tensor"):
-        finish(trainer, training, None, None, says={"sample": fails})
+        finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": fails})
     assert done[4:] == ["state", "model"]
 
 

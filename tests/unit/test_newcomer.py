@@ -21,7 +21,6 @@ from hf_fsdp_tools import (
     make_accelerator,
     save_pretrained,
 )
-from hf_fsdp_tools.distributed.client import conflict
 from tests._checkpoints import full_state, make_checkpoint
 
 IDS = torch.arange(3, 11)[None]
@@ -175,26 +174,3 @@ def test_an_adapter_resumes_where_an_earlier_run_left_full_weights(folder: Path,
     ShardedTrainer(again, arguments(tmp_path, **settings), train_dataset=rows()).train(resume_from_checkpoint=True)
     for name, tensor in full_state(whole).items():
         assert torch.equal(tensor, full_state(again)[name]), name
-
-
-# ---- ranks in different calls ----
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "found"),
-    [
-        ([("a", "0.1")], [("b", "0.1/")], ("a", "b")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("b", "0.1")], ("a", "b")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("a", "0.1/"), ("a", "0.1/end/0")], ("c", "a")),
-        ([("a", "0.1/"), ("a", "0.1/end/0")], [("a", "0.1/"), ("c", "0.1.0/")], ("a", "c")),
-        ([("a", "0.1/"), ("c", "0.1.0")], [("a", "0.1/")], None),
-        ([("a", "0.1/"), ("a", "0.1/end/9")], [("a", "0.1/"), ("c", "0.1.10.4")], ("a", "c")),
-        # What was told seconds ago: it has been there since.
-        ([("a", "0.1/"), ("a", "0.1/end/11")], [("a", "0.1/"), ("c", "0.1.10/"), ("d", "0.1.10.4")], None),
-        ([("a", "0.1/"), ("a", "0.1/end/1")], [("a", "0.1/")], None),
-        ([("a", "0.2")], [("b", "0.1/"), ("b", "0.1/end/0")], None),
-        ([("a", "0.12")], [("b", "0.1/"), ("b", "0.1/end/0")], None),
-    ],
-)
-def test_ranks_that_never_meet_are_known_by_where_they_are(own: Any, other: Any, found: Any) -> None:
-    assert conflict(own, other) == found

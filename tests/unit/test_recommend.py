@@ -12,9 +12,8 @@ import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.recommend import choose
-from hf_fsdp_tools.foresight.search import GAIN, Cost, Point
+from hf_fsdp_tools.foresight.search import BATCHES, GAIN, Cost, Point
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.space import BATCHES
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GPU = gpu_named("h100-80gb").memory_bytes

@@ -1,14 +1,16 @@
 """What recipes share, in one process: options, data in its forms, and each mistake of a user in one line."""
 
 import json
-import re
+import os
 import sys
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("trl")
 
+from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
@@ -21,9 +23,11 @@ from hf_fsdp_tools.scripting import (
     parse_arguments,
     run,
     running,
-    show_losses,
+    streams,
 )
+from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from hf_fsdp_tools.scripting.streams import share_of_stream, use_share_of_stream
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
@@ -42,9 +46,12 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
+DEMO = {"learning_rate": 2e-3, "max_length": 192, "num_train_epochs": 6}
+
+
 def parsed(monkeypatch, *options: str):
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "true", *options])
-    return parse_arguments(ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/x"})
+    return parse_arguments(ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/x"}, demo=DEMO)
 
 
 def lines(path, rows) -> str:
@@ -115,26 +122,33 @@ def test_a_mistake_in_the_file_is_one_line_too(text, message, tmp_path, monkeypa
             parsed(monkeypatch, *way)
 
 
-def test_the_command_line_goes_before_the_file_and_a_checkpoint_may_be_true(tmp_path, monkeypatch):
+def test_the_command_line_goes_before_the_file_and_both_before_the_demo(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nmax_steps: 7\nenv: {A_NAME: b}\n")
     options = ["--config", "run.yaml", "--max_steps", "3", "--resume_from_checkpoint", "true", "--eval_strategy", "no"]
-    monkeypatch.delenv("A_NAME", raising=False)
-    _, training, _ = parsed(monkeypatch, *options)
+    monkeypatch.setenv("A_NAME", "a")
+    _, training, model_args = parsed(monkeypatch, *options)
     assert (training.learning_rate, training.max_steps, training.resume_from_checkpoint) == (1e-4, 3, True)
-    assert not training.eval_on_start, "nothing is evaluated"
-    (tmp_path / "run.yaml").write_text("max_length: 64\n")
-    _, training, model_args = parsed(monkeypatch, "--config", "run.yaml")
-    assert (training.max_length, model_args.default_max_length) == (64, SFTConfig.max_length)
-    assert not training.gradient_checkpointing, "the launch config decides"
-    for option in ("gradient_checkpointing", "activation_checkpointing"):
-        if hasattr(SFTConfig, option):  # the second in newer transformers
-            assert parsed(monkeypatch, f"--{option}", "true")[1].gradient_checkpointing, "unless it is asked for here"
+    assert (training.max_length, model_args.default_max_length) == (192, SFTConfig.max_length)
+    assert training.num_train_epochs == 6 and training.warmup_steps == 10, "the demo's"
+    assert not training.eval_on_start and not training.gradient_checkpointing and os.environ["A_NAME"] == "b"
+
+
+@pytest.mark.parametrize("way", ["--model_name_or_path", "--model-name-or-path", "--model_name", "file"])
+def test_a_model_of_the_users_own_is_not_trained_with_the_settings_of_the_demo(way, tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: demo\n")
+    options = ["--config", "run.yaml"] if way == "file" else [way, "demo"]
+    _, training, _ = parsed(monkeypatch, *options, "--dataset_name", "text.jsonl")
+    assert training.learning_rate < 1e-3 and training.max_length != 192 and training.num_train_epochs == 3
+
+
+def test_options_that_are_written_otherwise_than_the_trainer_wants_them(monkeypatch):
+    assert parsed(monkeypatch, "--gradient_checkpointing", "true")[1].gradient_checkpointing
     _, training, _ = parsed(monkeypatch, "--early_stopping_patience", "2")
     assert training.load_best_model_at_end and training.save_strategy == "best"
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments._check_reports", lambda *_: None)
     _, training, _ = parsed(monkeypatch, "--report_to", "tensorboard,wandb", "--max_steps", "2")
     assert training.report_to == ["tensorboard", "wandb"] and training.logging_steps == 2, "a loss is shown"
-    assert not training.logging_nan_inf_filter and not training.accelerator_config.non_blocking
+    assert not training.accelerator_config.non_blocking
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments.find_accelerator", lambda: "cuda")
     assert parsed(monkeypatch)[1].accelerator_config.non_blocking, "a GPU's batches are copied while it computes"
 
@@ -153,14 +167,9 @@ def test_a_run_in_the_default_folder_does_not_meet_the_one_before(tmp_path, monk
 def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
-    shown = capsys.readouterr().out
-    own, *others = re.split(
-        r"^options of (?:TrainingArguments|SFTConfig|ModelConfig|ScriptArguments):$", shown, flags=re.M
-    )
-    for option in ("--dataset_name", "--model_name_or_path", "--merge_adapters", "--early_stopping_patience"):
-        assert f"\n  {option}" in own, option
-    assert "--adam_beta1" not in own and len(own.splitlines()) < 120 and len(others) >= 3
-    assert shown.count("\n  --learning_rate ") == 1
+    own, foreign = capsys.readouterr().out.split("options of TRL and transformers:")
+    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 40
+    assert foreign.count("\n  --learning_rate ") == 1
 
 
 def test_the_errors_of_a_recipe_are_one_line_and_a_status(capsys, monkeypatch):
@@ -219,7 +228,6 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
             "row 4 has .* no `completion`",
         ),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
-        ("s.jsonl", [{"prompt;completion": "a;b"}] * 9, "The separator seems to be ';'"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_named(name, rows, message, tmp_path):
@@ -258,7 +266,11 @@ def test_an_option_is_named_for_columns_where_the_recipe_has_it(tmp_path):
     with pytest.raises(ConfigError, match=r"Rename one, or name a column with --dataset_text_field\.$"):
         load_splits(script("q.jsonl"), trainer_arguments(), columns=[{"text", "label"}])
     bare = SimpleNamespace(
-        dataset_name="q.jsonl", dataset_streaming=False, dataset_train_split="train", eval_strategy="no"
+        dataset_name="q.jsonl",
+        dataset_streaming=False,
+        dataset_train_split="train",
+        dataset_test_split="test",
+        eval_strategy="no",
     )
     with pytest.raises(ConfigError, match=r"Needed: `text`\. Rename one\.$"):
         load_splits(bare, bare, columns=[{"text"}])
@@ -307,8 +319,6 @@ def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):
 
 
 def check(model, rows, tokenizer=None, model_options=None, **options):
-    from datasets import Dataset
-
     arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
     arguments.default_max_length = SFTConfig.max_length
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
@@ -320,7 +330,6 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, CHAT)
     check(model, CHAT, assistant_only_loss=True)
     check(model, text)
-    assert "8 of the first 8 rows are longer than --max_length 64 and are cut there" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--max_length 512: .* has 256 positions"):
         check(model, text, max_length=512)
     check(model, text, max_length=SFTConfig.max_length)  # which nobody asked for
@@ -335,13 +344,18 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, CHAT, bare, assistant_only_loss=True)
     with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
         check(model, text, assistant_only_loss=True)
-    pairs = [{"prompt": "many words " * 60, "completion": " end"}] * 8
-    with pytest.raises(ConfigError, match=r"All labels of the first 8 rows are masked.*--max_length 64"):
-        check(model, pairs)
-    check(model, pairs, completion_only_loss=False)
-    questions = [{"messages": [{"role": "user", "content": "?"}]}] * 8
-    with pytest.raises(ConfigError, match="All labels of the first 8 rows are masked"):
-        check(model, questions, assistant_only_loss=True)
+
+
+def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):
+    args = SimpleNamespace(max_length=3)
+    masked = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4
+    for rows in (masked, []):
+        with pytest.raises(ConfigError, match=r"All labels of the first rows are masked within --max_length 3"):
+            check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
+    rows = [*masked, {"input_ids": [1, 2], "labels": [-100, 2]}]
+    check_prepared_rows(SimpleNamespace(args=args, train_dataset=rows))
+    assert "4 of the first 5 rows fill --max_length 3; longer rows are cut there" in capsys.readouterr().out
+    check_prepared_rows(SimpleNamespace(args=args, train_dataset=[{"input_ids": [1], "labels": 2}]))
 
 
 def test_trained_weights_are_float32_and_the_base_of_an_adapter_is_as_it_is_stored():
@@ -376,13 +390,6 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", forward)
     with pytest.raises(ConfigError, match=r"4-bit weights on this cpu: no kernel for this device. Use --use_peft with"):
         check(model, CHAT, model_options=adapter)
-
-
-def test_packed_rows_need_attention_that_keeps_them_apart(model, monkeypatch):
-    check(model, CHAT, packing=True)
-    monkeypatch.setattr("inspect.getsource", lambda module: "def forward(self, input_ids): ...")
-    with pytest.raises(ConfigError, match=r"each would see the rows before it. Use --attn_implementation flash"):
-        check(model, CHAT, packing=True)
 
 
 def test_options_that_the_trainer_would_refuse_after_loading(model):
@@ -447,11 +454,27 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
         load_tokenizer(arguments, trainer_arguments(chat_template_path=str(tmp_path / "other")))
 
 
-def test_losses_that_were_not_evaluated_break_no_summary():
-    assert show_losses(7.638, 4.3431) == "7.638 before, 4.343 after"
-    assert show_losses(4.3, 4.3431) == "4.300 before, 4.343 after, which is no better"
-    assert show_losses(None, 4.3431) == "4.343 after"  # --eval_on_start false
-    assert show_losses(None, None) == "not evaluated"
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ([("eval_loss", 7.638), ("loss", 5.0), ("eval_loss", 4.3431)], "evaluation loss  7.638 before, 4.343 after"),
+        ([("eval_loss", 4.3), ("eval_loss", 4.3431)], "evaluation loss  4.300 before, 4.343 after, which is no better"),
+        ([("eval_loss", 4.3431)], "evaluation loss  4.343 after"),  # --eval_on_start false
+        ([("loss", 1.0)], "evaluation loss  not evaluated"),
+        # a trainer whose loss means nothing
+        (
+            [("eval_loss", 0.0), ("eval_reward", 0.1), ("eval_loss", 0.0), ("eval_reward", 0.5)],
+            "evaluation reward  0.100 before, 0.500 after",
+        ),
+    ],
+)
+def test_a_summary_says_what_evaluations_gave(log, line):
+    history = [{"step": step, name: value} for step, (name, value) in enumerate(log)]
+    args = SimpleNamespace(load_best_model_at_end=False)
+    title, before, after = running._evaluations(
+        SimpleNamespace(state=SimpleNamespace(log_history=history, best_metric=None), args=args)
+    )
+    assert f"{title}  {running._show_evaluations(before, after, title == 'evaluation loss')}" == line
 
 
 def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
@@ -470,3 +493,73 @@ def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
         assert begun.should_training_stop == stops, "a run that had ended is not trained on"
         resumed.on_evaluate(args, saved, begun, {"eval_loss": 2.0})
         assert begun.should_training_stop
+
+
+# ---- streams ----
+
+
+def rows_of(files: list[int], count: int):
+    for file in files:
+        for row in range(count):
+            yield {"text": f"{file}-{row}"}
+
+
+def stream(files: int, count: int = 7) -> IterableDataset:
+    return IterableDataset.from_generator(rows_of, gen_kwargs={"files": list(range(files)), "count": count})
+
+
+def share(monkeypatch, rank: int, ranks: int, given: IterableDataset, **options) -> IterableDataset:
+    monkeypatch.setattr(streams, "rank_and_size", lambda: (rank, ranks))
+    return share_of_stream(given, **options)
+
+
+def texts(part: IterableDataset, count: int) -> list[str]:
+    return [row["text"] for row in islice(part, count)]
+
+
+@pytest.mark.parametrize(("files", "ranks"), [(1, 2), (3, 2), (2, 2), (4, 2), (6, 3), (4, 3)])
+def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch):
+    held_out = [{"text": "0-0"}, {"text": "0-3"}]
+    given = stream(files).skip(2)  # as rows are held out of a stream
+    shares = []
+    for rank in range(ranks):
+        endless = texts(share(monkeypatch, rank, ranks, given, held_out=held_out), 200)
+        assert len(endless) == 200
+        turn = endless.index(endless[0], 1)
+        assert endless[:turn] == endless[turn : 2 * turn], "again in the same order"
+        shares.append(set(endless))
+    assert sum(map(len, shares)) == len(set.union(*shares)), "no row belongs to two ranks"
+    assert not set.union(*shares) & {"0-0", "0-3"}
+    sizes = sorted(map(len, shares))
+    assert sizes[-1] - sizes[0] <= 3, "nearly as many rows for each"
+    assert len(set.union(*shares)) >= 7 * files - 4
+
+
+def test_a_rank_with_files_of_its_own_reads_no_other(monkeypatch):
+    read = texts(share(monkeypatch, 1, 2, stream(4)), 50)
+    assert {text[0] for text in read} == {"2", "3"}
+
+
+def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
+    chats = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(6)]
+    chats[1][0]["name"] = "Ada"  # a key that Arrow gives all turns of a data set
+    rows = [{"messages": chats[n], "id": place} for place, n in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
+    held_out = Dataset.from_list(rows[:2])
+    given = IterableDataset.from_generator(lambda: iter(rows))
+    left = share(monkeypatch, 0, 1, given, held_out=held_out, columns={"text", "messages"})
+    assert {row["id"] for row in islice(left, 20)} == {2, 3, 4, 5}
+
+
+def test_a_share_of_a_stream_is_not_divided_again():
+    args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
+    trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
+    use_share_of_stream(trainer)
+    batches = [[row["text"] for row in batch] for batch in trainer.get_train_dataloader()]
+    assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
+
+
+def test_a_rank_without_rows_is_an_error_before_training(monkeypatch):
+    with pytest.raises(ConfigError, match=r"rank 2 of 3 has no row to train on.*fewer processes"):
+        share(monkeypatch, 2, 3, stream(1, count=2))
+    with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):
+        share(monkeypatch, 0, 1, stream(1, count=5), held_out=list(stream(1, count=5)))

@@ -38,16 +38,18 @@ from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
-from hf_fsdp_tools.integrations import config_file, settings
-from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.settings import (
+from hf_fsdp_tools.integrations import config_file, settings, state
+from hf_fsdp_tools.integrations.config import (
     SETTINGS,
     TRAINING_KEYS,
     VARIABLES,
     YAML_KEYS,
-    plugin_arguments,
-    read_value,
+    FSDPConfig,
+    rows_of,
 )
+from hf_fsdp_tools.integrations.plugin import _read_version
+from hf_fsdp_tools.integrations.settings import read_value
+from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
 from tests._checkpoints import make_model
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
@@ -97,7 +99,7 @@ def test_words_and_defaults_are_those_of_the_sources():
         (settings.AutoWrapPolicy, constants.FSDP_AUTO_WRAP_POLICY),
         (settings.BackwardPrefetch, constants.FSDP_BACKWARD_PREFETCH),
         (settings.StateDictType, constants.FSDP_STATE_DICT_TYPE),
-        (settings._Strategy, constants.FSDP_SHARDING_STRATEGY),
+        (settings.Strategy, constants.FSDP_SHARDING_STRATEGY),
     ]:
         assert list(get_args(mine)) == theirs, "in this order: files may number them"
     numbered = {
@@ -350,11 +352,27 @@ FILES = [
 
 
 def test_a_setting_of_files_is_a_field_or_answered():
-    unread = {key for key, row in YAML_KEYS.items() if not row.field}
-    answered = {key for said, codes, _ in FILES if codes for key in said}
-    assert unread <= answered, "give the row a field of FSDPConfig (config.py), or a finding (config_file.py)"
-    fields = {field.name for field in dataclasses.fields(FSDPConfig)}
-    assert {row.field for row in SETTINGS if row.field} <= fields, "what no field holds, no YAML gets"
+    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_fsdp1}
+    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
+
+
+def test_a_new_key_is_one_field(tmp_path, monkeypatch):
+    """That it then is a variable and a key of `fsdp_config` follows from the same row."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Later(FSDPConfig):
+        new_key: bool = dataclasses.field(default=False, metadata={"kind": bool})
+
+    monkeypatch.setitem(YAML_KEYS, "fsdp_new_key", rows_of(Later)[-1])
+    assert (rows_of(Later)[-1].variable, rows_of(Later)[-1].training) == ("FSDP_NEW_KEY", ("new_key",))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    path = tmp_path / "later.yaml"
+    path.write_text(Later(num_processes=2, new_key=True).to_accelerate_yaml())
+    assert "  fsdp_new_key: true\n" in path.read_text() and Later.check_file(path) == ()
+    assert Later.translate_file(path).fields["new_key"] is True
+    path.write_text(path.read_text().replace("key: true", "key: perhaps"))
+    (finding,) = Later.check_file(path)
+    assert (finding.code, finding.fact) == ("wrong-value", "fsdp_new_key is 'perhaps'.")
 
 
 @pytest.mark.parametrize(("said", "codes", "outcome"), FILES, ids=[" ".join(said) for said, *_ in FILES])
@@ -403,8 +421,115 @@ def test_training_arguments_reach_the_plugin(tmp_path):
 
 
 def test_training_arguments_that_nobody_would_read_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\?; xla: FSDP on TPUs"):
+    with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\? xla: FSDP on TPUs"):
         arguments_of(tmp_path, {"ofload_params": True, "xla": True})
     args = TrainingArguments(output_dir=str(tmp_path), fsdp_config={"version": 2}, use_cpu=True)
     with pytest.warns(UserWarning, match=r"no effect without fsdp: add fsdp=True"):
         assert plugin_arguments(args) == {}
+
+
+# ---- what accelerate launch left in the environment ----
+
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+"""Variables of `accelerate launch` for a file without fsdp_version."""
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """The plugin of a process with these variables, and what was said."""
+    for name in [*LAUNCHED, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]:
+        monkeypatch.delenv(name, raising=False)
+
+    def make(**variables):
+        for name, value in (LAUNCHED | variables).items():
+            monkeypatch.setenv(name, value)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plugin = HybridFSDPPlugin()
+        return plugin, [str(each.message) for each in caught]
+
+    return make
+
+
+def test_a_file_without_a_version_is_read_as_fsdp2(launch):
+    plugin, said = launch()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.copies) == (2, True, None)
+    (line,) = said
+    assert "FULL_SHARD means reshard_after_forward=True; the rest means the same" in line
+    assert "hf-fsdp config --from FILE" in line and "\n" not in line
+
+
+def test_settings_of_fsdp1_alone_are_named_in_the_same_line(launch):
+    plugin, (line,) = launch(
+        FSDP_SHARDING_STRATEGY="2", FSDP_FORWARD_PREFETCH="true", FSDP_STATE_DICT_TYPE="LOCAL_STATE_DICT"
+    )
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert "SHARD_GRAD_OP means reshard_after_forward=False; left out: forward_prefetch=True" in line
+
+
+def test_one_rank_says_it(launch):
+    assert launch(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")[1] == []
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
+def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
+    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    plugin, (line,) = launch(**ranks, LOCAL_WORLD_SIZE="4", FSDP_SHARDING_STRATEGY=strategy)
+    assert (plugin.copies.dp_replicate_size, plugin.copies.dp_shard_size) == (2, 4)
+    assert plugin.reshard_after_forward is reshard and "in 2 copies, one per machine" in line
+    assert launch(**ranks, LOCAL_WORLD_SIZE="8", FSDP_SHARDING_STRATEGY=strategy)[0].copies is None
+
+
+def test_what_cannot_be_read_so_is_refused(launch):
+    with pytest.raises(ConfigError, match=r"NO_SHARD\. Use Accelerate's MULTI_GPU"):
+        launch(FSDP_SHARDING_STRATEGY="NO_SHARD")
+
+
+def test_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
+    explicit = {"FSDP_RESHARD_AFTER_FORWARD": "full_shard", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    plugin, said = launch(**explicit)
+    assert plugin.fsdp_version == 1 and not any("read as FSDP2" in line for line in said)
+    launch()  # as for a file without a version again
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert HybridFSDPPlugin(fsdp_version=1).fsdp_version == 1
+    monkeypatch.delenv("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+    assert _read_version(None) == (1, False), "set by hand, without the launcher"
+
+
+@pytest.mark.parametrize("version", [3, 0, "two"])
+def test_another_version_is_refused(version, monkeypatch):
+    with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
+        HybridFSDPPlugin(fsdp_version=version)
+    monkeypatch.setenv("FSDP_VERSION", str(version))
+    with pytest.raises(ConfigError, match=f"fsdp_version is {version}: use 2"):
+        HybridFSDPPlugin()
+
+
+def test_a_config_for_gpus_on_a_machine_without_is_refused(monkeypatch):
+    monkeypatch.setattr(state, "local_device", lambda: torch.device("cpu"))
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match=r"is for GPUs.*finds none.*\(CUDA_VISIBLE_DEVICES is not set\)"):
+        state._check_gpus(cpu=False)
+    state._check_gpus(cpu=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    state._check_gpus(cpu=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+    state._check_gpus(cpu=False)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

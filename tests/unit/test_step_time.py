@@ -11,7 +11,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, straggling, throughput
 from hf_fsdp_tools.foresight.timing.efficiency import ERAS, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
-from hf_fsdp_tools.foresight.timing.time import Timing, chrome_trace, simulate
+from hf_fsdp_tools.foresight.timing.simulation import Timing, chrome_trace, simulate
 
 SETUP = TrainingSetup(num_gpus=8, gpu="a100-80gb")
 PERFECT = Efficiency(matmul=1, attention=1, memory=1, network=1, error=0.1, source="nothing lost")
@@ -189,9 +189,9 @@ def test_a_matmul_reaches_half_of_its_share_at_the_half_size() -> None:
 
 
 def estimate(steps: Steps, setup: TrainingSetup = SETUP, efficiency: Efficiency = PERFECT) -> ThroughputEstimate:
-    again = dataclasses.replace(matmul("b", 2 * COMPUTE, "backward"), again=True)
-    steps = Steps(again if one == dataclasses.replace(again, again=False) else one for one in steps)
-    return throughput(steps, setup, name="two units", tokens=4096, model_flops=6e13, efficiency=efficiency)
+    timing, repeated = simulate(steps, setup, efficiency=efficiency), matmul("b", 2 * COMPUTE).flops
+    figures = {"tokens": 4096, "model_flops": 6e13, "repeated_flops": repeated}
+    return throughput(timing, setup, efficiency, name="two units", **figures)
 
 
 def test_figures_of_an_estimate_follow_from_its_step() -> None:

@@ -10,7 +10,10 @@ from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import throughput, throughput_of
+from hf_fsdp_tools.foresight.throughput import straggling, throughput_of
+from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.foresight.timing.simulation import simulate
 
 CONFIG = LlamaConfig(
     hidden_size=2048,
@@ -52,8 +55,9 @@ def test_many_micro_steps_are_like_the_second() -> None:
     many = forecast(num_gpus=2, gradient_accumulation_steps=5)
     result, trace = throughput_of(memory_of(many)), many.trace
     events = compose(trace, many.plan, many.setup).events
-    all_five = throughput(events, many.setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
-    assert result.step_seconds == pytest.approx(all_five.step_seconds, rel=1e-3)
+    efficiency = efficiency_of(gpu_named("a100-80gb"))
+    seconds = simulate(events, many.setup, efficiency=efficiency).seconds * (1 + straggling(many.setup, efficiency))
+    assert result.step_seconds == pytest.approx(seconds, rel=1e-3)
     assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
     assert result.tokens_per_step == 5 * 2 * 2048
     assert result.hardware_flops == result.model_flops == 5 * trace.model_flops

@@ -8,9 +8,13 @@ multiple NCCL communicators concurrently"); collectives that share a link take t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
+from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.durations import Durations
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
@@ -55,50 +59,80 @@ class _Task:
     """Seconds of work that are left."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stall:
+class _Stall(NamedTuple):
     """The host waits until the GPU has nothing to do, and then for some time."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _HostTask:
+class _HostTask(NamedTuple):
     """Work of the host's own processors."""
 
     index: int
     seconds: float
 
 
-@dataclass
-class Spent:
-    """When everything of a step ran."""
+@dataclass(frozen=True)
+class Timing:
+    """When the work of a step runs on one rank."""
 
-    seconds: float = 0.0
+    seconds: float
     """From the first event to the end of the last."""
-    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Start and end of each `Work`, by its index in the list of events."""
-    exposed: float = 0.0
-    """Seconds in which the compute stream had nothing to do while a collective ran."""
-    exposed_copies: float = 0.0
-    """The same with copies to or from the host."""
-    host_bound: float = 0.0
-    """Seconds in which the compute stream had nothing to do, and neither had the links."""
+    spans: tuple[tuple[float, float], ...]
+    """Start and end in seconds of each `Work`, in the order of the list of events."""
+    parts: dict[str, float]
+    """What the compute stream does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory
+    bounds), or it has nothing to do: `communication` (while a collective runs: exposed), `offload` (while bytes move
+    between GPU and host, or the optimizer runs on the CPU), `allocator` (the stalls), `host` (launches are late)."""
+    communication: float
+    """Seconds of all collectives, hidden or exposed."""
+
+    def continued(self, two: "Timing", steps: int) -> "Timing":
+        """The timing of so many micro-steps, of which this is one and `two` are two: all others are like the second."""
+
+        def last(one: float, both: float) -> float:
+            return one + (steps - 1) * (both - one)
+
+        parts = {part: last(seconds, two.parts[part]) for part, seconds in self.parts.items()}
+        return Timing(last(self.seconds, two.seconds), two.spans, parts, last(self.communication, two.communication))
 
 
-def run(
-    events: Sequence[Event], durations: Durations, *, compiled: bool, stalls: Mapping[int, float] | None = None
-) -> Spent:
-    """Start and end of all work of a list of events.
+def simulate(
+    events: Sequence[Event],
+    setup: TrainingSetup,
+    *,
+    efficiency: Efficiency | None = None,
+    stalls: Mapping[int, float] | None = None,
+) -> Timing:
+    """The timing of a list of events (`Step.events`) on the setup's GPUs and links.
 
-    Args:
-        events: as the host issues them.
-        durations: how long each `Work` takes by itself.
-        compiled: whether the model runs under `torch.compile`.
-        stalls: by index of an event: before it the host waits for the GPU and then for so many seconds.
+    `stalls`: by index of an event, before which the host waits for the GPU and then for so many seconds, as when the
+    allocator gives memory back to the driver.
     """
-    program = list(_program(events, durations, _COMPILED_HOST if compiled else 1.0, stalls or {}))
-    return _Simulation(program).run()
+    gpu, stalls = gpu_named(setup.gpu), stalls or {}
+    durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
+    program = _program(events, durations, _COMPILED_HOST if setup.compile else 1.0, stalls)
+    simulation = _Simulation(list(program))
+    seconds, spans = simulation.run(), simulation.spans
+    parts = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
+    communication = on_host = 0.0
+    for index, event in enumerate(events):
+        if not isinstance(event, Work):
+            continue
+        start, end = spans[index]
+        if event.operation in COLLECTIVES:
+            communication += end - start
+        elif event.stream == "offload":
+            on_host += end - start
+        elif event.stream == "compute" and event.operation in parts:
+            parts[event.operation] += end - start
+    stalled = sum(stalls.values())
+    on_host = min(on_host, simulation.host_bound - stalled)
+    parts["communication"] = simulation.exposed
+    parts["offload"] = simulation.exposed_copies + on_host
+    parts["allocator"] = stalled
+    parts["host"] = simulation.host_bound - stalled - on_host
+    return Timing(seconds, tuple(spans[index] for index in sorted(spans)), parts, communication)
 
 
 def _program(
@@ -206,9 +240,14 @@ class _Simulation:
         self._taken: set[str] = set()
         """Links in use."""
         self._now = 0.0
-        self._spent = Spent()
+        self.spans: dict[int, tuple[float, float]] = {}
+        """Start and end of each `Work`, by its index in the list of events."""
+        self.exposed = self.exposed_copies = self.host_bound = 0.0
+        """Seconds in which the compute stream has nothing to do: a collective runs, copies to or from the host do, or
+        neither."""
 
-    def run(self) -> Spent:
+    def run(self) -> float:
+        """Seconds from the first event to the end of the last."""
         while True:
             self._issue()
             while self._begin_all():
@@ -218,9 +257,9 @@ class _Simulation:
                 break
             self._pass(until)
         assert self._next == len(self._program) and self._blocked is None, "the list of events waits for itself"
-        self._spent.seconds = max(self._now, self._host)
-        self._spent.host_bound += self._spent.seconds - self._now
-        return self._spent
+        seconds = max(self._now, self._host)
+        self.host_bound += seconds - self._now
+        return seconds
 
     # ---- the host ----
 
@@ -238,7 +277,7 @@ class _Simulation:
                 self._issue()
             elif isinstance(item, _HostTask):
                 start, self._host = self._host, self._host + item.seconds
-                self._spent.spans[item.index] = start, self._host
+                self.spans[item.index] = start, self._host
             else:
                 if isinstance(item, _Task):
                     item.ready = self._host + item.lead
@@ -327,11 +366,11 @@ class _Simulation:
         """Count the time in which the compute stream has nothing to do."""
         running = [queue.running for queue in self._queues.values() if queue.running is not None]
         if any(task.group for task in running):
-            self._spent.exposed += passed
+            self.exposed += passed
         elif any(task.is_copy for task in running):
-            self._spent.exposed_copies += passed
+            self.exposed_copies += passed
         else:
-            self._spent.host_bound += passed
+            self.host_bound += passed
 
     def _note(self, task: _Task) -> None:
         """Remember when a task's work ran; what slowed the task is spread over all of it."""
@@ -339,4 +378,23 @@ class _Simulation:
         starts = [task.start + begin * stretch for _, begin in task.works]
         ends = [*starts[1:], self._now]
         for (index, _), start, end in zip(task.works, starts, ends, strict=True):
-            self._spent.spans[index] = start, end
+            self.spans[index] = start, end
+
+
+def chrome_trace(events: Sequence[Event], timing: Timing) -> dict[str, Any]:
+    """A step as a trace for `chrome://tracing` and Perfetto: a row per stream; write it as JSON."""
+    works = [event for event in events if isinstance(event, Work)]
+    return {
+        "traceEvents": [
+            {
+                "name": f"{work.operation} {work.unit or '(root)'}",
+                "cat": work.phase,
+                "ph": "X",
+                "pid": 0,
+                "tid": work.stream,
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+            }
+            for work, (start, end) in zip(works, timing.spans, strict=True)
+        ]
+    }

@@ -26,7 +26,6 @@ from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Event, Gradient, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.fallback import events_by_formula
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of
 from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
@@ -37,6 +36,7 @@ from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
 from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import check_checkpointing, runners_of_experts
@@ -61,37 +61,26 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
-    A model that takes images gets some beside its text (`images_of`); if they cannot be followed, text alone. Where the
-    model's code needs values of weights or activations, or kernels of its own, the trace is made by formula. Its notes
-    say so, and which module and operation the run could not follow.
+    A model that takes images gets some beside its text (`images_of`); if they cannot be followed, text alone, and a
+    note says so.
 
     Raises:
-        ConfigError: no batch can be made for the model, its code fails on one, or it cannot checkpoint activations.
+        ConfigError: no batch can be made for the model, its code fails on one, it needs values of weights or
+            activations or kernels of its own, or it cannot checkpoint activations.
     """
     if setup.activation_checkpointing:
         check_checkpointing(model)
     with blocks_marked(model, setup):
-        return _traced(model, plan, setup, device)
-
-
-def _traced(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device) -> Trace:
-    try:
-        images = images_of(model, setup)
-        if images is not None:
-            trace = _followed(model, plan, setup, device, images)
-            note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
-            return replace(trace, notes=(note, *trace.notes))
         notes: tuple[str, ...] = ()
-    except (NoImagesError, _CannotFollowError) as error:
-        notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
-    try:
+        try:
+            if (images := images_of(model, setup)) is not None:
+                trace = _followed(model, plan, setup, device, images)
+                note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
+                return replace(trace, notes=(note, *trace.notes))
+        except (NoImagesError, _CannotFollowError) as error:
+            notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
         trace = _followed(model, plan, setup, device, None)
-    except _CannotFollowError as error:
-        parameters = tuple(_parameters(model, plan, setup))
-        by_formula = f"By formula, 12 % off on average and 36 % at worst: {error}"
-        events = events_by_formula(model, plan, setup, parameters)
-        trace = replace(_trace(model, plan, setup, events, ()), notes=(by_formula,))
-    return replace(trace, notes=(*notes, *trace.notes))
+        return replace(trace, notes=(*notes, *trace.notes))
 
 
 def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
@@ -123,14 +112,19 @@ def _ways_to_shorten(model: nn.Module, *, has_images: bool) -> Iterator[list[Sta
                 yield some
 
 
-class _CannotFollowError(Exception):
-    """The model's code needs values, or a kernel without a rule for shapes; the message says where."""
+class _CannotFollowError(ConfigError):
+    """The model's code needs values, or a kernel without a rule for shapes."""
 
 
 def _trace(
     model: nn.Module, plan: WrapPlan, setup: TrainingSetup, events: Sequence[Event], stacks: Sequence[Stack]
 ) -> Trace:
-    parameters = tuple(_parameters(model, plan, setup))
+    parameters, notes = tuple(_parameters(model, plan, setup)), list(notes_of(model))
+    reached = {event.parameter for event in events if isinstance(event, Gradient)}
+    missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
+    if missed:
+        count, first = sum(each.numel for each in missed), ".".join(missed[0].fqn.split(".")[:-1][:2])
+        notes.append(f"{show_count(count)} parameters get no gradient from the batch, among them those of {first!r}.")
     return Trace(
         events=tuple(events),
         parameters=parameters,
@@ -138,20 +132,8 @@ def _trace(
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len,
         repeated=sum(stack.left_out for stack in stacks),
-        notes=(*notes_of(model), *_notes(parameters, events)),
+        notes=tuple(notes),
     )
-
-
-def _notes(parameters: Sequence[Parameter], events: Sequence[Event]) -> Iterator[str]:
-    """Yield what a reader should know of the batch."""
-    reached = {event.parameter for event in events if isinstance(event, Gradient)}
-    missed = [each for each in parameters if each.requires_grad and each.fqn not in reached]
-    if missed:
-        first = ".".join(missed[0].fqn.split(".")[:-1][:2])
-        yield (
-            f"{show_count(sum(each.numel for each in missed))} parameters get no gradient from the batch, among them "
-            f"those of {first!r}."
-        )
 
 
 def _dry_run(
@@ -167,7 +149,8 @@ def _dry_run(
         twin = short_copy(model, stacks)
         plan = cut_plan(plan, stacks)
         give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
-        recorder = Recorder(_units(plan), on_cuda=device == "cuda")
+        units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
+        recorder = Recorder(units, on_cuda=device == "cuda")
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
@@ -182,7 +165,10 @@ def _dry_run(
                 stack.enter_context(AsOnCuda())
             stack.enter_context(recorder)
             stack.enter_context(_failures_named(twin, recorder, is_all=images is None))
-            _run(twin, batch, recorder)
+            loss = twin(**batch)["loss"]  # the logits are dropped before the backward pass, as by a Trainer
+            recorder.phase = "backward"
+            run_backward(loss)
+            del loss
         recorder.close()
     return recorder, bounds
 
@@ -198,11 +184,12 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     packed = packed_linears(model)
     for parameter, (name, *others) in names.items():
         is_whole = name in plan.replicated
+        is_kept = name in packed or not parameter.is_floating_point()
         yield Parameter(
             fqn=name,
             other_names=tuple(others),
             shape=tuple(parameter.shape),
-            dtype=parameter.dtype if name in packed else _dtype(parameter, setup, is_whole=is_whole),
+            dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
             is_whole=is_whole or setup.wrapping == "none",
             packed_values=packing_of(packed[name]).numel if name in packed else 0,
@@ -222,17 +209,6 @@ def _bytes_of_scales(model: nn.Module) -> int:
     return total
 
 
-def _dtype(parameter: torch.Tensor, setup: TrainingSetup, *, is_whole: bool) -> torch.dtype:
-    """The dtype in which a parameter is gathered, or kept whole."""
-    if not parameter.is_floating_point():
-        return parameter.dtype
-    return DTYPES[setup.master_dtype if is_whole else setup.precision]
-
-
-def _units(plan: WrapPlan) -> dict[str, str]:
-    return {name: unit.modules[0] for unit in plan.units for name in unit.modules}
-
-
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
     """Bring a copy of the model into the state in which it is trained, with marks at the plan's modules."""
     model.train()
@@ -249,7 +225,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     units = {modules[name] for unit in plan.units for name in unit.modules}
     if setup.precision != "fp32":
         add_casts(model, DTYPES[setup.precision], units=units, whole=whole)
-    reach_experts(dict(runners_of_experts(model)))
+    reach_experts(dict(runners_of_experts(ModuleTree(model))))
     imitate_4bit(model)
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
@@ -350,12 +326,6 @@ def _watch_head(model: nn.Module, recorder: Recorder) -> None:
 # ---- the step ----
 
 
-def _run(model: nn.Module, batch: dict[str, Any], recorder: Recorder) -> None:
-    loss = model(**batch)["loss"]  # the logits are dropped before the backward pass, as in `Trainer.compute_loss`
-    recorder.phase = "backward"
-    run_backward(loss)
-
-
 def run_backward(loss: torch.Tensor) -> None:
     """The backward pass of a loss by autograd's engine itself.
 
@@ -378,12 +348,14 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
         inside = [names[each] for each in frames if isinstance(each, nn.Module) and each in names]
         where = f"{type(model).__name__}, module {inside[-1] or 'root'!r}" if inside else type(model).__name__
-        said = f"{where}: {type(error).__name__} after {recorder.last_operation}: {first_line(error)}"
+        place = f"{where}: {type(error).__name__} after {recorder.last_operation}: {first_line(error)}"
         # Of these, torch raises the first two where code needs values of tensors, and the last for lack of a rule.
         unfollowed = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ImportError)
         if isinstance(error, unfollowed) or not is_all:
-            raise _CannotFollowError(said) from error
-        raise ConfigError(f"A step of training fails in {said}. Correct the configuration or the arguments.") from error
+            raise _CannotFollowError(f"A step cannot be foreseen without data: {place}") from error
+        raise ConfigError(
+            f"A step of training fails in {place}. Correct the configuration or the arguments."
+        ) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp_pickle import load_metadata
 from hf_fsdp_tools.loading.formats.pickled import check_value

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import MAX_KEY_LENGTH, StoredTensor
 from hf_fsdp_tools.modeling.untrusted import refuse_pointer

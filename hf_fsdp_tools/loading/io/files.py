@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
-from hf_fsdp_tools.distributed.watch import watched
+from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.durable import begin_sync
 from hf_fsdp_tools.loading.io.staging import Staging

@@ -87,7 +87,7 @@ def part_packed(model: nn.Module, load_map: LoadMap, index: CheckpointIndex) -> 
     state = persistent_tensors(model)
     flat = [key for key in layers if isinstance(state[key], LocalBoxes)]
     if flat:
-        raise ConfigError(f"{flat[0]!r} is a 4-bit weight in FSDP1's flat shards. Shard with FSDP2 (shard_model).")
+        raise ConfigError(f"{flat[0]!r} is a 4-bit weight that FSDP2 does not shard. Shard the model with shard_model.")
     plain: dict[str, PieceTensor] = {}
     scales: set[str] = set()
     problems: list[str] = []

@@ -1,0 +1,200 @@
+"""The state of an Accelerator, as `save_state` writes and `load_state` reads it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.checkpointing import save_accelerator_state, save_custom_state
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils.other import load as load_pickled
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.resume import check_parts, using_format
+from hf_fsdp_tools.integrations.states import StateSave, saving_state
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.io.durable import storage_errors, sync
+
+_FILES = (
+    f"{FSDP_MODEL_NAME}[_.]*",
+    f"{FSDP_MODEL_NAME}_*/*",
+    f"{OPTIMIZER_NAME}[_.]*",
+    f"{OPTIMIZER_NAME}_*/*",
+    f"{SCHEDULER_NAME}[_.]*",
+    "sampler[_.]*",
+    "dl_state_dict[_.]*",
+    SCALER_NAME,
+    f"{RNG_STATE_NAME}_*.pkl",
+    "custom_checkpoint_*.pkl",
+)
+"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py."""
+
+
+def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
+    """The prepared model that holds all parameters of an optimizer, or several of them as one `nn.ModuleList`.
+
+    Accelerate takes the model of the same number, which is another one where a model has no optimizer, or two.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owned = [held & set(model.parameters()) for model in models]
+    for model, part in zip(models, owned, strict=True):
+        if part == held:
+            return model
+    if set().union(*owned) != held:
+        raise ConfigError(
+            f"{len(held - set().union(*owned))} of the {len(held)} parameters of the optimizer belong to no prepared "
+            "model, so that nobody could say what their saved state is of. Prepare their model too."
+        )
+    several = [model for model, part in zip(models, owned, strict=True) if part]
+    if any(FullyShardedDataParallel.fsdp_modules(model) for model in several):
+        raise ConfigError(
+            "FSDP1 cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
+        )
+    return nn.ModuleList(several)
+
+
+def files_of(kind: str, index: int) -> tuple[str, str]:
+    """What Accelerate writes of a model or an optimizer: a DCP folder, or one file under FULL_STATE_DICT."""
+    return f"{kind}_{index}", f"{kind}_{index}.bin" if index else f"{kind}.bin"
+
+
+def write_state(accelerator: Any, state: StateSave) -> None:
+    """Write all that `Accelerator.save_state` writes, and name the files of which a state must have all.
+
+    Optimizers are written under the names that their parameters have in their models. Every rank must call.
+    """
+    plugin, folder, rank = accelerator.state.fsdp_plugin, state.staging, accelerator.process_index
+    pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
+    for i, model in enumerate(accelerator._models):
+        write_part(accelerator, model, None, state, i)
+    for i, (optimizer, model) in enumerate(pairs):
+        write_part(accelerator, model, optimizer, state, i)
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [], str(folder))
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    with agreed("saving schedulers and random states", folder), storage_errors("save to", folder):
+        save_accelerator_state(
+            str(folder), [], [], accelerator._schedulers, accelerator._dataloaders, rank, accelerator.step,
+            accelerator.scaler, save_on_each_node=on_each_node,
+        )  # fmt: skip
+        for i, registered in enumerate(accelerator._custom_objects):
+            save_custom_state(registered, str(folder), i, save_on_each_node=on_each_node)
+        sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
+    state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
+    state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
+    kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
+    for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
+        if "SHARDED" in str(plugin.state_dict_type):
+            state.needed.append(f"{name}/{METADATA}")
+        elif "FULL" in str(plugin.state_dict_type):
+            state.needed.append(whole)
+
+
+def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
+    """Write a model, or an optimizer of it, as Accelerate does.
+
+    Every rank must call. Errors of a rank before and after the collectives are exchanged, so that no rank enters
+    collectives to which another does not come.
+    """
+    plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+    if "SHARDED" not in str(plugin.state_dict_type):
+        if optimizer is None:
+            save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
+        else:
+            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
+        all_ranks(None, doing)  # rank 0 writes alone
+        return
+    kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
+    if plugin.fsdp_version == 1:  # by collectives
+        configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
+        with FullyShardedDataParallel.state_dict_type(model, *configs):
+            fsdp1 = FullyShardedDataParallel
+            values = model.state_dict() if optimizer is None else fsdp1.optim_state_dict(model, optimizer)
+    folder = state.staging / f"{name}_{index}"
+    with agreed(doing, folder), storage_errors("save to", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if plugin.fsdp_version != 1:
+            options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
+            if optimizer is None:
+                values = get_model_state_dict(model, options=options)
+            else:
+                values = get_optimizer_state_dict(model, optimizer, options=options)
+    state.write_dcp({kind: values}, folder)
+
+
+def save_state(
+    accelerator: Any, folder: Path, *, checksums: bool, blocking: bool, numbered: bool, limit: int | None
+) -> None:
+    """Save a state, or begin to; delete old ones after it is complete, where they are `numbered` and there is a limit.
+
+    Every rank must call.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if not blocking and "SHARDED" not in str(plugin.state_dict_type):
+        raise ConfigError(
+            f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
+            f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
+        )
+
+    def delete_old() -> None:
+        if numbered and rank_and_size()[0] == 0:
+            remove_leftovers(folder.parent, "checkpoint_*")
+            for old in numbered_states(folder.parent)[:-limit] if limit else []:
+                remove_checkpoint(old)
+
+    target = folder if numbered else folder.resolve()
+    with saving_state(target, _FILES, blocking=blocking, checksums=checksums) as state, using_format(plugin, None):
+        write_state(accelerator, state)
+        state.after = delete_old
+
+
+def numbered_states(folder: Path) -> list[Path]:
+    """The states that Accelerate named automatically, oldest first."""
+    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
+
+
+def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:
+    """Refuse a state that is damaged or lacks what this run needs; return the files that it lacks and may lack.
+
+    Every rank must call.
+    """
+    random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
+
+    def absent_parts() -> Iterator[tuple[str, str]]:
+        there = {path.name for path in folder.iterdir()}
+        local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
+        models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
+        if lost := [names for names in models if not local and not there.intersection(names)]:
+            raise CheckpointError(
+                f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
+                f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
+            )
+        for i in range(len(accelerator._optimizers)):
+            if not there.intersection(names := files_of(OPTIMIZER_NAME, i)):
+                yield names[0], "an optimizer"
+        for i in range(len(accelerator._schedulers)):
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in there:
+                yield name, "a scheduler"
+        if accelerator.scaler is not None and SCALER_NAME not in there:
+            yield SCALER_NAME, "the loss scale"
+        if random_states not in there:
+            yield random_states, "random states"
+
+    rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")
+    option = "load_state(…, allow_incomplete=True)"
+    return check_parts(folder, absent_parts, rest, allowed=allow_incomplete, option=option)
+
+
+def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], load_kwargs: dict[str, Any]) -> None:
+    """Load the schedulers of a state, but for those that it lacks. Every rank must call."""
+    with agreed("reading the schedulers", folder):
+        for i, scheduler in enumerate(schedulers):
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
+                scheduler.load_state_dict(load_pickled(folder / name, **load_kwargs))

@@ -1,0 +1,349 @@
+"""The meaning of a file of `accelerate launch` (FSDP1, FSDP2, DDP, DeepSpeed), or of DeepSpeed's JSON, under FSDP2.
+
+A mapping gives fields of FSDPConfig, arguments of the Trainer, a sentence for each key, and findings.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+
+from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.settings import Setting, read_strategies, read_value
+from hf_fsdp_tools.text import did_you_mean, quoted, why
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """The meaning of a file here."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of FSDPConfig."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Options of `TrainingArguments`, which have a place for what no launch file holds."""
+    sentences: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Value and meaning of each key of the file."""
+    findings: list[Finding] = field(default_factory=list)
+    """Problems of the file."""
+    refusal: str = ""
+    """The reason for which the file has no meaning here; "" where it has one."""
+    is_fsdp1: bool = False
+    """Whether the file asks for FSDP1 in the words of files that know of versions; others are read as FSDP2."""
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Key, value and meaning of each key."""
+        return [(key, *pair) for key, pair in self.sentences.items()]
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments as a command line has them."""
+        return [word for name, value in self.arguments.items() for word in (f"--{name}", value)]
+
+    def say(self, key: str, value: Any, meaning: str) -> None:
+        """Note the meaning of a key."""
+        shown = json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
+        self.sentences[key] = (shown, meaning)
+
+    def find(self, severity: Literal["error", "warning", "info"], code: str, fact: str, cure: str) -> None:
+        """Note a problem."""
+        self.findings.append(Finding(code=code, severity=severity, fact=fact, cure=cure))
+
+    def keep(self, key: str, value: Any, kind: Any, name: str) -> Any:
+        """Keep a value as a field; None where it is absent or of another kind."""
+        if value is None or (name == "main_process_port" and value == 0):
+            return None
+        try:
+            self.fields[name] = read_value(kind, value)
+        except ValueError as expected:
+            self.say(key, value, f"left out: {expected} is expected")
+            self.find("error", "wrong-value", f"{key} is {quoted(value)}.", f"Use {expected}.")
+            return None
+        self.say(key, value, "kept" if key.removeprefix("fsdp_") == name else f"{name} {self.fields[name]}")
+        return self.fields[name]
+
+    def unknown(self, key: str, value: Any, known: Any, *, stops: bool = False) -> None:
+        """Note a key that nobody knows."""
+        nearest = did_you_mean(key, known)
+        self.say(key, value, f"left out, not known{nearest}")
+        fact = f"{key}: the launcher {'stops at it' if stops else 'drops it without a word'}."
+        self.find("error", "unknown-key", fact, f"This is no key{nearest}")
+
+
+# ---- one interpreter of all sections ----
+
+_KINDS = {
+    "FSDP": "FSDP",
+    "MULTI_GPU": "FSDP: weights, gradients and optimizer state are sharded instead of copied to each GPU",
+    "MULTI_CPU": "FSDP on the CPU, over gloo",
+    "NO": "FSDP in one process, with the same units, so that more processes need another number only",
+    "DEEPSPEED": "FSDP, which shards what ZeRO-3 shards",
+}
+"""The meaning of each kind of run."""
+
+_PLACES = {
+    "num_processes": int,
+    "num_machines": int,
+    "machine_rank": int,
+    "main_process_ip": str,
+    "main_process_port": int,
+    "gpu_ids": str,
+    "use_cpu": bool,
+}
+"""Keys that FSDPConfig has under the same name, and the kinds of their values."""
+
+_COMPILE = "left out: --torch_compile of the recipe, or make_accelerator(dynamo_backend=…)"
+_ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "compute_environment": ("LOCAL_MACHINE", "kept"),
+    "rdzv_backend": ("static", "static, the only one with which each machine knows its rank"),
+    "same_network": (None, "kept"),
+    "main_training_function": ("main", "left out: for TPUs only"),
+    "dynamo_config": ({}, _COMPILE),
+    "dynamo_backend": ("NO", _COMPILE),
+}
+"""Keys that no field holds: their usual value, about which nothing is said, and the meaning of others."""
+
+
+def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path = Path()) -> Translation:
+    """The meaning of a file's content.
+
+    `keys` are the settings of section `fsdp_config`; in `folder` lies the JSON that a DeepSpeed section points to.
+    """
+    made = Translation()
+    kind = str(data.get("distributed_type", "NO"))
+    if "distributed_type" not in data and data.keys() & {*DEEPSPEED}:
+        _deepspeed(data, made, folder)
+        return made
+    place = data.get("compute_environment", "LOCAL_MACHINE")
+    if kind not in _KINDS or place != "LOCAL_MACHINE":
+        made.refusal = f"distributed_type {kind}, compute_environment {place} has no meaning here; known are "
+        made.refusal += f"{', '.join(_KINDS)} on LOCAL_MACHINE"
+        return made
+    if kind in ("NO", "MULTI_CPU"):
+        made.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
+    if kind == "NO":
+        made.fields["num_processes"] = 1
+    sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
+        "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
+        "parallelism_config": _parallelism,
+        "deepspeed_config": partial(_deepspeed, folder=folder),
+    }
+    used = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+    known = general_keys()
+    if kind == "FSDP" and "fsdp_config" not in data:
+        sections["fsdp_config"]({}, made)
+    for key, value in data.items():
+        if key == "distributed_type":
+            made.say(key, kind, _KINDS[kind])
+        elif key in sections and not isinstance(value or {}, Mapping):
+            made.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
+            made.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
+        elif key in sections and used.get(key, kind) == kind:
+            sections[key](value or {}, made)
+        elif key in sections:
+            made.say(key, value, f"left out: distributed_type is not {used[key]}")
+        elif key in known:
+            _general(key, value, made)
+        else:
+            made.unknown(key, value, known, stops=True)
+    return made
+
+
+def general_keys() -> list[str]:
+    """The keys of a file that stand in no section."""
+    # Accelerate still reads the first two, which are old names.
+    return ["fp16", "dynamo_backend", *(each.name for each in fields_of(ClusterConfig))]
+
+
+def _general(key: str, value: Any, made: Translation) -> None:
+    if key in _PLACES:
+        made.keep(key, value, _PLACES[key], key)
+    elif key == "mixed_precision" and value is not None:
+        word = "no" if value is False else str(value).lower()
+        made.fields[key] = word
+        made.say(key, value, f"mixed_precision {word}")
+        if value is False:
+            fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
+            made.find("error", "wrong-value", fact, "Write 'no', in quotes.")
+    elif key in _ELSEWHERE:
+        usual, meaning = _ELSEWHERE[key]
+        if value not in (None, usual, "", {}):
+            made.say(key, value, meaning)
+    elif value not in (None, False, "no", {}, []):
+        made.say(key, value, "left out: not part of this package's files")
+
+
+_OLD_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+"""Keys that `accelerate config` wrote until 2023, and the launcher drops now (accelerate#2288), by today's names."""
+
+_STRATEGIES = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
+
+
+def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
+    values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
+    version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
+    made.is_fsdp1 = version == "1" and word not in ("true", "false")
+    if version == "2":
+        made.say("fsdp_version", 2, "kept")
+    elif version in ("1", "None"):
+        shown = "absent" if version == "None" else "1"
+        fact = f"fsdp_version is {shown} and the keys are of old files: read as FSDP2."
+        fact = "fsdp_version is 1: deprecated in PyTorch." if made.is_fsdp1 else fact
+        made.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
+        made.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
+    else:
+        made.fields["fsdp_version"] = values["fsdp_version"]
+        made.say("fsdp_version", version, "2: fully_shard; no such version is known")
+    _strategies(values, made, machines=machines, may_copy=version != "2")
+    for key, value in values.items():
+        row = keys.get(_OLD_KEYS.get(key, key))
+        if row is None:
+            made.unknown(key, value, keys)
+        elif row.is_fsdp1 and value is not None:
+            is_same = _as(row.kind, value) == row.fsdp2
+            made.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
+            if not made.is_fsdp1:
+                fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
+                made.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
+        elif key == "fsdp_activation_checkpointing_offload" and _as(bool, value) is True:
+            made.say(key, value, "left out: not part of this package; fsdp_offload_params saves more")
+            fact = f"{key} is not part of this package: its plugin stops at it."
+            made.find("error", "refused", fact, "Remove the line. fsdp_offload_params saves more.")
+        elif row.field == "transformer_layer_cls_to_wrap" and value is not None:
+            names = tuple(name.strip() for name in str(value).split(",") if name.strip())
+            made.fields[row.field] = names
+            made.say(key, value, "kept")
+        elif row.field not in ("", "fsdp_version", "reshard_after_forward"):
+            made.keep(key, value, row.kind, row.field)
+
+
+def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, may_copy: bool) -> None:
+    there = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
+    try:
+        freed, has_copies = read_strategies(there.values(), may_copy=may_copy)
+    except ConfigError as error:
+        fact, _, cure = str(error).partition(". ")
+        made.refusal = str(error)
+        if not made.is_fsdp1:
+            made.find("error", "refused", f"{fact}.", cure)
+        return
+    copies = int(machines or 1) if has_copies else 1
+    if copies > 1:
+        made.fields["dp_replicate_size"] = copies
+    for key, value in there.items():
+        made.fields["reshard_after_forward"] = freed
+        if str(value).lower() in ("true", "false"):
+            made.say(key, value, "kept")
+            continue
+        meaning = f"fsdp_reshard_after_forward {str(freed).lower()}"
+        made.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
+        if not made.is_fsdp1:
+            cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
+            made.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
+
+
+def _parallelism(section: Mapping[str, Any], made: Translation) -> None:
+    known = [name for name in vars(launch_command_parser().parse_args(["_"])) if name.startswith("parallelism_config_")]
+    for key, value in section.items():
+        name = str(key).removeprefix("parallelism_config_")
+        if key not in known:
+            made.unknown(str(key), value, known)
+        elif name == "dp_replicate_size":
+            made.keep(key, value, int, name)
+        elif name == "dp_shard_size":
+            made.keep(key, value, int, name)
+            made.say(key, value, "follows from num_processes and dp_replicate_size")
+        elif name.endswith("_size") and value not in (None, 1):
+            made.say(key, value, "left out: this package shards and copies only")
+            fact = f"{key} is {value}: this package shards and copies only."
+            made.find("error", "refused", fact, "Leave all but dp_replicate_size and dp_shard_size out.")
+        elif value not in (None, 1):
+            made.say(key, value, "left out: this package shards and copies only")
+
+
+def _as(kind: Any, value: Any) -> Any:
+    try:
+        return read_value(kind, value)
+    except ValueError:
+        return value
+
+
+# ---- DeepSpeed ----
+
+DEEPSPEED = ("zero_optimization", "bf16", "fp16", "optimizer", "gradient_accumulation_steps", "gradient_clipping",
+              "train_micro_batch_size_per_gpu")  # fmt: skip
+"""Top-level keys of DeepSpeed's JSON that mean something here."""
+
+_ACCELERATES_NAMES = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+}
+"""Keys of Accelerate's section `deepspeed_config` by DeepSpeed's own."""
+
+_ARGUMENTS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "optimizer.type": "optim",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon",
+}
+"""Arguments of TrainingArguments by DeepSpeed's key."""
+
+
+def _deepspeed(section: Mapping[str, Any], made: Translation, folder: Path) -> None:
+    """Interpret DeepSpeed's JSON, or Accelerate's section, which may point to one."""
+    for key, value in _flat(section):
+        name = _ACCELERATES_NAMES.get(key, key)
+        if key == "deepspeed_config_file":
+            made.say(key, value, "read, see below")
+            _deepspeed(_read_json(folder, str(value)), made, folder)
+        elif name == "zero_optimization.stage":
+            is_freed = str(value) not in ("0", "1", "2")
+            made.fields["reshard_after_forward"] = is_freed
+            until = "units are freed after their forward" if is_freed else "and gathered from forward to backward"
+            made.say(key, value, f"fsdp_reshard_after_forward {str(is_freed).lower()}: weights are sharded, {until}")
+        elif name.endswith(("offload_optimizer.device", "offload_param.device")) and value in ("cpu", "nvme"):
+            made.fields["offload_params"] = True
+            made.say(key, value, "fsdp_offload_params true: shards, gradients and optimizer state, to host memory")
+        elif name in ("bf16.enabled", "fp16.enabled") and value is True:
+            made.fields["mixed_precision"] = name[:4]
+            made.say(key, value, f"mixed_precision {name[:4]}")
+        elif name in _ARGUMENTS:
+            made.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
+            if value != "auto" and name != "optimizer.type":
+                made.arguments[_ARGUMENTS[name]] = str(value)
+        else:
+            known = {name.rpartition(".")[2] for name in (*DEEPSPEED, *_ACCELERATES_NAMES, *_ARGUMENTS, "stage")}
+            nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
+            made.say(key, value, f"left out: means nothing here{nearest}")
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    path = folder / name if (folder / name).is_file() else Path(name)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"deepspeed_config_file {name} cannot be read: {why(error)}; put it beside the file"
+        ) from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"deepspeed_config_file {name} holds no `key: value` pairs; name DeepSpeed's own JSON")
+    return data

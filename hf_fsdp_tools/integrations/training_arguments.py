@@ -1,0 +1,197 @@
+"""Settings of `TrainingArguments`: the plugin that they make, and those that a sharded model cannot take up."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
+from hf_fsdp_tools.integrations.model import LOW_PRECISION
+from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.sharding.added import plan_with_adapters
+from hf_fsdp_tools.sharding.shard import (
+    Sharding,
+    check_checkpointing,
+    checkpoint_activations,
+    sharded_module,
+    sharding_of,
+)
+from hf_fsdp_tools.text import did_you_mean
+
+_UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
+"""Arguments of the plugin that decide together what becomes a unit."""
+
+_DETECTED = (HybridPolicy(), None)
+"""What they say where they leave the units to the model's structure: nothing that could differ."""
+
+
+def plugin_arguments(args: Any) -> dict[str, Any]:
+    """Arguments for the plugin from `TrainingArguments(fsdp=True, fsdp_config=…)`; none without `fsdp`.
+
+    Passes every key on that Accelerate has; transformers drops some. Without a state dict type in `fsdp_config`, the
+    plugin decides (sharded, or the launcher's setting).
+    """
+    config: Mapping[str, Any] = args.fsdp_config or {}
+    if not args.fsdp:
+        if config:
+            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
+        return {}
+    problems = [f"{key}{did_you_mean(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
+    problems += [f"{key}: FSDP on TPUs is not part of this package." for key in config if "xla" in key and config[key]]
+    if problems:
+        raise ConfigError(f"TrainingArguments.fsdp_config cannot be used: {' '.join(problems)} Remove or mend them.")
+    arguments = dict(args.fsdp_plugin_args or {})
+    if "state_dict_type" not in config:
+        arguments.pop("state_dict_type", None)
+    for key, value in config.items():
+        name = TRAINING_KEYS[key].argument
+        if name and value is not None and (name not in arguments or key == "offload_params"):
+            arguments[name] = value == "true" if value in ("true", "false") else value
+    return arguments
+
+
+def _named_keys(args: Any) -> list[str]:
+    """The keys of `TrainingArguments.fsdp_config` that the user set; transformers adds some that ask for nothing."""
+    config = args.fsdp_config if args.fsdp else {}
+    added = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    return [key for key, value in config.items() if value is not None and value != added.get(key)]
+
+
+def use_one_device(args: Any) -> None:
+    """Let a Trainer with these arguments use the one device of Accelerate's state.
+
+    `TrainingArguments` alone on a machine with several GPUs counts all of them, with which the Trainer would multiply
+    the batch size, and wrap a sharded model in `DataParallel`. It takes MPS on a Mac, and device 0 where LOCAL_RANK is
+    not set.
+    """
+    state = PartialState()
+    if args.n_gpu > 1:
+        if state.num_processes == 1:
+            warnings.warn(
+                f"1 of {args.n_gpu} devices is used ({state.device}): this process was started alone. To use all: "
+                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch.",
+                stacklevel=5,
+            )
+        args._n_gpu = 1
+    args._setup_devices = state.device
+
+
+def group_options(args: Any) -> dict[str, Any]:
+    """What `TrainingArguments` ask of the process group: `ddp_timeout`, where it is not left at its default."""
+    default = next(field.default for field in fields(args) if field.name == "ddp_timeout")
+    return {} if args.ddp_timeout == default else {"timeout": args.ddp_timeout_delta}
+
+
+def plugin_of(args: Any) -> HybridFSDPPlugin:
+    """The plugin that variables and `TrainingArguments(fsdp=True, fsdp_config=…)` make, the second over the first."""
+    plugin = HybridFSDPPlugin(**({} if args is None else plugin_arguments(args)))
+    plugin.is_explicit = False
+    return plugin
+
+
+def agree_with_arguments(
+    asked: HybridFSDPPlugin, args: Any, model: nn.Module | None, given: HybridFSDPPlugin | None = None
+) -> None:
+    """Apply what `TrainingArguments` name to a model that is sharded already, or refuse what comes too late for it.
+
+    Activation checkpointing can still be turned on. A plugin that was given must say the same. Keys that
+    `fsdp_config` does not name are not looked at. Nothing is communicated.
+    """
+    sharding = None if model is None else sharding_of(model)
+    if given is None and AcceleratorState._shared_state:
+        given = AcceleratorState().fsdp_plugin
+    late = []
+    if isinstance(given, HybridFSDPPlugin) and given.is_explicit:
+        late = _differences(args, _values(asked), _values(given), "HybridFSDPPlugin")
+    if model is not None and sharding is not None:
+        if not late and "activation_checkpointing" in _named_keys(args) and asked.activation_checkpointing:
+            sharding = _checkpoint_late(model, sharding)
+        late += _differences(args, *_values_of_model(asked, model, sharding), "the model")
+        shape, wanted = tuple(sharding.mesh.shape), args.parallelism_config
+        sizes = wanted and (wanted.dp_replicate_size, wanted.dp_shard_size)
+        if wanted is not None and sizes != (shape if len(shape) > 1 else (1, *shape)):
+            late.append(f"parallelism_config of {sizes[0]} x {sizes[1]} ranks (the model: {shape})")
+    if late:
+        raise ConfigError(
+            f"TrainingArguments ask for what is settled otherwise already: {'; '.join(dict.fromkeys(late))}. Make the "
+            "Accelerator of the arguments, make_accelerator(arguments), before the model is loaded; or leave out what "
+            "differs."
+        )
+
+
+def precision_of(args: Any, model: nn.Module | None) -> str:
+    """The mixed precision of a Trainer: that of its arguments, or, where they name none, what is in force already."""
+    if args.mixed_precision != "no":
+        return str(args.mixed_precision)
+    if AcceleratorState._shared_state:
+        return str(AcceleratorState().mixed_precision)
+    sharding = None if model is None else sharding_of(model)
+    names = {dtype: name for name, dtype in LOW_PRECISION.items()}
+    return names.get(sharding.mp_policy.param_dtype, "no") if sharding is not None else "no"  # type: ignore[arg-type]
+
+
+def _differences(args: Any, asked: dict[str, Any], there: dict[str, Any], whose: str) -> list[str]:
+    keys = [(key, TRAINING_KEYS[key].argument) for key in _named_keys(args)]
+    return [
+        f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {_shown(there[name])})"
+        for key, name in keys
+        if name in there and asked[name] not in (there[name], _DETECTED)
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "other units" if isinstance(value, tuple) else str(getattr(value, "name", value))
+
+
+def _values(plugin: HybridFSDPPlugin) -> dict[str, Any]:
+    """What a plugin says, by the names of its arguments."""
+    assert plugin.policy is not None
+    values = {row.argument: getattr(plugin, row.argument) for row in SETTINGS if row.argument}
+    values["sharding_strategy"] = values["reshard_after_forward"]
+    if plugin.fsdp_version == 2:
+        values["cpu_offload"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    units = (replace(plugin.policy, reshard_after_forward={}), plugin.ignored_modules)
+    return values | dict.fromkeys(_UNITS, units)
+
+
+def _values_of_model(
+    asked: HybridFSDPPlugin, model: nn.Module, sharding: Sharding
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a plugin says, and what a sharded model has, by the names of the plugin's arguments."""
+    mine, root = _values(asked), sharded_module(model)
+    assert root is not None
+    reshards = any(unit.reshard_after_forward is not False for unit in sharding.plan.units)
+    there = {
+        "fsdp_version": 2,
+        "reshard_after_forward": reshards,
+        "sharding_strategy": reshards,
+        "cpu_offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
+        "activation_checkpointing": sharding.activation_checkpointing,
+        "mixed_precision_policy": sharding.mp_policy,
+    }
+    if asked.fsdp_version == 2 and mine[_UNITS[0]] != _DETECTED:
+        wanted = plan_with_adapters(root, asked.policy_for(root))
+        plans = [({unit.modules for unit in plan.units}, plan.replicated) for plan in (wanted, sharding.plan)]
+        mine |= dict.fromkeys(_UNITS, plans[0])
+        there |= dict.fromkeys(_UNITS, plans[1])
+    return mine, there
+
+
+def _checkpoint_late(model: nn.Module, sharding: Sharding) -> Sharding:
+    """Turn activation checkpointing on in a sharded model, if it is off; compiled blocks stay as they are."""
+    root = sharded_module(model)
+    if root is None or sharding.activation_checkpointing or sharding.compile is not None:
+        return sharding
+    check_checkpointing(root)
+    checkpoint_activations(root)
+    sharding = replace(sharding, activation_checkpointing=True)
+    add_to_note(root, sharding=sharding)
+    return sharding

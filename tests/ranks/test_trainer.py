@@ -1,0 +1,346 @@
+"""The Trainer and Accelerate with own optimizers, mixed groups, crowded memory, a device map, FSDP1."""
+
+import os
+import re
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_lorafa_optimizer
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_fsdp_tools import ConfigError, HybridPolicy, from_pretrained, make_accelerator
+from tests._checkpoints import full
+from tests._dist import run_cases, run_ranks
+from tests._training import (
+    ShardedTrainer,
+    apart,
+    arguments,
+    batches_of,
+    full_gradients,
+    full_parameters,
+    logged,
+    make_rows,
+)
+
+ROWS = make_rows(40)
+WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight"))
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+
+def plain_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def sharded(folder: Path, **options: Any) -> Any:
+    return from_pretrained(folder, accelerator=make_accelerator(cpu=True), **options)
+
+
+def own_optimizer(model: Any) -> Any:
+    """Two groups of their own rates, and a schedule of its own."""
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    rest = [p for name, p in model.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": rest}], lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def trained(kind: type[Trainer], model: Any, folder: Path, optimizers: Any = None, **settings: Any) -> list[float]:
+    """Losses of five steps, then that of an evaluation."""
+    args = arguments(folder / "out", max_steps=5, **settings)
+    more = {} if optimizers is None else {"optimizers": optimizers}
+    trainer: Any = kind(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:8], **more)
+    trainer.train()
+    return [*logged(trainer), trainer.evaluate()["eval_loss"]]
+
+
+def alone(folder: Path, own: bool = False, **settings: Any) -> list[float]:
+    """What the plain Trainer finds in one process with the batches of two ranks."""
+    model = plain_model(folder)
+    optimizers = own_optimizer(model) if own else None
+    return trained(Trainer, model, folder, optimizers, per_device_train_batch_size=4, **settings)
+
+
+# ---- optimizers ----
+
+
+def an_optimizer_of_ones_own_is_taken(folder: Path) -> list[list[float]]:
+    found = []
+    for model in (sharded(folder), plain_model(folder)):
+        found.append(trained(ShardedTrainer, model, folder, own_optimizer(model)))
+        assert isinstance(model, FSDPModule)
+    model = sharded(folder)
+    with pytest.raises(ConfigError, match=r"21 of the 21 parameters of optimizers\[0\] are not the model's.*last"):
+        trained(ShardedTrainer, model, folder, own_optimizer(plain_model(folder)))
+    with pytest.raises(RuntimeError, match="model_init"):
+        ShardedTrainer(
+            model_init=partial(plain_model, folder), args=arguments(folder / "out"), optimizers=own_optimizer(model)
+        )
+    return found
+
+
+def shards_and_whole_parameters_stand_in_one_group(folder: Path) -> dict[str, list[float]]:
+    """The Trainer's default is a fused AdamW; `foreach` is torch's on GPUs."""
+    return {
+        optim: trained(ShardedTrainer, sharded(folder, policy=WHOLE), folder, optim=optim)
+        for optim in ("adamw_torch_fused", "adamw_torch")
+    }
+
+
+def groups_are_parted_for_a_step_only(folder: Path) -> None:
+    results = []
+    for settings in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        accelerator = make_accelerator(cpu=True)
+        model: Any = from_pretrained(folder, accelerator=accelerator, policy=WHOLE)
+        made, schedule = own_optimizer(model)
+        for group in made.param_groups:
+            group.update(settings)
+        keys = [list(group["params"]) for group in made.param_groups]
+        model, optimizer, schedule = accelerator.prepare(model, made, schedule)
+        accelerator.prepare(optimizer)
+        for batch in batches_of(ROWS[:6], 2):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        held = [list(group["params"]) for group in made.param_groups]
+        assert [[id(p) for p in group] for group in held] == [[id(p) for p in group] for group in keys]
+        assert [group["lr"] for group in made.param_groups] == [3e-2 / 8, 1e-2 / 8], "Accelerate steps for each rank"
+        assert len(made.state) == 21 and made.state_dict()["param_groups"][0]["params"] == list(range(5))
+        betas = made.param_groups[0].pop("betas")
+        with pytest.raises(KeyError):  # a step that fails leaves the groups parted, until the next one
+            made.step()
+        for group in made.param_groups:
+            group.setdefault("betas", betas)
+        made.step()
+        assert [id(p) for group in made.param_groups for p in group["params"]] == [id(p) for g in keys for p in g]
+        results.append(full_parameters(model))
+    assert apart(results[1], results[0]) < 1e-7 and apart(results[2], results[0]) < 1e-6
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the group, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            assert len({isinstance(p, DTensor) for p in group["params"]}) == 1
+
+
+def what_a_step_writes_into_its_group_stays(folder: Path) -> None:
+    accelerator = make_accelerator(cpu=True)
+    model: Any = from_pretrained(folder, accelerator=accelerator, policy=WHOLE)
+    made = Counting(model.parameters(), lr=0.1)
+    _, optimizer = accelerator.prepare(model, made)
+    for _ in range(3):
+        optimizer.step()
+    assert [group["count"] for group in made.param_groups] == [3]
+
+
+def values_of_gradients_are_clipped(folder: Path) -> None:
+    """Of shards and of whole parameters, as on the plain model."""
+    accelerator = make_accelerator(cpu=True)
+    model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator, policy=WHOLE))
+    plain = plain_model(folder)
+    batch = batches_of(ROWS[:2], 2)[0]
+    for each in (model, plain):
+        each(**batch).loss.backward()
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    torch.nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    assert apart(full_gradients(model), full_gradients(plain)) < 1e-7
+    accelerator.clip_grad_value_(model.model.norm.weight, 1e-4)
+    assert full(model.model.norm.weight.grad).abs().max() == pytest.approx(1e-4)
+
+
+def optimizers_that_cannot_step_shards_are_refused(folder: Path) -> None:
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(folder, accelerator=accelerator)
+    with pytest.raises(ConfigError, match=r"Rprop of torch\.optim\.rprop cannot step sharded.*AdamW"):
+        accelerator.prepare(model, torch.optim.Rprop(model.parameters()))
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        with pytest.raises(ConfigError, match=r"\(fused=True\) cannot step sharded.*Leave fused out"):
+            accelerator.prepare(model, kind(model.parameters(), fused=True))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    of_lora = create_lorafa_optimizer(adapted, r=8, lora_alpha=8, lr=1e-3)
+    with pytest.raises(ConfigError, match=r"LoraFAOptimizer of peft\.optimizers\.lorafa cannot step sharded"):
+        accelerator.prepare(adapted, of_lora)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), foreach=True))
+
+
+def hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called(folder: Path) -> None:
+    """Those of `register_hook`; the cure masks rows of a gradient, as scripts do that train new tokens alone."""
+    plain, late = plain_model(folder).train(), plain_model(folder)
+    mask = torch.zeros_like(plain.lm_head.weight)
+    mask[-3:] = 1.0
+    for each in (plain, late):
+        each.lm_head.weight.register_hook(lambda gradient: gradient * mask)
+    accelerator = make_accelerator(cpu=True)
+    model = accelerator.prepare(sharded(folder)).train()
+    weight = model.lm_head.weight
+    silent = weight.register_hook(lambda gradient: gradient * 0)
+    batch = batches_of(ROWS[:2], 2)[0]
+    is_first = dist.get_rank() == 0
+    with pytest.warns(match=r"never calls: lm_head\.weight.*post_accumulate") if is_first else nullcontext():
+        model(**batch)
+    with pytest.warns(match=r"never calls: lm_head\.weight.*post_accumulate") if is_first else nullcontext():
+        accelerator.prepare(late)
+    silent.remove()
+    part = distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None)
+    weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(part))
+    for each in (model, plain):
+        each(**batch).loss.backward()
+    close(full(weight.grad), plain.lm_head.weight.grad)
+
+
+def habits_of_plain_scripts_have_the_cures_that_the_guide_names(folder: Path) -> None:
+    """What DTensor answers may change with torch; what the guide says instead must hold."""
+    plain, model = plain_model(folder), sharded(folder)
+    weight, expected = model.lm_head.weight, plain.lm_head.weight
+    whole = weight.full_tensor().detach()
+    whole[-3:] = whole[:-3].mean(dim=0, keepdim=True)
+    model.load_state_dict({"lm_head.weight": whole}, strict=False)
+    with torch.no_grad():
+        expected[-3:] = expected[:-3].mean(dim=0, keepdim=True)
+    close(full(weight), expected.detach())
+    saved = weight.data.clone()
+    weight.data.add_(1.0)
+    weight.data.copy_(saved)
+    close(full(weight), expected.detach())
+    for answer in (torch.Tensor.norm, torch.Tensor.sum, torch.Tensor.max):
+        close(answer(weight).full_tensor(), answer(expected))
+
+
+OPTIMIZERS = (
+    habits_of_plain_scripts_have_the_cures_that_the_guide_names,
+    hooks_on_parameters_that_nobody_calls_are_named_with_what_is_called,
+    an_optimizer_of_ones_own_is_taken,
+    shards_and_whole_parameters_stand_in_one_group,
+    groups_are_parted_for_a_step_only,
+    what_a_step_writes_into_its_group_stays,
+    values_of_gradients_are_clipped,
+    optimizers_that_cannot_step_shards_are_refused,
+)
+
+
+def test_optimizers_of_ones_own_and_of_mixed_groups_step_as_on_one_process(folders: dict[str, Path]) -> None:
+    folder = folders["llama"]
+    own, fused, loops = alone(folder, own=True), alone(folder), alone(folder, optim="adamw_torch")
+    for found in run_ranks(run_cases, 2, OPTIMIZERS, folder):
+        for losses in found["an optimizer of ones own is taken"]:
+            close(losses, own)
+        mixed = found["shards and whole parameters stand in one group"]
+        close(mixed["adamw_torch_fused"], fused)
+        close(mixed["adamw_torch"], loops)
+
+
+# ---- the Trainer and Accelerate ----
+
+
+class Crowded(ShardedTrainer):
+    """Runs out of memory with more than 2 rows, in the middle of a forward pass or before it."""
+
+    at_once = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        crowded = model.training and inputs["input_ids"].shape[0] > 2
+        if crowded and self.at_once:
+            raise_full()
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(raise_full) if crowded else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+class CrowdedAtOnce(Crowded):
+    at_once = True
+
+
+def raise_full(*_: Any) -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+
+def a_batch_size_is_found_where_memory_ends(folder: Path) -> list[list[float]]:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
+    trained(CrowdedAtOnce, sharded(folder, peft_config=lora), folder, **settings)
+    makes = [(Crowded, sharded), (Crowded, plain_model), (CrowdedAtOnce, sharded), (CrowdedAtOnce, plain_model)]
+    return [trained(kind, make(folder), folder, **settings) for kind, make in makes]
+
+
+def a_forgotten_mixin_is_named(folder: Path) -> None:
+    args = arguments(folder / "out")
+    trainer = Trainer(model=sharded(folder), args=args, train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"by its own rules.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        trainer.train()
+    model = sharded(folder)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]  # a script of TRL does
+    trainer = Trainer(model=model, args=arguments(folder / "out"), train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"does not run FSDP2.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        trainer.train()
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
+        torch.nn.parallel.DistributedDataParallel(model)
+
+
+def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:
+    """transformers puts hooks on a model that it spreads; they would move inputs away from this rank's device."""
+    model = dispatch_model(plain_model(folder), {"": "cpu"}, force_hooks=True)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    assert any(hasattr(module, "_hf_hook") for module in model.modules())
+    with pytest.warns(UserWarning, match=r"loaded with a device_map \(0, 1\), whole by each process"):
+        losses = trained(ShardedTrainer, model, folder)
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    return losses
+
+
+def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]:
+    """`accelerate launch` sets all of these for FSDP1 unless the file says otherwise."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SYNC_MODULE_STATES": "true"}
+    os.environ |= {"FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    args = arguments(folder / "fsdp1", max_steps=5, save_strategy="no")
+    # one rank of each machine says it
+    said = (
+        pytest.warns(UserWarning, match="sync_module_states is off on CPUs") if not dist.get_rank() else nullcontext()
+    )
+    with said:
+        trainer: Any = ShardedTrainer(model=plain_model(folder), args=args, train_dataset=ROWS, eval_dataset=ROWS[:8])
+    assert os.environ["FSDP_SYNC_MODULE_STATES"] == "true"
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, FullyShardedDataParallel)
+    losses = [*logged(trainer), trainer.evaluate()["eval_loss"]]
+    trainer.save_model()
+    dist.barrier()
+    assert (folder / "fsdp1" / "model.safetensors").is_file()
+    with pytest.raises(ConfigError, match=r"optimizers=\(…\) needs FSDP2"):
+        model = plain_model(folder)
+        ShardedTrainer(model=model, args=args, train_dataset=ROWS, optimizers=own_optimizer(model))
+    return losses
+
+
+HOSTS = (
+    a_batch_size_is_found_where_memory_ends,
+    a_forgotten_mixin_is_named,
+    a_device_map_of_a_plain_model_is_forgotten,
+    fsdp1_trains_on_cpus_by_the_launchers_variables,
+)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="the batch size finder needs torch 2.13")
+def test_a_crowded_memory_a_forgotten_mixin_and_fsdp1_on_cpus(folders: dict[str, Path]) -> None:
+    folder = folders["llama"]
+    expected = alone(folder)
+    for found in run_ranks(run_cases, 2, HOSTS, folder):
+        for losses in found[re.sub("_", " ", HOSTS[0].__name__)]:
+            close(losses, expected)
+        for case in HOSTS[-2:]:
+            close(found[re.sub("_", " ", case.__name__)], expected)

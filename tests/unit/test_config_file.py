@@ -1,0 +1,359 @@
+"""Files of users: a problem is one finding with its cure; a translation says the meaning of each key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
+
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.diagnostics.findings import Finding
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from tests._dist import imitate_gpus
+from tests.unit.test_config import CONFIGS, SHIPPED
+
+OLD = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_use_orig_params: true
+gpu_ids: ''
+machine_rank: 0
+main_process_port: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+GPUS = OLD.replace("gpu_ids: ''\n", "").replace("use_cpu: true", "use_cpu: false").replace("'no'\nnum", "bf16\nnum")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_gpus(monkeypatch, 0)
+
+
+def translate(tmp_path: Path, text: str | dict[str, Any], *words: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The new file, and what became of each key."""
+    path = tmp_path / "old.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    assert main(["config", "--from", str(path), "--output", str(tmp_path / "new.yaml"), "--force", *words]) == 0
+    new = yaml.safe_load((tmp_path / "new.yaml").read_text())
+    problems = [each for each in FSDPConfig.check_file(tmp_path / "new.yaml") if each.severity == "error"]
+    assert not problems
+    return new, {key: became for key, _, became in FSDPConfig.translate_file(path).rows}
+
+
+def says(**fields: Any) -> dict[str, Any]:
+    return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
+
+
+def test_the_file_of_old_becomes_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, became = translate(tmp_path, GPUS)
+    wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",)}
+    assert new == says(num_processes=2, mixed_precision="bf16", **wrapped)
+    assert became["fsdp_version"].startswith("2: fully_shard")
+    assert became["fsdp_sharding_strategy"] == "fsdp_reshard_after_forward true"
+    assert became["fsdp_use_orig_params"] == "left out: FSDP2 always does so"
+    assert became["fsdp_forward_prefetch"] == "left out: FSDP2 has False"
+    assert became["fsdp_cpu_ram_efficient_loading"].startswith("false: each rank reads its own shards")
+    assert "tpu_env" not in became, "nothing is said about what was never used"
+    out = capsys.readouterr().out
+    assert "fsdp_sharding_strategy" in out and "launch  accelerate launch --config_file" in out
+    assert translate(tmp_path, OLD)[0]["use_cpu"] is True
+
+
+def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
+    config = FSDPConfig(
+        num_processes=16,
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="node0",
+        main_process_port=4,
+        dp_replicate_size=2,
+        mixed_precision="fp16",
+        offload_params=True,
+        activation_checkpointing=True,
+        reshard_after_forward=False,
+        state_dict_type="FULL_STATE_DICT",
+        ignored_modules="a.*",
+        auto_wrap_policy="SIZE_BASED_WRAP",
+        min_num_params=7,
+    )
+    new, became = translate(tmp_path, config.to_accelerate_yaml())
+    assert new == yaml.safe_load(config.to_accelerate_yaml())
+    assert {"kept"} >= {became[key] for key in ("num_processes", "fsdp_min_num_params", "fsdp_version")}
+    assert translate(tmp_path, config.to_accelerate_yaml(), "--gpus", "32", "--offload")[0]["num_processes"] == 32
+
+
+def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
+    file = {
+        "distributed_type": "FSDP",
+        "num_process": 2,
+        "num_processes": 2,
+        "fsdp_config": {
+            "offload_param": True,
+            "fsdp_version": 2,
+            "fsdp_offload_params": True,
+            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",  # a name of 2023
+        },
+        "parallelism_config": {"parallelism_config_dp_replicate": 2, "parallelism_config_tp_size": 2},
+    }
+    new, became = translate(tmp_path, file)
+    assert new["fsdp_config"]["fsdp_offload_params"] is True
+    assert "did you mean num_processes" in became["num_process"]
+    assert "did you mean fsdp_offload_params" in became["fsdp_offload_param"]
+    assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
+    assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
+    assert became["parallelism_config_tp_size"] == "left out: this package shards and copies only"
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
+def test_plain_data_parallelism_becomes_fsdp(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
+    file = {"distributed_type": kind, "mixed_precision": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    new, became = translate(tmp_path, file | {"num_processes": 2} | extra, *["--gpus", "1"][: 2 * (kind == "NO")])
+    count = {"MULTI_GPU": 4, "NO": 1, "MULTI_CPU": 2}[kind]
+    assert new == says(num_processes=count, use_cpu=kind == "MULTI_CPU")
+    assert became["distributed_type"].startswith("FSDP") and "--torch_compile" in became["dynamo_config"]
+
+
+def test_copies_per_machine_stay(tmp_path: Path) -> None:
+    file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
+    new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
+    assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert "in 2 copies, one per machine" in became["fsdp_sharding_strategy"]
+    assert new["main_process_ip"] == "ADDRESS-OF-MACHINE-0", "which the launch command replaces"
+
+
+ZERO3 = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stag": 3,
+    },
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95]}},
+    "steps_per_print": 10,
+    "train_batch_sise": 3,
+}
+
+
+def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "zero3.json").write_text(json.dumps(ZERO3))
+    file = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 8,
+        "deepspeed_config": {"deepspeed_config_file": "zero3.json", "zero3_init_flag": True, "zero_stages": 3},
+    }
+    new, became = translate(tmp_path, file)
+    assert new == says(num_processes=8, mixed_precision="bf16", offload_params=True)
+    launch = capsys.readouterr().out.splitlines()[-1]
+    assert launch.endswith(
+        "your_script.py --gradient_accumulation_steps 4 --max_grad_norm 1.0 --learning_rate 1e-05"
+    ), launch
+    assert became["zero_optimization.overlap_comm"] == "left out: means nothing here"
+    assert "--per_device_train_batch_size" in became["train_micro_batch_size_per_gpu"]
+    assert "did you mean stage" in became["zero_optimization.stag"]
+    assert "zero_stage" in became["zero_stages"]
+    keys = {"distributed_type", "num_processes", "deepspeed_config_file", "zero3_init_flag", "optimizer.params.betas"}
+    assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
+
+
+def test_deepspeeds_json_alone_and_stage_2(tmp_path: Path) -> None:
+    new, _ = translate(tmp_path, json.dumps(ZERO3), "--gpus", "8")
+    assert new == says(num_processes=8, mixed_precision="bf16", offload_params=True)
+    file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
+    new, _ = translate(tmp_path, file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5}})
+    assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
+
+
+def test_offload_on_a_machine_without_gpus_names_what_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    (tmp_path / "old.yaml").write_text(json.dumps(old))
+    assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "the file keeps weights" in said and "--gpus" in said and "drop" not in said
+    assert translate(tmp_path, old, "--gpus", "2")[0]["fsdp_config"]["fsdp_offload_params"] is True
+    assert translate(tmp_path, old, "--no-offload")[0] == says(num_processes=2, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: XLA\n", "XLA.*has no meaning here"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n", "NO_SHARD.*MULTI_GPU"),
+        ("a: [", "neither YAML nor JSON"),
+        ("3", "is no config"),
+        ("", "found nothing"),
+        ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n",
+            "_config is 'ds.json'; write `key: value`",
+        ),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", r"fsdp_config is \[1\]; write `key: value` lines"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n", "no.json cannot be read"),
+    ],
+)
+def test_what_has_no_meaning_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "old.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        FSDPConfig.translate_file(tmp_path / "old.yaml")
+
+
+def test_a_file_that_is_absent_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read.*`hf-fsdp config` makes a file"):
+        FSDPConfig.check_file(tmp_path / "absent.yaml")
+
+
+# ---- files that users wrote ----
+
+
+@pytest.fixture
+def on_eight_gpus(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+
+
+def text_of(*, fsdp: dict | None = None, **top: object) -> str:
+    """A file with nothing wrong in it on eight GPUs, with some keys changed."""
+    data = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2, **(fsdp or {})}, **top}
+    return yaml.safe_dump(data)
+
+
+def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return FSDPConfig.check_file(path)
+
+
+FOUND = [
+    (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "did you mean fsdp_reshard_after_forward"),
+    (text_of(fsdp={"offload_param": True}), "error unknown-key", "did you mean fsdp_offload_params"),
+    (text_of(num_process=2), "error unknown-key", "did you mean num_processes"),
+    (text_of(zzz=2), "error unknown-key", "This is no key; known are command_file, commands, compute_environment, "),
+    (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
+    (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
+    (text_of(fsdp={"fsdp_min_num_params": "many"}), "error wrong-value", "Use a whole number."),
+    (text_of(fsdp={"fsdp_ignored_modules": ["a"]}), "error wrong-value", "Use text."),
+    (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use one of FULL_STATE_DICT, LOCAL"),
+    (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
+    (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
+    (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
+    (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
+    (text_of(fsdp={"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "error contradiction", "FULL_STATE_DICT."),
+    (text_of(fsdp={"fsdp_transformer_layer_cls_to_wrap": "A"}), "error contradiction", "Use TRANSFORMER_BASED_WRAP or"),
+    (text_of(fsdp={"fsdp_version": 3}), "error contradiction", "Use one of 2."),
+    (text_of(num_machines=0), "error contradiction", "Use a whole number from 1."),
+    (text_of(num_machines=2), "error contradiction", "Several machines need main_process_ip"),
+    (text_of(gpu_ids="0"), "error contradiction", "Each process needs its own."),
+    (text_of(use_cpu=True, gpu_ids="", mixed_precision="fp16"), "error contradiction", 'On CPU use "bf16" or "no".'),
+    (
+        text_of(
+            num_processes=8,
+            parallelism_config={"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+        ),
+        "error contradiction",
+        "Set dp_shard_size to num_processes / dp_replicate_size.",
+    ),
+    (text_of(parallelism_config={"parallelism_config_tp_size": 2}), "error refused", "Leave all but dp_replicate_size"),
+    (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
+    (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
+    (text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}), "error refused", "Remove the line."),
+    (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
+    (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
+    (text_of(fsdp_config={"offload_params": True}), "warning fsdp1", "Write fsdp_version: 2."),
+    (text_of(fsdp={"fsdp_backward_prefetch": "BACKWARD_POST"}), "warning only-fsdp1", "Remove the line."),
+    (text_of(num_processes=None), "warning num-processes", "Write num_processes"),
+    (text_of(use_cpu=True), "warning use-cpu", 'Add gpu_ids: ""'),
+    (text_of(num_processes=16), "warning few-devices", "lower num_processes"),
+    (text_of(fsdp={"fsdp_use_orig_params": True}), "info only-fsdp1", "Remove the line."),
+    (text_of(fsdp={"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}), "info only-fsdp1", "Remove the line."),
+    (text_of(fsdp={"fsdp_sharding_strategy": 2}), "info translated", "Write fsdp_reshard_after_forward: false."),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "cure"), FOUND, ids=[f"{n}-{kind}" for n, (_, kind, _) in enumerate(FOUND)])
+def test_what_is_wrong_with_a_file_is_one_finding_with_its_cure(tmp_path, on_eight_gpus, text, kind, cure):
+    (finding,) = check(tmp_path, text)
+    assert f"{finding.severity} {finding.code}" == kind
+    assert cure in finding.cure
+
+
+def test_all_that_is_wrong_is_found_at_once_errors_first(tmp_path, on_eight_gpus):
+    both = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": True, "fsdp_offload": 1}
+    warning = text_of(fsdp=both, parallelism_config={"parallelism_config_cp_size": 2}, num_processes=16)
+    found = check(tmp_path, warning)
+    assert [f.code for f in found] == ["unknown-key", "refused", "only-fsdp1", "few-devices", "only-fsdp1"]
+    assert "fsdp_forward_prefetch" in found[2].fact and "16 processes" in found[3].fact
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_nothing_is_wrong_with_what_is_shipped(path, on_eight_gpus):
+    assert FSDPConfig.check_file(path) == ()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_nothing_is_wrong_with_what_is_written(config, tmp_path, on_eight_gpus):
+    assert check(tmp_path, config.to_accelerate_yaml()) == ()
+
+
+def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
+    """What `accelerate config` writes for eight GPUs, by its own class, with the answers that are its defaults."""
+    questions = {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+        "fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[0], "fsdp_state_dict_type": FSDP2_STATE_DICT_TYPE[0],
+        "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": False,
+    }  # fmt: skip
+    config = ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="FSDP", mixed_precision="no", use_cpu=False, debug=False,
+        num_processes=8, main_training_function="main", gpu_ids="all", fsdp_config=questions | fsdp,
+    )  # fmt: skip
+    config.to_yaml_file(folder / "default_config.yaml")
+    return folder / "default_config.yaml"
+
+
+def test_nothing_is_wrong_with_what_accelerate_config_writes_for_fsdp2(tmp_path, on_eight_gpus):
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path)) == ()
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, fsdp_transformer_layer_cls_to_wrap="A, B")) == ()
+    size = {"fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[1], "fsdp_min_num_params": 100000000}
+    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, **size)) == ()
+
+
+def test_the_one_thing_wrong_with_what_accelerate_config_writes_for_fsdp1_is_fsdp1(tmp_path, on_eight_gpus):
+    path = from_accelerate_config(
+        tmp_path, fsdp_version=1, fsdp_reshard_after_forward="FULL_SHARD", fsdp_backward_prefetch="BACKWARD_PRE",
+        fsdp_forward_prefetch=False, fsdp_use_orig_params=True, fsdp_sync_module_states=True,
+        fsdp_state_dict_type="full_state_dict", fsdp_offload_params="false",
+    )  # fmt: skip
+    assert [finding.code for finding in FSDPConfig.check_file(path)] == ["fsdp1"]

@@ -1,0 +1,263 @@
+"""`TrainingArguments` beside variables, an Accelerator, a plugin or shards: honoured, equal, or one error; no silence.
+
+A process of one rank stands for all: nothing is communicated.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from transformers import TrainingArguments
+
+from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model, sharding_of
+from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
+from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
+from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.integrations.training_arguments import (
+    _values,
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+)
+from tests._checkpoints import make_model
+
+REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of `fsdp_config` with another value than the defaults', and what becomes of it once a model is sharded."""
+
+    value: Any
+    late: str
+    """REFUSED: by one error. HONOURED: in the shards. ALIKE: shards are the same either way. STOPS: in any order."""
+    beside: tuple[tuple[str, Any], ...] = ()
+    """Keys that it needs."""
+    variable: str | None = None
+    """What its variable says otherwise, where a launch file names it."""
+
+
+KEYS = {
+    "version": Key(1, REFUSED, variable="2"),
+    "reshard_after_forward": Key(False, REFUSED, variable="true"),
+    "sharding_strategy": Key("SHARD_GRAD_OP", REFUSED, variable="FULL_SHARD"),
+    "offload_params": Key(True, REFUSED, variable="false"),
+    "cpu_offload": Key(True, REFUSED, variable="false"),
+    "auto_wrap_policy": Key("SIZE_BASED_WRAP", REFUSED, (("min_num_params", 1),), variable="NO_WRAP"),
+    "transformer_layer_cls_to_wrap": Key(["LlamaMLP"], REFUSED, variable="LlamaAttention"),
+    "min_num_params": Key(1, REFUSED, (("auto_wrap_policy", "SIZE_BASED_WRAP"),), variable="7"),
+    "ignored_modules": Key("model.norm", REFUSED, variable="lm_head"),
+    "activation_checkpointing": Key(True, HONOURED, variable="false"),
+    "activation_checkpointing_offload": Key(True, STOPS),
+    "state_dict_type": Key("FULL_STATE_DICT", ALIKE, variable="SHARDED_STATE_DICT"),
+    "cpu_ram_efficient_loading": Key(True, ALIKE, variable="false"),
+    "mixed_precision_policy": Key({"param_dtype": "bf16"}, REFUSED),
+    **{key: Key(False, ALIKE) for key in ("use_orig_params", "sync_module_states", "limit_all_gathers")},
+    "backward_prefetch": Key("BACKWARD_POST", ALIKE),
+    "forward_prefetch": Key(True, ALIKE),
+    **{key: Key(True, STOPS) for key in TRAINING_KEYS if key.startswith("xla") and "settings" not in key},
+    "xla_fsdp_settings": Key({"a": 1}, STOPS),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process of its own in which nothing is settled yet."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *VARIABLES):
+        monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
+        monkeypatch.delenv(name)
+    _forget()
+    yield
+    _forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:
+    config = {"version": 2} if key is None else {key: KEYS[key].value, **dict(KEYS[key].beside)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers': version 1 is deprecated
+        return TrainingArguments("run", use_cpu=True, report_to=[], fsdp=True, fsdp_config=config, **settings)
+
+
+def sharded(accelerator: Any, **options: Any) -> Any:
+    model, plugin = make_model("llama"), accelerator.state.fsdp_plugin
+    plan = make_wrap_plan(model, policy=plugin.policy_for(model))
+    return shard_model(model, plan, **plugin.shard_arguments(accelerator), **options)
+
+
+def test_the_table_has_every_key():
+    assert KEYS.keys() == TRAINING_KEYS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:Only FSDP1 has")
+@pytest.mark.parametrize("key", KEYS)
+def test_the_accelerator_of_the_arguments_has_them_over_variables(key, monkeypatch):
+    case, row = KEYS[key], TRAINING_KEYS[key]
+    if case.variable is not None:
+        monkeypatch.setenv(row.variable, case.variable)
+    if case.late == STOPS:
+        with pytest.raises(ConfigError, match=key.removesuffix("_settings")):
+            make_accelerator(arguments(key))
+        return
+    args = arguments(key)
+    accelerator = make_accelerator(args)
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin.fsdp_version == (1 if key == "version" else 2)
+    if case.late != ALIKE or row.fsdp2 is None:
+        assert _values(plugin)[row.argument] != _values(_plain_plugin(monkeypatch))[row.argument]
+    if plugin.fsdp_version == 2:
+        agree_with_arguments(plugin_of(args), args, sharded(accelerator))  # what the Trainer does
+
+
+def _plain_plugin(monkeypatch) -> HybridFSDPPlugin:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return HybridFSDPPlugin()
+
+
+@pytest.mark.filterwarnings("ignore:Only FSDP1 has")
+@pytest.mark.parametrize("first", ["accelerator", "arguments"])  # the arguments reset Accelerate's state
+@pytest.mark.parametrize("key", [key for key, case in KEYS.items() if case.late != STOPS])
+def test_what_comes_after_the_model_is_honoured_or_one_error(key, first):
+    args = arguments(key)
+    accelerator = make_accelerator(cpu=True)
+    model = sharded(accelerator)
+    if first == "accelerator":
+        AcceleratorState._reset_state(reset_partial_state=True)
+    asked, before = plugin_of(args), sharding_of(model)
+    if KEYS[key].late == REFUSED:
+        with pytest.raises(ConfigError, match=rf"fsdp_config {key}=.* \(the model: .*make_accelerator\(arguments\)"):
+            agree_with_arguments(asked, args, model)
+        assert sharding_of(model) == before
+        return
+    agree_with_arguments(asked, args, model)
+    late = KEYS[key].late == HONOURED
+    assert sharding_of(model) == (replace(before, activation_checkpointing=True) if late else before)
+    assert model.model.layers[0].gradient_checkpointing is late
+    start_state(asked, mixed_precision=None, cpu=True, parallelism_config=None)
+    assert AcceleratorState().fsdp_plugin is asked, "what is sharded from now on has the arguments' settings"
+
+
+DIFFERENT = [key for key, case in KEYS.items() if case.late != STOPS and TRAINING_KEYS[key].fsdp2 is None]
+
+
+@pytest.mark.parametrize("key", DIFFERENT)
+def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
+    given, args = HybridFSDPPlugin(), arguments(key)
+    said = rf"fsdp_config {key}=.* \(HybridFSDPPlugin: "
+    with pytest.raises(ConfigError, match=said):
+        make_accelerator(args, fsdp_plugin=given)
+    make_accelerator(cpu=True, fsdp_plugin=given)
+    with pytest.raises(ConfigError, match=said):
+        agree_with_arguments(plugin_of(args), args, None)
+    _forget()
+    same = plugin_of(args)
+    same.is_explicit = True
+    if same.fsdp_version == 2:
+        assert make_accelerator(args, fsdp_plugin=same).state.fsdp_plugin is same
+
+
+def test_all_differences_are_in_one_error():
+    model = sharded(make_accelerator(cpu=True))
+    args = TrainingArguments(
+        "run", use_cpu=True, report_to=[], fsdp=True,
+        fsdp_config={"fsdp_reshard_after_forward": False, "offload_params": True, "activation_checkpointing": True},
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=4),
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as stopped:
+        agree_with_arguments(plugin_of(args), args, model)
+    assert (
+        "fsdp_config offload_params=True (the model: False); "
+        "fsdp_config reshard_after_forward=False (the model: True); "
+        "parallelism_config of 2 x 4 ranks (the model: (1,))" in str(stopped.value)
+    )
+
+
+def test_words_that_ask_for_what_is_there_are_equal():
+    args = TrainingArguments("run", use_cpu=True, report_to=[], fsdp="full_shard auto_wrap", fsdp_config={
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_version": 2, "mixed_precision_policy": "no",
+        "state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": True,
+    })  # fmt: skip
+    model = sharded(make_accelerator(cpu=True))
+    agree_with_arguments(plugin_of(args), args, model)
+
+
+def test_compiled_blocks_are_not_checkpointed_late():
+    model = sharded(make_accelerator(cpu=True), compile={"backend": "eager"})
+    args = arguments("activation_checkpointing")
+    with pytest.raises(ConfigError, match=r"activation_checkpointing=True \(the model: False\)"):
+        agree_with_arguments(plugin_of(args), args, model)
+
+
+# ---- precision, the process group ----
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_arguments_without_a_precision_keep_what_is_in_force(reset):
+    model = sharded(make_accelerator(cpu=True, mixed_precision="bf16"))
+    if reset:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert precision_of(arguments(), model) == "bf16"
+    assert precision_of(arguments(bf16=True), None) == "bf16"
+    _forget()
+    assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
+        (
+            {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)},
+            r"dp_replicate_size and dp_shard_size are \[2, 4\] and were \[1, 1\]",
+        ),
+    ],
+)
+def test_a_second_accelerator_with_other_settings_is_one_error(asked, said):
+    make_accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=rf"exists already .*{said}.*make_accelerator\(arguments\)"):
+        make_accelerator(cpu=True, **asked)
+
+
+def test_a_plugin_for_a_second_accelerator_is_used():
+    make_accelerator(cpu=True)
+    given = HybridFSDPPlugin(activation_checkpointing=True)
+    assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
+    assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
+
+
+@pytest.mark.parametrize("first", ["accelerator", "arguments", "both"])
+def test_ddp_timeout_is_that_of_every_group_whoever_started_it(first):
+    if first == "accelerator":
+        make_accelerator(cpu=True)
+    args = arguments(ddp_timeout=25)
+    if first != "both":
+        make_accelerator(cpu=True)
+        assert timeout_of() == default_timeout("cpu")
+        plugin = plugin_of(args)
+        start_state(plugin, mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
+    else:
+        make_accelerator(args)
+    other = dist.new_group([0], timeout=timedelta(seconds=9))
+    assert (timeout_of(), timeout_of(other)) == (timedelta(seconds=25), timedelta(seconds=9))
+    start_state(plugin_of(args), mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
+    assert timeout_of(other) == timedelta(seconds=25)
+    assert group_options(arguments()) == {}, "the default asks for nothing: a longer limit of the script stays"
+
+
+def test_what_is_no_training_arguments_is_refused():
+    with pytest.raises(ConfigError, match=r"args is 'bf16'; make_accelerator takes TrainingArguments"):
+        make_accelerator("bf16")
