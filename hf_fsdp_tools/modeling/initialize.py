@@ -127,10 +127,7 @@ def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: 
 
 
 def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of these shapes, drawn on the CPU by the initialisers of the last module of `path`, by name.
-
-    Tensors that no initialiser wrote are left out. The module keeps its own tensors.
-    """
+    """Tensors of these shapes, drawn on the CPU by the initialisers of the last module of `path`, by name."""
     name, module = path[-1]
     stores: dict[str, dict[str, Any]] = {
         key: module._parameters if key in module._parameters else module._buffers for key in shapes

@@ -60,10 +60,7 @@ class Packing:
 
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
-    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model.
-
-    Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does.
-    """
+    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model."""
     chosen = model_kwargs.pop("quantization_config", None)
     if getattr(chosen, "dequantize", False):  # what is done with such a checkpoint anyway
         chosen = None

@@ -61,10 +61,7 @@ def _architectures(config: PreTrainedConfig) -> list[str]:
 
 
 def _own_class(config: PreTrainedConfig, name: str) -> Any:
-    """The class of transformers of that name if it is made for such configurations.
-
-    FSDP puts its name before that of a class, and older saves of sharded models wrote the result.
-    """
+    """The class of transformers of that name if it is made for such configurations."""
     found: Any = getattr(transformers, name.removeprefix("FSDP"), None)
     is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
     made_for: Any = getattr(found, "config_class", None) if is_model else None

@@ -95,10 +95,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The base of a `PeftModel`, with the adapters in it; any other model unchanged.
-
-    FSDP's root is the base, so that `generate`, which PEFT hands to the base, runs through the root.
-    """
+    """The base of a `PeftModel`, with the adapters in it; any other model unchanged."""
     base: nn.Module = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]  # PEFT's own
     return base
 

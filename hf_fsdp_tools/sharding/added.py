@@ -29,10 +29,7 @@ from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, 
 
 
 def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
-    """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`.
-
-    For a model without adapters this is `make_wrap_plan`. No rank communicates.
-    """
+    """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`."""
     base = base_of(model)
     for config in getattr(model, "peft_config", {}).values():
         refuse_for_any(config)
@@ -170,10 +167,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
 
 def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
-    """Bring what PEFT keeps outside the base to the device of the computation; PEFT puts it beside the base's shards.
-
-    Under CPU offload these are on the CPU, and a prompt encoder would compute there.
-    """
+    """Bring what PEFT keeps outside the base, beside its shards, to the device of the computation."""
     inside = set(base.modules())
     for module in model.modules():
         if module not in inside:

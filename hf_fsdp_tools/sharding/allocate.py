@@ -64,10 +64,7 @@ def with_storage(
     dtype: torch.dtype | None = None,
     memory: Callable[[torch.device, torch.dtype], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard.
-
-    Strides, attributes that code set on a parameter, and hooks on its gradient are kept.
-    """
+    """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard."""
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
         shape = local_tensor(tensor).shape

@@ -71,10 +71,7 @@ def describe_sharding(model: nn.Module) -> str:
 
 
 def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
-    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters.
-
-    Parameters of tensor parallelism, on meshes of more axes than FSDP's, do not count.
-    """
+    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:

@@ -52,10 +52,7 @@ def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
 
 
 def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
-    """The parameters that the unit of a module gathers, each once.
-
-    Nothing is changed; may be called between a forward and its backward pass.
-    """
+    """The parameters that the unit of a module gathers, each once."""
     found = []
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
@@ -180,10 +177,7 @@ def _free_nothing() -> None:
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:
-    """End the forward pass of a unit with modules that have not run, as its last module would; return the output.
-
-    torch before 2.13 waits for these modules for ever.
-    """
+    """End the forward pass of a unit with modules that have not run, as its last module would; return the output."""
     state = _state_of(module)
     if state._modules_to_run_forward:
         output = state._post_forward(state._modules[0], None, output)
@@ -255,10 +249,7 @@ def release(model: nn.Module) -> None:
 
 
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
-
-    The copy has the module's own class, shards of its own, and no hooks; FSDP2 does not manage it.
-    """
+    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`."""
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
     fresh = nn.Module().__dict__

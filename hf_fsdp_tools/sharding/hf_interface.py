@@ -206,10 +206,7 @@ def _cut_whole_tensors(
 
 
 def turn_cache_off(model: nn.Module) -> None:
-    """Turn off the cache of keys and values of a model that is trained.
-
-    `generate` asks for its own cache, and saving writes the value that was set before (`with_cache_as_found`).
-    """
+    """Turn off the cache of keys and values of a model that is trained."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False

@@ -54,10 +54,7 @@ def add_hooks(
     experts: Mapping[nn.Module, nn.Module] | None = None,
     shard_ranks: Sequence[int] = (),
 ) -> None:
-    """Give a model with all its units the hooks named above; those of an earlier call are removed.
-
-    Nothing is communicated.
-    """
+    """Give a model with all its units the hooks named above; those of an earlier call are removed."""
     for handle in note_of(model).hooks:
         handle.remove()
     units = {module for module in model.modules() if isinstance(module, FSDPModule)}
@@ -297,10 +294,7 @@ def _in_fp32(value: Any) -> Any:
 
 
 def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:
-    """The names of the floating-point parameters of a module's own that every rank holds whole.
-
-    Without those of no dimension: what is computed with these has the dtype of the other operand.
-    """
+    """The names of the floating-point parameters of a module's own that every rank holds whole."""
     return tuple(
         name
         for name, weight in module._parameters.items()

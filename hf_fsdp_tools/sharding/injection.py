@@ -42,10 +42,7 @@ _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor",
 
 
 def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before.
-
-    PEFT (0.19 to 0.21) has no hook for this. Called again, nothing changes.
-    """
+    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
     if "peft" not in sys.modules:
         return
     from peft import PeftModel

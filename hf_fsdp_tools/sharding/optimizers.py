@@ -25,10 +25,7 @@ _NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer of tensors that are not the models' parameters, and one that cannot step sharded parameters.
-
-    The first would step without effect; the second fails in its first step, with a message that does not say why.
-    """
+    """Refuse an optimizer of other tensors than the models' parameters, and one that cannot step shards."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         own = getattr(optimizer, "optimizer", optimizer)
@@ -81,9 +78,6 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
 
 
 def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank.
-
-    Nothing is communicated.
-    """
+    """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank."""
     for each in by_kind(parameters):
         nn.utils.clip_grad_value_(each, limit)

@@ -45,10 +45,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Give the transposed, sliced and expanded parameters of a model, in place, memory in the order that FSDP2 takes.
-
-    Nothing is communicated; values stay the same.
-    """
+    """Give transposed, sliced and expanded parameters, in place, memory in the order that FSDP2 takes."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -21,10 +21,7 @@ ratio. Sending them takes as long as starting a few kernels: 20 µs at 50 GB/s. 
 
 
 def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """The placement of a parameter, for `fully_shard(shard_placement_fn=…)`; None leaves it to FSDP2.
-
-    Parameters of tensor parallelism are left to FSDP2. Replicas do not count among the ranks.
-    """
+    """The placement of a parameter, for `fully_shard(shard_placement_fn=…)`; None leaves it to FSDP2."""
     is_parallel = isinstance(parameter, DTensor)
     dim = 0 if is_parallel else split_dim(parameter.shape, parameter.nbytes, ranks)
     return Shard(dim) if dim else None
