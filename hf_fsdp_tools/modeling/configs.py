@@ -12,10 +12,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_targ
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text model within a configuration, itself where there is none; of two, the decoder's."""
     try:
-        found: PreTrainedConfig = config.get_text_config()
+        text: PreTrainedConfig = config.get_text_config()
     except ValueError:  # a text encoder and a decoder, as MusicGen has
-        found = config.get_text_config(decoder=True)
-    return found
+        text = config.get_text_config(decoder=True)
+    return text
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

@@ -102,14 +102,14 @@ def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) 
     quantizer.preprocess_model(
         model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
     )
-    found = _linear4bits(model)
-    if not found:
+    layers = _linear4bits(model)
+    if not layers:
         skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
         raise ConfigError(
             f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change "
             "llm_int8_skip_modules, or leave quantization_config out."
         )
-    for module in found.values():
+    for module in layers.values():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     model.hf_quantizer = quantizer

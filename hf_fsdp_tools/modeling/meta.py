@@ -211,11 +211,11 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     Without this, transformers asks a hub that does not answer for more than a minute.
     """
     keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-    asked = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
+    options = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
     own_code = bool(hub_kwargs.get("trust_remote_code"))
-    folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **asked)
+    folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **options)
     if not (folder / "config.json").is_file():
-        where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
+        where = f", folder {options['subfolder']!r}" if options.get("subfolder") else ""
         raise CheckpointError(
             f"No config.json in {name!r}{where} (commit {pinned['revision']}). "
             "Give the name of a transformers model, or its subfolder."

@@ -62,10 +62,10 @@ def _architectures(config: PreTrainedConfig) -> list[str]:
 
 def _own_class(config: PreTrainedConfig, name: str) -> Any:
     """The class of transformers of that name if it is made for such configurations."""
-    found: Any = getattr(transformers, name.removeprefix("FSDP"), None)
-    is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
-    made_for: Any = getattr(found, "config_class", None) if is_model else None
-    return found if made_for is not None and isinstance(config, made_for) else None
+    cls: Any = getattr(transformers, name.removeprefix("FSDP"), None)
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    made_for: Any = getattr(cls, "config_class", None) if is_model else None
+    return cls if made_for is not None and isinstance(config, made_for) else None
 
 
 def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: remote for name, remote in known.items() if hasattr(transformers, str(name))}
 
 
-def _is_base(config: PreTrainedConfig, found: Any) -> bool:
+def _is_base(config: PreTrainedConfig, cls: Any) -> bool:
     """Whether a class is a model without a head that gives no loss; CLIP, which compares, gives one."""
     bases = transformers.MODEL_MAPPING.get(type(config), None)
-    if found not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(found, PreTrainedModel):
+    if cls not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(cls, PreTrainedModel):
         return False
-    return "For" not in found.__name__ and "return_loss" not in inspect.signature(found.forward).parameters
+    return "For" not in cls.__name__ and "return_loss" not in inspect.signature(cls.forward).parameters
 
 
 def _class_of_kind(config: PreTrainedConfig) -> Any:

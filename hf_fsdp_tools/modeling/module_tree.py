@@ -260,17 +260,17 @@ def reads_given_table(module: nn.Module) -> bool:
 @cache
 def _code_that_runs(cls: Hashable) -> str:
     """The source of a class's own methods, without those that make, tie, save or exchange modules; of torch's, none."""
-    found: list[str] = []
+    sources: list[str] = []
     methods = {} if getattr(cls, "__module__", "").startswith("torch.") else vars(cls)
     for name, method in methods.items():
         if inspect.isfunction(method) and not re.match(
             r"__init__|_?(init|tie|set|resize|save)_|get_(input|output)_embeddings", name
         ):
             try:
-                found.append(inspect.getsource(method))
+                sources.append(inspect.getsource(method))
             except (OSError, TypeError):  # a class made in an interpreter has no source
                 continue
-    return "".join(found)
+    return "".join(sources)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -15,13 +15,13 @@ def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None
 
     That of bitsandbytes stays: its layers are built (`make_quantizer`), or refused when files are matched.
     """
-    found = None
+    quantization = None
     for part in _parts_of(config):
         content = _as_mapping(getattr(part, "quantization_config", None))
         if content is not None and not _is_of_bitsandbytes(content):
-            found = content if found is None else found
+            quantization = content if quantization is None else quantization
             del part.quantization_config
-    return found
+    return quantization
 
 
 def note_quantization(model: nn.Module, quantization: Mapping[str, Any] | None) -> None:

@@ -129,9 +129,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
-    whole = {known[name] for name in sharding.plan.replicated if name in known}
+    replicated = {known[name] for name in sharding.plan.replicated if name in known}
     outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
-    inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
+    inside = any(parameter not in managed and parameter not in replicated for parameter in base.parameters())
     # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]

@@ -53,7 +53,7 @@ def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
 
 def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
     """The parameters that the unit of a module gathers, each once."""
-    found = []
+    parameters = []
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
             info = entry._module_info
@@ -61,8 +61,8 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = info.module._parameters.get(info.param_name)
             shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
-            found.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
-    return found
+            parameters.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
+    return parameters
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -268,8 +268,10 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
 
     Nothing is communicated.
     """
-    found = ((group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old)
-    group, i = next(found, (None, 0))
+    entries = (
+        (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old
+    )
+    group, i = next(entries, (None, 0))
     if group is None:
         raise ConfigError(
             f"{name!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."

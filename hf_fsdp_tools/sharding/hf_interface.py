@@ -150,10 +150,10 @@ def _save_pretrained(
 
 def _refuse_other_kind(model: nn.Module, folder: Path) -> None:
     """Refuse a folder with files of another kind of model, which would be opened with what plain methods write."""
-    others = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
-    if found := [name for name in others if (folder / name).is_file()]:
+    names = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
+    if present := [name for name in names if (folder / name).is_file()]:
         raise ConfigError(
-            f"{str(folder)!r} holds another kind of model, whose {listed(found)} would be opened with what is saved "
+            f"{str(folder)!r} holds another kind of model, whose {listed(present)} would be opened with what is saved "
             "there. Leave state_dict out and call it on every rank, which puts them aside, or give another folder."
         )
 

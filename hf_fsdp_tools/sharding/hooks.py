@@ -68,8 +68,8 @@ def add_hooks(
         if len(shard_ranks) == 1:
             hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
     if param_dtype is not None:
-        whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        hooks += add_casts(model, param_dtype, units=units, whole=whole, device_type=device_type)
+        replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+        hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
         if output_dtype is None:
             hooks.append(model.register_forward_hook(_return_fp32))
     else:
@@ -91,17 +91,17 @@ def add_casts(
     param_dtype: torch.dtype,
     *,
     units: Collection[nn.Module],
-    whole: Collection[torch.Tensor],
+    replicated: Collection[torch.Tensor],
     device_type: str = "cpu",
 ) -> list[Any]:
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
-    casting = dict.fromkeys(_first_with_shards(model, units, whole))
+    casting = dict.fromkeys(_first_with_shards(model, units, replicated))
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
                 hooks += _with_weights_in(module, ("weight", "bias"), None)
-        elif names := _whole_weights(module, whole):
+        elif names := _whole_weights(module, replicated):
             hooks += _with_weights_in(module, names, param_dtype)
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
@@ -172,7 +172,7 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 
 
 def _first_with_shards(
-    root: nn.Module, units: Collection[nn.Module], whole: Collection[torch.Tensor]
+    root: nn.Module, units: Collection[nn.Module], replicated: Collection[torch.Tensor]
 ) -> Iterator[nn.Module]:
     """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
 
@@ -187,7 +187,7 @@ def _first_with_shards(
                 continue
             seen.add(child)
             is_unit = child in units
-            has_shards = any(weight is not None and weight not in whole for weight in child._parameters.values())
+            has_shards = any(weight is not None and weight not in replicated for weight in child._parameters.values())
             if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
                 yield child
             if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
@@ -293,12 +293,12 @@ def _in_fp32(value: Any) -> Any:
     return value
 
 
-def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:
+def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> tuple[str, ...]:
     """The names of the floating-point parameters of a module's own that every rank holds whole."""
     return tuple(
         name
         for name, weight in module._parameters.items()
-        if weight is not None and weight in whole and weight.is_floating_point() and weight.dim()
+        if weight is not None and weight in replicated and weight.is_floating_point() and weight.dim()
     )
 
 

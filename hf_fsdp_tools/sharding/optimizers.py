@@ -30,14 +30,18 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
     for optimizer in optimizers:
         own = getattr(optimizer, "optimizer", optimizer)
         check_kind(type(own))
-        _check_fused(own)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in held)
+        if isinstance(own, _NOT_FUSED) and any(group.get("fused") for group in own.param_groups):
+            raise ConfigError(
+                f"{type(own).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
+                "foreach=True works."
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in parameters)
         if strange:
             raise ConfigError(
-                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: "
-                "it was made before the model was sharded, or between a forward and its backward pass. Make it from "
-                "model.parameters() right before prepare(model, optimizer)."
+                f"{strange} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to no prepared "
+                "model: it was made before the model was sharded, or between a forward and its backward pass. Make it "
+                "from model.parameters() right before prepare(model, optimizer)."
             )
 
 
@@ -48,14 +52,6 @@ def check_kind(kind: type) -> None:
             f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
             "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
             "optim='adamw_torch_8bit')."
-        )
-
-
-def _check_fused(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _NOT_FUSED) and any(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"{type(optimizer).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
-            "foreach=True works."
         )
 
 

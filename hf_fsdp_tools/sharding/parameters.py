@@ -16,14 +16,14 @@ from hf_fsdp_tools.text import listed
 
 def check_parameters(model: nn.Module, replicated: Collection[str]) -> None:
     """Refuse trained parameters that shards would change: complex ones, and several that share memory."""
-    whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
-    if numbers := [n for n, p in whole.items() if p.is_complex() and p.requires_grad and n not in replicated]:
+    plain = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
+    if numbers := [n for n, p in plain.items() if p.is_complex() and p.requires_grad and n not in replicated]:
         raise ConfigError(
             f"{len(numbers)} trained parameter(s) are complex, whose gradients FSDP2 cannot reduce: {listed(numbers)}. "
             "Keep them as real numbers (torch.view_as_real) and make them complex in forward."
         )
     ranges = sorted(
-        (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in whole.items() if not p.is_meta
+        (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in plain.items() if not p.is_meta
     )
     for (device, start, end, name, trained), (*where, _, other, other_trained) in pairwise(ranges):
         if start == 0:

@@ -344,8 +344,8 @@ def apply_again(
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
     places = [(s, name, old) for s, name, old in slots(model) if isinstance(old, nn.Parameter) and old not in kept]
-    blank = {old: _on_meta(old, (dtypes or {}).get(old, old.dtype)) for _, _, old in places}
-    swap(model, blank)
+    on_meta = {old: _on_meta(old, (dtypes or {}).get(old, old.dtype)) for _, _, old in places}
+    swap(model, on_meta)
     apply_sharding(model, sharding)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for store, name, old in places:
