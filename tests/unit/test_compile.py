@@ -63,7 +63,7 @@ def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
     model = Model(nn.ModuleList(Counting() for _ in range(3)))
     compile_blocks(model, make_wrap_plan(model), {"backend": backend})
     blocks = model.layers
-    add_casts(model, torch.bfloat16, units=set(blocks), whole=())  # type: ignore[arg-type]
+    add_casts(model, torch.bfloat16, units=set(blocks), replicated=())  # type: ignore[arg-type]
     model.to(torch.bfloat16)
     for length in (2, 3, 4, 5):
         for block in blocks:  # type: ignore[union-attr]
