@@ -137,7 +137,7 @@ def _save_pretrained(
     options = {name: value for name, value in kwargs.items() if name in _HONOURED}
     if kwargs.get("push_to_hub"):
         options |= {name: kwargs[name] for name in ("push_to_hub", "token") if name in kwargs}
-    refused = [name for name in kwargs if name not in {*options, *_NEEDLESS}]
+    refused = [name for name, value in kwargs.items() if value is not None and name not in {*options, *_NEEDLESS}]
     if kwargs.get("safe_serialization") is False:
         refused.append("safe_serialization")
     if refused:
