@@ -19,6 +19,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,16 +101,18 @@ def add_casts(
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
-                hooks += _with_weights_in(module, ("weight", "bias"), None)
+                hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
         elif names := _whole_weights(module, replicated):
-            hooks += _with_weights_in(module, names, param_dtype)
+            hooks += _around(module, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
         hooks.append(module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True))
-        hooks += _without_autocast(module, device_type)
+        # in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory
+        hooks += _around(module, partial(torch.autocast, device_type, enabled=False))
     if param_dtype in _LOWER:
-        hooks += _under_autocast(model, device_type, param_dtype)
+        # the root's own code, which computes losses and the like in fp32, as under DDP
+        hooks += _around(model, partial(torch.autocast, device_type, param_dtype, cache_enabled=False))
     return hooks
 
 
@@ -232,41 +235,22 @@ def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.d
     return _cast(output, dtype)
 
 
-def _under_autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> Iterator[Any]:
-    """Run the root's own code under autocast, which computes losses and the like in fp32, as under DDP."""
-    contexts: list[torch.autocast] = []
+def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
+    """Run the forward passes of a module in a context; yield the handles of the two hooks that enter and leave it."""
+    entered: list[AbstractContextManager[Any]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def begin(module: nn.Module, args: object) -> None:
-        contexts.append(torch.autocast(device_type, dtype, cache_enabled=False))
-        contexts[-1].__enter__()  # type: ignore[no-untyped-call]  # torch's own
-
-    def end(module: nn.Module, args: object, output: object) -> None:
-        if contexts:  # none where an earlier hook raised
-            contexts.pop().__exit__(None, None, None)
-
-    yield model.register_forward_pre_hook(begin)
-    yield model.register_forward_hook(end, always_call=True)
-
-
-def _without_autocast(module: nn.Module, device_type: str) -> Iterator[Any]:
-    """Compute in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory."""
-    left: list[bool] = []
+    def enter(module: nn.Module, args: object) -> None:
+        entered.append(context())
+        entered[-1].__enter__()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def leave(module: nn.Module, args: object) -> None:
-        if torch.is_autocast_enabled(device_type):
-            torch.set_autocast_enabled(device_type, False)
-            left.append(True)
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        if entered:  # nothing where an earlier hook raised
+            entered.pop().__exit__(None, None, None)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def resume(module: nn.Module, args: object, output: object) -> None:
-        if left:
-            left.clear()
-            torch.set_autocast_enabled(device_type, True)
-
-    yield module.register_forward_pre_hook(leave)
-    yield module.register_forward_hook(resume, always_call=True)
+    yield module.register_forward_pre_hook(enter)
+    yield module.register_forward_hook(leave, always_call=True)
 
 
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
@@ -302,27 +286,20 @@ def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> t
     )
 
 
-def _with_weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[Any]:
-    """Give a module its weights of these names in another dtype, until its forward pass ends.
+@contextmanager
+def _weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
+    """Give a module its weights of these names in another dtype for a block.
 
     None for a batch norm: the dtype of its running statistics, which no other dtype goes with. As autocast does it,
     inputs and outputs are in the lower precision, weights and statistics are not.
     """
-    own: dict[str, nn.Parameter] = {}
-
-    def cast(module: Any, args: object) -> None:
-        wanted = dtype or module.running_mean.dtype
-        weights = {name: weight for name in names if (weight := module._parameters[name]) is not None}
-        if any(weight.dtype != wanted for weight in weights.values()):
-            own.update(weights)
-            module._parameters.update({name: weight.to(wanted) for name, weight in weights.items()})
-
-    def restore(module: Any, args: object, output: object) -> None:
+    wanted = dtype or module.running_mean.dtype
+    own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
+    module._parameters.update({name: weight.to(wanted) for name, weight in own.items()})
+    try:
+        yield
+    finally:
         module._parameters.update(own)
-        own.clear()
-
-    yield module.register_forward_pre_hook(cast)
-    yield module.register_forward_hook(restore, always_call=True)
 
 
 def _part_from_weights(module: nn.Module, args: object, output: Any) -> Any:
