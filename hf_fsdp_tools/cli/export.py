@@ -110,7 +110,7 @@ def _own_warnings() -> Iterator[None]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show  # type: ignore[assignment]  # it takes more than it needs

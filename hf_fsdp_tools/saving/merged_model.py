@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.shards import cut, gather_on_device
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, copy_tree, is_wrapper
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
 T = TypeVar("T", bound=Hashable)

@@ -15,7 +15,7 @@ from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.saving.report import SaveReport

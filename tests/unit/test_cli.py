@@ -78,7 +78,10 @@ def test_help_imports_nothing_heavy(words):
         (["config", "--mixed-precision", "fp8"], "invalid choice: 'fp8'"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
         (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
-        (["plan", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num-"),
+        (
+            ["doctor", "model", "--num-proceses", "3"],
+            "--num-proceses is no option of this command: did you mean --num-",
+        ),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, words, message):
@@ -100,7 +103,7 @@ def test_plan_prints_the_table_and_what_repeats(capsys, llama):
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
-    words = [command, llama, "--num-processes", "64"]
+    words = [command, llama, *(["--num-processes", "64"] if command == "doctor" else [])]
     wide = run(capsys, *words)[1]
     monkeypatch.setenv("COLUMNS", "66")
     narrow = run(capsys, *words)[1]
@@ -317,10 +320,7 @@ def test_doctor_of_a_model(capsys, llama):
     root = report["units"]["groups"][0]
     blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
-    assert report["share"]["num_processes"] == 8 and report["share"]["splits"][0]["dim"] == 0
-    planned = json.loads(run(capsys, "plan", llama, "--json", "--num-processes", "8")[1])
-    assert planned["share"] == report["share"] and WrapPlan.from_json(json.dumps(planned)).num_params
-    assert "each of 8 ranks keeps" in run(capsys, "plan", llama, "--num-processes", "8")[1]
+    assert WrapPlan.from_json(run(capsys, "plan", llama, "--json")[1]).num_params
 
 
 def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):

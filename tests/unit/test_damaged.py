@@ -359,7 +359,7 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
     "a pattern of ranks": (adapter_config(rank_pattern={"q_proj": 2**40}), r"a dimension is 1099511627776"),
-    "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
+    "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
 }
 
 

@@ -131,7 +131,7 @@ class _MicroStep:
         events = list(self._events)
         renamed = {} if is_last else {block: writer.new_block() for block in self._lasting.values()}
         for at, block in self._lasting.items() if renamed else ():
-            events[at] = replace(self._events[at], block=renamed[block])  # type: ignore[call-arg]  # an Alloc
+            events[at] = replace(self._events[at], block=renamed[block])  # type: ignore[arg-type]  # an Alloc
         if isinstance(others, BucketedGradients):
             others.begin_forward()
         done = 0

@@ -219,7 +219,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
     if setup.precision != "fp32":
-        add_casts(model, DTYPES[setup.precision], units=units, whole=whole)
+        add_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
     reach_experts(dict(runners_of_experts(ModuleTree(model))))
     imitate_4bit(model)
     if setup.loss == "chunked":
