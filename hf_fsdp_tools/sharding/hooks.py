@@ -22,7 +22,6 @@
   (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -89,10 +88,8 @@ def add_hooks(
         _cast_around_copies(model)
     reach_experts(experts or {})
     _drop_hooks(model._forward_pre_hooks, begin_pass)
-    _drop_hooks(model._forward_hooks, _explain_failure)
     if len(shard_ranks) > 1 and rounds_of() is not None:
         model.register_forward_pre_hook(partial(begin_pass, group=group_of(shard_ranks), gathers=gathers), prepend=True)
-        model.register_forward_hook(_explain_failure, always_call=True)
     # These must come after FSDP2's own hooks, which may be new.
     _drop_hooks(model._forward_hooks, _complete_units, _reshard_after_evaluation)
     if _IS_BEFORE_2_13:
@@ -374,13 +371,6 @@ class _ReachAll(torch.autograd.Function):
 
 
 _reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
-
-
-def _explain_failure(model: nn.Module, args: object, output: object) -> None:
-    """Say, where a forward pass has failed, which ranks have ended and so did not run it."""
-    error = sys.exc_info()[1]
-    if output is None and isinstance(error, RuntimeError) and (rounds := rounds_of()) is not None:
-        rounds.explain(error)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

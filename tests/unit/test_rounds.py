@@ -366,7 +366,7 @@ def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
 
 
 def client_of(store: Any, silent_s: float = 60) -> StoreClient:
-    return StoreClient(store, "0", 0, (0, 1), silent_s)
+    return StoreClient(store, "beat", silent_s)
 
 
 def test_the_thread_of_a_group_that_is_over_ends_and_who_still_asks_is_answered() -> None:
@@ -400,7 +400,7 @@ def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch)
         assert together(*(lambda one=one: one.exchange(1, "saving") for one in two)) == [[1, 1]] * 2  # type: ignore[misc]
         assert connections() == before
     for one in two:
-        one.stop()
+        one._store.stop()
 
 
 def test_a_store_that_does_not_answer_is_given_up_at_once_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +455,7 @@ def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
     one = client_of(store)
 
     def told() -> Any:
-        return [place[0] for place in json.loads(store.get("0/beat/0"))["at"]] if store.check(["0/beat/0"]) else None
+        return [place[0] for place in json.loads(store.get("beat"))["at"]] if store.check(["beat"]) else None
 
     end_s = time.monotonic() + HANG_S
     for doing in (["opening"], ["reading"]):
@@ -464,7 +464,7 @@ def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
                 assert time.monotonic() < end_s
         while told() != []:
             assert time.monotonic() < end_s
-    count = json.loads(store.get("0/beat/0"))["count"]
+    count = json.loads(store.get("beat"))["count"]
     time.sleep(0.05)
-    assert json.loads(store.get("0/beat/0"))["count"] == count, "it tells nothing more"
+    assert json.loads(store.get("beat"))["count"] == count, "it tells nothing more"
     one.stop()
