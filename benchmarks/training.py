@@ -137,12 +137,12 @@ def dataset(args: argparse.Namespace, folder: Path) -> Path:
     """Rows of text that are all longer than the sequence, so that every row is cut to the same number of tokens."""
     from transformers import AutoTokenizer
 
-    from hf_fsdp_tools.scripting.demo import demo_text
+    from hf_fsdp_tools.scripting.demo import demo_passages
 
     path = args.folder / f"text-{folder.name}-{args.seq_len}"
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    passages = [(text, len(tokenizer(text)["input_ids"])) for text in demo_text()]
+    passages = [(text, len(tokenizer(text)["input_ids"])) for _, text in demo_passages()]
     endless = itertools.cycle(passages)
     with (path / "train.jsonl").open("w") as stream:
         for row in range(args.ranks * (args.steps + 2)):
