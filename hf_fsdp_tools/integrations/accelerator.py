@@ -12,12 +12,11 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, let_generate
 from hf_fsdp_tools.integrations.accelerator_state import (
     check_state,
     files_of,
@@ -38,7 +37,7 @@ from hf_fsdp_tools.integrations.model import (
 )
 from hf_fsdp_tools.integrations.replacement import former_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
-from hf_fsdp_tools.integrations.states import saveable
+from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
@@ -81,9 +80,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
             prepared = super().prepare_model(model, device_placement, evaluation_mode)
-            if isinstance(prepared, FullyShardedDataParallel):
-                let_generate(prepared)
-                cast_where_computed(prepared)
+            finish_preparing(prepared)
             return prepared
         _take_up_model(self, model, [])
         return model

@@ -10,13 +10,13 @@ from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
 from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.resume import check_parts, using_format
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
+from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 
@@ -51,9 +51,9 @@ def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
             "model, so that nobody could say what their saved state is of. Prepare their model too."
         )
     several = [model for model, part in zip(models, owned, strict=True) if part]
-    if any(FullyShardedDataParallel.fsdp_modules(model) for model in several):
+    if any(map(is_version1, several)):
         raise ConfigError(
-            "FSDP1 cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
+            "Version 1 of FSDP cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
         )
     return nn.ModuleList(several)
 
@@ -112,10 +112,7 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
         return
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if plugin.fsdp_version == 1:  # by collectives
-        configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
-        with FullyShardedDataParallel.state_dict_type(model, *configs):
-            fsdp1 = FullyShardedDataParallel
-            values = model.state_dict() if optimizer is None else fsdp1.optim_state_dict(model, optimizer)
+        values = sharded_state(plugin, model, optimizer)
     folder = state.staging / f"{name}_{index}"
     with agreed(doing, folder), storage_errors("save to", folder):
         folder.mkdir(parents=True, exist_ok=True)

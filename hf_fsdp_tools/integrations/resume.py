@@ -16,10 +16,10 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
@@ -185,7 +185,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
 def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
     """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
-    Accelerate and torch read into existing state. There is none with FSDP1 in a new process, and none with FSDP2 while
+    Accelerate and torch read into existing state. There is none with version 1 in a new process, nor with FSDP2 while
     gradients are pending, so Adam's moments were silently lost (measured with accelerate 1.15: 22 entries saved, 0
     loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
     would demand it.
@@ -198,7 +198,7 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     # Without state, this steps once with zero gradients and no learning rate.
     get_optimizer_state_dict(model, optimizer)
     without = []
-    if not FullyShardedDataParallel.fsdp_modules(model):
+    if not is_version1(model):
         with agreed("reading what the saved optimizer holds", folder):
             without = _without_state(model, optimizer, folder, index)
     for parameter in without:

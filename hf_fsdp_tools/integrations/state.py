@@ -191,7 +191,7 @@ def start_state(
             shared.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
     for shared in (state, PartialState()):
-        # FSDP1 takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
+        # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
     _check_axes(state.parallelism_config)

@@ -6,16 +6,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced
 from hf_fsdp_tools.errors import storage_errors
-from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.integrations.replacement import Replacement
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
 from hf_fsdp_tools.saving.manifest import read_manifest, write_manifest
@@ -110,9 +107,3 @@ def saving_state(folder: Path, files: Sequence[str], *, blocking: bool, checksum
         state.finish(doing, checksums=checksums)
     else:
         in_background(lambda: state.finish(doing, checksums=checksums), state.report(), start_s)
-
-
-def saveable(model: nn.Module) -> nn.Module:
-    """The model that `save_pretrained` takes: inside `torch.compile`'s wrapper, and FSDP1 as its plain view."""
-    model = getattr(model, "_orig_mod", model)
-    return plain_view(model) if FullyShardedDataParallel.fsdp_modules(model) else model

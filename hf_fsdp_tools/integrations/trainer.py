@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import ConfigError, storage_errors
-from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.checkpoints import (
@@ -33,7 +32,7 @@ from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
-from hf_fsdp_tools.integrations.states import StateSave, saveable, saving_state
+from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
     group_options,
@@ -41,9 +40,9 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
+from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
-from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.saving.hidden_folder import check_shared
@@ -308,7 +307,7 @@ class FSDPTrainerMixin(PushingMixin):
                 of_library(resume_from_checkpoint)
             return
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
-            _load_weights(model, folder)
+            load_into(model, folder)
             return
         refuse_damage(folder)
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
@@ -344,20 +343,12 @@ class FSDPTrainerMixin(PushingMixin):
         self._load_from_checkpoint(str(folder))
 
 
-def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint of this mixin into the model; missing and unexpected keys are refused."""
-    if FullyShardedDataParallel.fsdp_modules(model):
-        load_weights_fsdp1(model, folder, strict=True)
-    else:
-        load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
-
-
 @contextmanager
 def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
 
     The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
-    `accelerate launch` and `TrainingArguments` set for FSDP1, making it fails on CPUs. And the Trainer refuses
+    `accelerate launch` and `TrainingArguments` set for version 1, making it fails on CPUs. And the Trainer refuses
     save_only_model, because its own sharded checkpoints hold no weights that one could open.
     """
     variable = "ACCELERATE_USE_FSDP"
@@ -377,8 +368,8 @@ def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) 
     """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
     if not trainer.accelerator.is_fsdp2:
         raise ConfigError(
-            "optimizers=(…) needs FSDP2: FSDP1 makes new parameters when training starts. Use optimizer_cls_and_kwargs "
-            "or create_optimizer, or fsdp_version 2."
+            "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
+            "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
         )
     known = {id(parameter) for parameter in trainer.model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []

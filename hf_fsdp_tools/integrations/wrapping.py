@@ -32,7 +32,7 @@ def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: i
     | `transformer_auto_wrap_policy`, `ModuleWrapPolicy` | `block_types` |
     | `size_based_auto_wrap_policy` | `min_unit_params` |
     | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
-    | a function of (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel) | a predicate in `units` |
+    | a function of (module), (name, module), or torch's (module, recurse, nonwrapped_numel) | a predicate in `units` |
     | `_or_policy` (PEFT's) | all of its parts together |
     """
     settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
@@ -83,7 +83,7 @@ def _together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
-    """A callable by its arguments: (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel)."""
+    """A callable by its arguments: (module), (name, module), or torch's (module, recurse, nonwrapped_numel)."""
     wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if len(wanted) <= 1:
         return _of_module(function)
