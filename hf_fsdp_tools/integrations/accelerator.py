@@ -35,8 +35,8 @@ from hf_fsdp_tools.integrations.model import (
     refuse_parts,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.replacement import former_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.states import former_of
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added

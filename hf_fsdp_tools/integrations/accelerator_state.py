@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
-from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.resume import check_parts, using_format
-from hf_fsdp_tools.integrations.states import StateSave, saving_state
+from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync

@@ -13,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.resume import check_parts, damage_of
+from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import first_line, listed, quoted

@@ -245,7 +245,7 @@ class FSDPTrainerMixin(PushingMixin):
                 save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
                 best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
                 if args.should_save:
-                    state.after = lambda: rotate(state.place.folder, limit, best, uploaded=push())
+                    state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
         finally:
             self._saving = None
 
