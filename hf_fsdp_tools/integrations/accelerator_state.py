@@ -87,11 +87,11 @@ def write_state(accelerator: Any, state: StateSave) -> None:
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
     kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
-    for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
+    for name, file in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
         if "SHARDED" in str(plugin.state_dict_type):
             state.needed.append(f"{name}/{METADATA}")
         elif "FULL" in str(plugin.state_dict_type):
-            state.needed.append(whole)
+            state.needed.append(file)
 
 
 def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
@@ -152,8 +152,8 @@ def save_state(
 
 def numbered_states(folder: Path) -> list[Path]:
     """The states that Accelerate named automatically, oldest first."""
-    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
+    states = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(states, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:
@@ -164,23 +164,23 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
     random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
 
     def absent_parts() -> Iterator[tuple[str, str]]:
-        there = {path.name for path in folder.iterdir()}
-        local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
+        names_of_files = {path.name for path in folder.iterdir()}
+        is_local = any("_rank" in name for name in names_of_files)  # LOCAL_STATE_DICT, in which each rank has its files
         models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
-        if lost := [names for names in models if not local and not there.intersection(names)]:
+        if lost := [names for names in models if not is_local and not names_of_files.intersection(names)]:
             raise CheckpointError(
                 f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
                 f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
             )
         for i in range(len(accelerator._optimizers)):
-            if not there.intersection(names := files_of(OPTIMIZER_NAME, i)):
+            if not names_of_files.intersection(names := files_of(OPTIMIZER_NAME, i)):
                 yield names[0], "an optimizer"
         for i in range(len(accelerator._schedulers)):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in there:
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in names_of_files:
                 yield name, "a scheduler"
-        if accelerator.scaler is not None and SCALER_NAME not in there:
+        if accelerator.scaler is not None and SCALER_NAME not in names_of_files:
             yield SCALER_NAME, "the loss scale"
-        if random_states not in there:
+        if random_states not in names_of_files:
             yield random_states, "random states"
 
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")

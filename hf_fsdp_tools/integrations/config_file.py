@@ -95,9 +95,9 @@ def _problems(
         yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
     for fact, cure in contradictions(SimpleNamespace(**fields), keys):
         yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
-    wanted, there = processes // max(machines, 1), torch.accelerator.device_count()
-    if not fields["use_cpu"] and there < wanted:
-        fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
+    wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
+    if not fields["use_cpu"] and devices < wanted:
+        fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
         yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
 
 

@@ -225,9 +225,9 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, S
 
 
 def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, may_copy: bool) -> None:
-    there = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
+    strategies = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
     try:
-        freed, has_copies = read_strategies(there.values(), may_copy=may_copy)
+        freed, has_copies = read_strategies(strategies.values(), may_copy=may_copy)
     except ConfigError as error:
         fact, _, cure = str(error).partition(". ")
         made.refusal = str(error)
@@ -237,7 +237,7 @@ def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, 
     copies = int(machines or 1) if has_copies else 1
     if copies > 1:
         made.fields["dp_replicate_size"] = copies
-    for key, value in there.items():
+    for key, value in strategies.items():
         made.fields["reshard_after_forward"] = freed
         if str(value).lower() in ("true", "false"):
             made.say(key, value, "kept")

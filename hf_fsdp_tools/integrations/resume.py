@@ -107,8 +107,8 @@ def check_parts(
     manifest = check_listed(folder, allowed=may_lack if allowed else ())
     is_elsewhere = _warn_of_other_world(folder, manifest)
     with agreed("looking for the parts of the saved state", folder), storage_errors("read", folder):
-        mine = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
-    of_ranks = all_ranks(mine, "looking for what is absent")
+        own_absent = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
+    of_ranks = all_ranks(own_absent, "looking for what is absent")
     absent = {file: part for of_rank in of_ranks for file, part in of_rank.items()}
     lacks = listed(f"{part} ({file})" for file, part in absent.items())
     if absent and not allowed:
@@ -119,7 +119,7 @@ def check_parts(
     if absent and rank_and_size()[0] == 0:
         warnings.warn(f"{str(folder)!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
     refuse_damage(folder)
-    return set(mine)
+    return set(own_absent)
 
 
 def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | None:
@@ -165,7 +165,7 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     """Set the plugin's state dict type for a block; None leaves it as it is."""
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    asked = {name: getattr(plugin, name) for name in names}
+    former = {name: getattr(plugin, name) for name in names}
     if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
@@ -177,7 +177,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
             f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
         ) from error
     finally:
-        for name, value in asked.items():
+        for name, value in former.items():
             setattr(plugin, name, value)
 
 

@@ -163,8 +163,8 @@ class FSDPTrainerMixin(PushingMixin):
         if hasattr(args, "model_init_kwargs"):
             # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
-        asked = args.accelerator_config.gradient_accumulation_kwargs or {}
-        self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
+        accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
 
     is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
     """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
@@ -353,12 +353,12 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """
     variable = "ACCELERATE_USE_FSDP"
     launched, hidden = os.environ.pop(variable, None), ("fsdp_plugin_args", "save_only_model", "mixed_precision")
-    found = {name: getattr(args, name) for name in hidden}
+    former = {name: getattr(args, name) for name in hidden}
     args.fsdp_plugin_args, args.save_only_model, args.mixed_precision = None, False, precision
     try:
         yield
     finally:
-        for name, value in found.items():
+        for name, value in former.items():
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched

@@ -73,13 +73,15 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
     return {"block_types": types} if (types := tuple(classes)) else {}
 
 
-def _together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for part in parts:
+def _together(policies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    together: dict[str, Any] = {}
+    for part in policies:
         for name, value in part.items():
-            known = whole.get(name)
-            whole[name] = value if known is None else min(known, value) if name == "min_unit_params" else known + value
-    return whole
+            known = together.get(name)
+            together[name] = (
+                value if known is None else min(known, value) if name == "min_unit_params" else known + value
+            )
+    return together
 
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
@@ -113,14 +115,14 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     absent = {wanted: lines for wanted in policy.block_types if (lines := _problems_with(tree, wanted))}
     if not absent:
         return policy
-    found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
+    present = tuple(wanted for wanted in policy.block_types if wanted not in absent)
     warn_on_node(
         f"Layer classes to wrap, in {type(model).__name__}: "
         f"{' '.join(line for lines in absent.values() for line in lines)} "
-        f"{'The others are used' if found else 'The blocks that its structure shows are used'}.",
+        f"{'The others are used' if present else 'The blocks that its structure shows are used'}.",
         stacklevel=2,
     )
-    return replace(policy, block_types=found or None)
+    return replace(policy, block_types=present or None)
 
 
 def _problems_with(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:
