@@ -7,6 +7,7 @@ profile (`measured`).
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Literal
 
@@ -26,13 +27,10 @@ class Bar:
     operation: str
     """`compute`, one of `COLLECTIVES`, `free`, or the direction of a copy."""
     unit: str
-    """As in `Timeline.units`."""
     phase: str
-    """As in `Timeline.phases`."""
     start_s: float
-    """Since the step began."""
+    """Since the step began, as the next."""
     end_s: float
-    """Likewise."""
     again: bool = False
     """Whether activation checkpointing computes here for the second time."""
 
@@ -42,7 +40,6 @@ class Schedule:
     """When one rank computes and when it communicates in one training step."""
 
     origin: Origin
-    """As in `Timeline`."""
     bars: tuple[Bar, ...]
     """In the order of their starts."""
     exposed: tuple[tuple[float, float], ...]
@@ -105,7 +102,8 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     for bar in every:
         row = "free" if bar.operation == "free" else bar.track
         before = merged[last[row]] if row in last else None
-        if before and _belongs(bar, before) and bar.start_s - before.end_s <= unseen:
+        is_alike = before is not None and _look(bar) == _look(before) and bar.operation in ("compute", "free")
+        if before and is_alike and bar.start_s - before.end_s <= unseen:
             merged[last[row]] = replace(before, end_s=max(before.end_s, bar.end_s)) if row != "free" else before
         else:
             last[row] = len(merged)
@@ -113,12 +111,7 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     return Schedule(origin=origin, bars=tuple(merged), exposed=tuple(exposed))
 
 
-_LOOK = attrgetter("operation", "unit", "phase", "again")
-
-
-def _belongs(bar: Bar, before: Bar) -> bool:
-    """Whether two bars are drawn as one: work of one unit on itself, or frees of the parameters of one unit."""
-    return _LOOK(bar) == _LOOK(before) and bar.operation in ("compute", "free")
+_look = attrgetter("operation", "unit", "phase", "again")
 
 
 def _spans(bars: Iterable[Bar], track: str) -> list[tuple[float, float]]:
@@ -142,12 +135,10 @@ def _without(spans: Iterable[tuple[float, float]], busy: Sequence[tuple[float, f
     for start, end in spans:
         while i < len(busy) and busy[i][1] <= start:
             i += 1
-        at, j = start, i
-        while j < len(busy) and busy[j][0] < end:
-            if busy[j][0] > at:
-                result.append((at, busy[j][0]))
-            at = max(at, busy[j][1])
-            j += 1
-        if at < end:
-            result.append((at, end))
+        for begin, until in takewhile(lambda one, end=end: one[0] < end, islice(busy, i, None)):  # type: ignore[misc]
+            if begin > start:
+                result.append((start, begin))
+            start = max(start, until)
+        if start < end:
+            result.append((start, end))
     return result
