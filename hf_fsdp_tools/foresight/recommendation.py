@@ -30,8 +30,8 @@ class Alternative:
     @property
     def short(self) -> str:
         """As `str()`, for a line that names the field."""
-        (_, value), *others = self.changes.items()
-        also = f" ({', '.join(setting_words(*change) for change in others)})" if others else ""
+        (_, value), *more = (*self.changes.items(),)
+        also = f" ({', '.join(setting_words(*change) for change in more)})" if more else ""
         return f"{_value_words(value)}{also}: {self.verdict}"
 
 
