@@ -89,7 +89,7 @@ def recommend_config(
         model_name(name_or_model),
         TrainingSetup.of(setup, **fixed),
         _pricing(name_or_model, kwargs, margin),
-        given=set(fixed) & set(SEARCHED),
+        fixed=set(fixed) & set(SEARCHED),
         global_batch_size=global_batch_size,
         longest=longest,
         margin=margin,
@@ -155,7 +155,7 @@ def choose(
     setup: TrainingSetup,
     evaluate: Evaluate,
     *,
-    given: Collection[str] = (),
+    fixed: Collection[str] = (),
     global_batch_size: int | None = None,
     longest: int | None = None,
     margin: float = MARGIN,
@@ -171,7 +171,7 @@ def choose(
         prices.append(evaluate(one))
         return prices[-1]
 
-    job = Job(model, setup, frozenset(given), global_batch_size, gpu_named(setup.gpu).memory_bytes, margin, priced)
+    job = Job(model, setup, frozenset(fixed), global_batch_size, gpu_named(setup.gpu).memory_bytes, margin, priced)
     if longest is not None:
         job = replace(job, setup=replace(setup, seq_len=_longest_that_fits(job, longest)))
     search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
@@ -224,7 +224,7 @@ def _choices(search: Search, best: Point, job: Job) -> Iterator[Choice]:
     for field, values in alternatives.items():
         value = getattr(best, field)
         rejected = [_alternative(search, best, field, other, job) for other in values if other != value]
-        yield Choice(field=field, value=value, given=field in job.fixed, rejected=tuple(rejected))
+        yield Choice(field=field, value=value, fixed=field in job.fixed, rejected=tuple(rejected))
 
 
 def _alternative(search: Search, best: Point, field: str, value: Any, job: Job) -> Alternative:

@@ -42,7 +42,7 @@ class Choice:
     field: str
     """Name in `TrainingSetup`."""
     value: Any
-    given: bool
+    fixed: bool
     """Whether the user has fixed it."""
     rejected: tuple[Alternative, ...] = ()
     """Other values, where there are any to choose from."""
@@ -50,7 +50,7 @@ class Choice:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why, in one line per rejected value."""
-        if self.given:
+        if self.fixed:
             return ("as given",)
         return tuple(other.short for other in self.rejected) or ("nothing else to choose from",)
 
@@ -65,8 +65,8 @@ class Recommendation:
     """The fastest setting that fits, and what speaks for it.
 
     Example:
-        >>> found = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
-        >>> isinstance(found, Recommendation), found.global_batch_size
+        >>> best = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
+        >>> isinstance(best, Recommendation), best.global_batch_size
         (True, 4)
     """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from operator import le
 from typing import Any, Literal, NamedTuple
 
 from hf_fsdp_tools.errors import ConfigError
@@ -185,7 +186,7 @@ class Search:
 
     def fits(self, point: Point) -> bool:
         """Whether a point stays below the limit, by its price or by that of another point."""
-        if point not in self.costs and any(self._exceeds(one) and _needs_more(point, one) for one in self.costs):
+        if point not in self.costs and any(self._exceeds(one) and _is_leaner(one, point) for one in self.costs):
             return False
         return self.cost(point).num_bytes <= self.limit_bytes
 
@@ -266,13 +267,13 @@ class Search:
         return last[1] * (1 + GAIN) if len(last) == 2 and last[1] < last[0] * (1 + GAIN) else inf
 
 
-def _needs_more(point: Point, other: Point) -> bool:
-    """Whether a point needs at least the memory of another one, whatever the model."""
-    grows = point.batch_size >= other.batch_size and point.dp_replicate_size >= other.dp_replicate_size
-    return grows and all(mine <= its for mine, its in zip(point[1:5], other[1:5], strict=True))
+def _is_leaner(one: Point, point: Point) -> bool:
+    """Whether a point needs at most the memory of another one, whatever the model."""
+    grows = point.batch_size >= one.batch_size and point.dp_replicate_size >= one.dp_replicate_size
+    return grows and all(map(le, point[1:5], one[1:5]))
 
 
 def _is_as_fast(one: Point, point: Point) -> bool:
     """Whether a point is at least as fast as another one, whatever the model."""
     alike = one.batch_size >= point.batch_size and one.dp_replicate_size == point.dp_replicate_size
-    return alike and one != point and all(mine <= its for mine, its in zip(one[1:5], point[1:5], strict=True))
+    return alike and one != point and all(map(le, one[1:5], point[1:5]))

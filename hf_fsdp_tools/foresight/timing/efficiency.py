@@ -122,12 +122,12 @@ def efficiency_of(gpu: Gpu, era: str = LATEST_ERA) -> Efficiency:
     """
     if era not in ERAS:
         raise ConfigError(f"Software era {era!r} is not known; choose one of {', '.join(ERAS)}.")
-    found = _SHARES.get(gpu.name)
-    if found is None:
+    shares = _SHARES.get(gpu.name)
+    if shares is None:
         near = next((name for name in _SHARES if GPUS[name].family == gpu.family), "a100-80gb")
         source = f"those of {GPUS[near].title}, for want of any published training on {gpu.title}"
-        found = replace(_SHARES[near], error=math.inf, source=source)
-    return replace(found, attention=found.attention * _NEWER_ATTENTION) if era == LATEST_ERA else found
+        shares = replace(_SHARES[near], error=math.inf, source=source)
+    return replace(shares, attention=shares.attention * _NEWER_ATTENTION) if era == LATEST_ERA else shares
 
 
 _KERNEL_SECONDS = 2e-6

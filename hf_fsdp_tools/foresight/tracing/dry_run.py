@@ -178,12 +178,12 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     packed = packed_linears(model)
-    for parameter, (name, *others) in names.items():
+    for parameter, (name, *other_names) in names.items():
         is_whole = name in plan.replicated
         is_kept = name in packed or not parameter.is_floating_point()
         yield Parameter(
             fqn=name,
-            other_names=tuple(others),
+            other_names=tuple(other_names),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
@@ -329,16 +329,16 @@ def _no_packed_sequences() -> Iterator[None]:
 
     It takes fake tensors for tracing, and would make a mask, with which no flash kernel runs.
     """
-    found = masking_utils.find_packed_sequence_indices
+    find = masking_utils.find_packed_sequence_indices
 
     def none_are_packed(position_ids: torch.Tensor) -> None:
-        found(position_ids)  # its temporary memory is that of a real run
+        find(position_ids)  # its temporary memory is that of a real run
 
     masking_utils.find_packed_sequence_indices = none_are_packed
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = find
 
 
 _COMPUTED_AGAIN = "computed_again"  # Attribute of a block during a dry run

@@ -1,4 +1,4 @@
-"""What a dry run of a model found: the events of one micro-step, and the parameters that take part."""
+"""The result of a dry run of a model: the events of one micro-step, and the parameters that take part."""
 
 from dataclasses import dataclass
 from functools import cached_property
