@@ -55,7 +55,6 @@ class _Host:
         self._times = [time for time, _, _ in changes]
 
     def at(self, time: float) -> tuple[str, str]:
-        """Phase and unit."""
         i = bisect_right(self._times, time) - 1
         return self._changes[i][1:] if i >= 0 else ("forward", "")
 

@@ -127,7 +127,6 @@ class Recommendation:
         )
 
     def figures(self) -> list[str]:
-        """Lines of memory and speed."""
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
         reserve = f"at least {percent(self.margin)} for what estimates cannot know"
         lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({reserve})"]

@@ -98,7 +98,6 @@ class Space:
         return sum(len(family) for offload in self.values["offload"] for family in self.families(offload))
 
     def setup(self, point: Point) -> TrainingSetup:
-        """The setting at a point."""
         return replace(self.base, gradient_accumulation_steps=self.accumulation[point.batch_size], **point._asdict())
 
     def leanest(self, offload: bool | None = None) -> Point:
@@ -179,7 +178,6 @@ class Search:
         self._evaluate = evaluate
 
     def cost(self, point: Point) -> Cost:
-        """The price of a point."""
         if point not in self.costs:
             self.costs[point] = self._evaluate(self.space.setup(point))
         return self.costs[point]

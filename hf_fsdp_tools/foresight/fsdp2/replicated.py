@@ -87,7 +87,6 @@ class BucketedGradients(_Gradients):
         self._copies: dict[str, int] = {}
 
     def resident(self) -> list[int]:
-        """Bytes of each bucket."""
         return [] if self._ranks == 1 else [self._bytes_of(bucket) for bucket in self._buckets]
 
     def begin_forward(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark
@@ -32,7 +33,6 @@ class Step:
 
     @property
     def resident(self) -> tuple[Alloc, ...]:
-        """What is there before the step."""
         return self.parameters + self.state
 
     @property
@@ -127,11 +127,10 @@ class _MicroStep:
         *,
         is_last: bool,
     ) -> None:
-        """Write one micro-step."""
-        events = list(self._events)
+        events: list[Any] = list(self._events)
         renamed = {} if is_last else {block: writer.new_block() for block in self._lasting.values()}
         for at, block in self._lasting.items() if renamed else ():
-            events[at] = replace(self._events[at], block=renamed[block])  # type: ignore[call-arg]  # an Alloc
+            events[at] = replace(events[at], block=renamed[block])
         if isinstance(replicated, BucketedGradients):
             replicated.begin_forward()
         done = 0

@@ -103,8 +103,8 @@ def flash_attention() -> Iterator[None]:
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the efficient kernel takes it: added to the scores, rows of a multiple of 8 elements."""
     if mask.dtype == torch.bool:
-        allowed, masked = (torch.full((), value, dtype=query.dtype) for value in (0.0, -torch.inf))
-        mask = torch.where(mask, allowed, masked)
+        nothing, all_of_it = torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype)
+        mask = torch.where(mask, nothing, all_of_it)
     if rest := -mask.shape[-1] % 8:
         mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:-1], key.shape[-2])

@@ -17,12 +17,10 @@ class TensorSize:
 
     @cached_property
     def numel(self) -> int:
-        """Number of its elements."""
         return torch.Size(self.shape).numel()
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
 
