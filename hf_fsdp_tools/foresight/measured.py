@@ -18,8 +18,7 @@ from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES
-from hf_fsdp_tools.foresight.streams import Bar, Schedule, make_schedule
-from hf_fsdp_tools.foresight.timeline import Timeline, extremes
+from hf_fsdp_tools.foresight.timeline import Bar, Schedule, Timeline, extremes, make_schedule
 
 _LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
 """`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
