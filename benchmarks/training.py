@@ -11,10 +11,10 @@ TRL, chunked loss          the same with `--loss_type chunked_nll`, which our re
 transformers native        TRL's SFTTrainer on `from_pretrained(distributed_config=DistributedConfig(fsdp_size=…))`
 
 Each begins from the same checkpoint (random weights in the shape of real models), trains the same rows in the same
-order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest; gradient
-checkpointing is on or off for all. `full` has fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs;
-`lora` a frozen bf16 base (fp32 on CPUs) and rank 16 on all linear layers. Contestants take turns (A B C, B C A, …) in
-processes of their own, started by `accelerate launch`; the scripts run as they are, with one callback more.
+order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest. `full` has
+fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs; `lora` a frozen bf16 base (fp32 on CPUs) and
+rank 16 on all linear layers. Contestants take turns in processes of their own, started by `accelerate launch`; the
+scripts run as they are, with one callback more.
 
 tokens/s       per rank, by the median step, after `--warm-up` steps
 ÷ ours         median, over rounds, of their step time over ours in the same round
@@ -22,8 +22,6 @@ peak           `torch.cuda.max_memory_allocated` during training, and what the a
                was resident of the process, whole
 ready          seconds from the first import to the first step, the load included
 losses         of the first and the last step: the same data in the same order gives nearly the same
-
-What each of 8 or 64 ranks takes is measured on one GPU by `benchmarks/foresight.py memory --device cuda --gpus 8 64`.
 """
 
 import argparse
@@ -52,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "benchmarks/training.py"
 TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
+LIMIT_S = 600
 SMALL = {"hidden_size": 384, "num_layers": 8, "num_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
 
 
@@ -80,11 +79,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--seq-len", type=int, help="512 on CPUs, 4,096 on GPUs")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=600, help="of one training")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf_fsdp_tools-training"))
     parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
     parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
@@ -104,7 +101,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         data = dataset(args, folder)
         for tuning in args.tuning:
             cell = {"model": model, "tuning": tuning, "seq_len": args.seq_len, "ranks": args.ranks}
-            cell |= {"device": args.device, "recompute": args.gradient_checkpointing}
+            cell |= {"device": args.device}
             rows: dict[str, Row] = {}
             for name in in_turn(args.contestants, args.runs):
                 if "failed" in rows.get(name, {}):
@@ -166,10 +163,10 @@ def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse
         variables = {**os.environ, **visible, "PYTHONPATH": paths, "HF_HOME": str(args.folder / "hf")}
         try:
             done = subprocess.run(
-                words, env=variables, cwd=folder, timeout=args.limit_s, capture_output=True, text=True, check=False
+                words, env=variables, cwd=folder, timeout=LIMIT_S, capture_output=True, text=True, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {args.limit_s} s"}
+            return {"failed": f"not done after {LIMIT_S} s"}
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]*.json"))]
     if len(ranks) < cell["ranks"]:
         errors = [line for line in done.stderr.splitlines() if line.split(":")[0].split(".")[-1].endswith("Error")]
@@ -197,7 +194,6 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
         config = folder / "ours.yaml"
         making = ["--num-processes", str(cell["ranks"]), "--mixed-precision", precision, "--output", str(config)]
         making += ["--gpu" if cell["device"] == "cuda" else "--cpu"]
-        making += ["--activation-checkpointing"] if cell["recompute"] else []
         program = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
         subprocess.run([sys.executable, "-c", program, "config", *making], check=True, cwd=ROOT, capture_output=True)
         words += ["--config_file", str(config)]
@@ -227,7 +223,7 @@ def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[s
     if cell["tuning"] == "lora":
         told |= {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
     if name != OURS:  # which reads these from the config file, and keeps a frozen base as it is stored
-        told |= {"gradient_checkpointing": str(cell["recompute"]).lower(), "bf16": str(not on_cpu).lower()}
+        told |= {"gradient_checkpointing": "false", "bf16": str(not on_cpu).lower()}
         told |= {"dtype": "bfloat16" if cell["tuning"] == "lora" and not on_cpu else "float32"}
         told |= {"use_cpu": str(on_cpu).lower()}
     if name == CHUNKED:
@@ -242,8 +238,7 @@ def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[s
 def title_of(cell: dict[str, Any]) -> str:
     ranks = f"{cell['ranks']} rank{'s' if cell['ranks'] > 1 else ''} on {cell['device']}"
     how = {"full": "full fine-tuning", "lora": "LoRA"}[cell["tuning"]]
-    parts = [f"{cell['model']}, {how}, {cell['seq_len']:,} tokens, {ranks}"]
-    return ", ".join([*parts, *(["gradient checkpointing"] if cell["recompute"] else [])])
+    return f"{cell['model']}, {how}, {cell['seq_len']:,} tokens, {ranks}"
 
 
 def table(rows: dict[str, Row]) -> list[str]:

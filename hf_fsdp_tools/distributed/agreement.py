@@ -308,11 +308,12 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
     compare_at_end(data, check) if steps else check(all_ranks(data, doing, ranks=ranks))
 
 
-def by_rank(told: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    """Which ranks told what, for messages: "a on rank 0, b on rank 1, 2"."""
-    ranks = range(len(told)) if ranks is None else ranks
-    which = {text: [rank for rank, one in zip(ranks, told, strict=True) if one == text] for text in told}
-    return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(found)}" for text, found in which.items())
+def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """Texts with the ranks that have them, for messages: "a on rank 0, b on rank 1, 2"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
+        ranks_of.setdefault(text, []).append(rank)
+    return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(some)}" for text, some in ranks_of.items())
 
 
 def _as_data(value: Any) -> Any:

@@ -1,15 +1,14 @@
 """How ranks know of each other: each tells the key-value store what it does, and those that wait read it.
 
-    beat    what a rank does and how far it has come, told every two seconds while it is in a call of this package, or
-            in a forward pass that takes long
+    beat    the place and the progress of a rank, set every two seconds while it is in a call of this package, or in a
+            forward pass that takes long
     pass    a forward pass of a sharded model gathers weights from all ranks of a group. Where some do not run it, the
-            others wait inside a collective, which knows nobody; so passes are counted, and their number is in the beats
+            others wait inside a collective, which knows nobody; so beats have the number of passes
 
-The store is asked by one thread, over the connection that the process group has. With one more connection per rank, all
-made in the first call, the store stands still: for each, its only thread asks the name server for the name of the
-address, and waits 5 s where a question or its answer is lost (`TCPStore` of torch 2.11 to 2.15; seen with 24 ranks and
-more on one machine). Who asks waits for the thread, not for the store: a call of torch never returns while the process
-that keeps the store is stopped.
+One thread asks the store, over the connection of the process group: with one more connection per rank, the store asks
+the name server for each, and stands still for seconds (`TCPStore` of torch 2.11 to 2.15, 24 ranks and more on one
+machine). Callers wait for the thread, not for the store: a call of torch never returns while the process that keeps the
+store is stopped.
 """
 
 import json

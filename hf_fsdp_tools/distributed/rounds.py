@@ -106,8 +106,8 @@ def patience_of_at_least(seconds: float) -> AbstractContextManager[None]:
 
 def _limits_s() -> tuple[float, float]:
     """How long a rank may make no progress in a call of this package, and how long it may be in none."""
-    if (asked := _patience_s.get()) is not None:
-        return asked, asked
+    if (seconds := _patience_s.get()) is not None:
+        return seconds, seconds
     return GIVE_UP_S, max(GIVE_UP_S, timeout_of().total_seconds())
 
 

@@ -110,43 +110,6 @@ def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], m
     assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
 
 
-def test_rank_0_leaves_when_the_others_have_read_why_all_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0, which may keep the store, gives up what rank 1 waits for; rank 2 has not come. Rank 1 reads it late."""
-    three = ranks_of(3)
-    key = f"{three[0]._prefix}.0/1"
-    came, asked, over = threading.Event(), threading.Event(), threading.Event()
-
-    def check_of_rank_0(own: Callable[..., bool], keys: list[str]) -> bool:
-        if keys == [key] and given_up:
-            asked.set()  # rank 0 looks whether rank 1 has read
-        return own(keys)
-
-    def check_of_rank_1(own: Callable[..., bool], keys: list[str]) -> bool:
-        if keys[0].endswith("/outcome"):
-            came.set()
-            assert asked.wait(HANG_S)
-        assert not over.is_set(), "the store is gone"
-        return own(keys)
-
-    def first() -> Any:
-        assert came.wait(HANG_S)
-        try:
-            three[0].exchange("a", "saving")
-        finally:
-            given_up.append(True)
-            three[0].wait_for_readers()
-            asked.set()
-            over.set()
-
-    given_up: list[bool] = []
-    monkeypatch.setattr(Lookout, "problem", lambda self, *args, **options: "Nobody comes." * (self._rank == 0))
-    three[0]._store = Store(three[0]._store, check=check_of_rank_0)
-    three[1]._store = Store(three[1]._store, check=check_of_rank_1)
-    assert [str(one) for one in together(first, lambda: three[1].exchange("b", "saving"))] == ["Nobody comes."] * 2
-    with pytest.raises(RanksError, match="Nobody comes"):  # rank 2 comes last, and finds the values that it joins
-        three[2].exchange("c", "saving")
-
-
 def test_a_process_of_another_machine_of_that_name_is_not_looked_for_here(
     two: list[Rounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,35 +283,6 @@ def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch)
         assert connections() == before
     for one in two:
         one._store.stop()
-
-
-def test_a_store_that_does_not_answer_is_given_up_at_once_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a process that is stopped; a call of torch never returns from it."""
-    goes_on = threading.Event()
-    waits: list[float] = []
-
-    def stopped(own: Callable[..., Any], keys: list[str]) -> Any:
-        assert goes_on.wait(HANG_S)
-        return own(keys)
-
-    def result(self: Any, timeout_s: float) -> Any:
-        waits.append(timeout_s)
-        return wait(self, 0.01)
-
-    wait = liveness.Future.result
-    monkeypatch.setattr(liveness.Future, "result", result)
-    one = client_of(Store(dist.HashStore(), check=stopped))
-    for _ in range(2):
-        with (
-            pytest.raises(RanksError, match=r"not answer \(no answer for 60 s\): .* ended or is stopped"),
-            rounds._store_errors(),
-        ):
-            one.check(["a"])
-    assert waits == [1.0] * 60, "the second is not waited for"
-    goes_on.set()
-    monkeypatch.undo()
-    one._unanswered.result(HANG_S)
-    assert one.check(["a"]) is False
 
 
 def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
