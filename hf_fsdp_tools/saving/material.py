@@ -198,7 +198,7 @@ def _build(
         raise ConfigError(
             f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
             "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
-            "with --base (base)."
+            "as STATE (base)."
         )
     set_generation_config(model, checkpoint.generation_config)
     return model
