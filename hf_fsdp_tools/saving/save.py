@@ -243,12 +243,8 @@ class BegunSave:
         gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
         return SaveReport(
             folder=str(self.hidden.folder),
-            files=(),
             total_bytes=self.layout.num_bytes,
-            bytes_written=0,
             gathered_bytes=self.gathered_bytes,
-            write_calls=0,
-            seconds=0.0,
             copied_bytes=0 if self.copies is None else self.copies.num_bytes + gathered_bytes,
         )
 
