@@ -97,9 +97,7 @@ class StateSave:
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state, before it is written if `values` do not say more."""
-        none = dict.fromkeys(("total_bytes", "bytes_written", "gathered_bytes", "write_calls", "seconds"), 0)
-        known: dict[str, Any] = {"folder": str(self.folder), "files": (), "copied_bytes": self.copied_bytes}
-        return SaveReport(**known | none | values)
+        return SaveReport(folder=str(self.folder), copied_bytes=self.copied_bytes, **values)
 
     def finish(self, doing: str, *, checksums: bool) -> SaveReport:
         """Write the parts that are left, declare the state complete and put it into its place. Every rank must call."""
