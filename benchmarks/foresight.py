@@ -3,22 +3,21 @@
     python benchmarks/foresight.py memory --records benchmarks/results/foresight_memory.jsonl          # CPUs, over gloo
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
     python benchmarks/foresight.py memory --again --records FILE        # measure nothing, foresee all records anew
-    python benchmarks/foresight.py memory --report --records FILE --output benchmarks/results/foresight_memory.md
-    python benchmarks/foresight.py throughput --output benchmarks/results/foresight_throughput.md     # published rows
-    python benchmarks/foresight.py published --output benchmarks/results/foresight_published.md       # real GPUs' peaks
-    python benchmarks/foresight.py scaling --output benchmarks/results/scaling.json         # GPT-175B and GPT-1T
+    python benchmarks/foresight.py memory --report --records FILE --output FILE.md
+    python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
+    python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
+    python benchmarks/foresight.py published memory --rows Liger --output FILE.md          # published peaks
 
 A record is written as it comes; what has one is not run again. On CPUs all ranks run; on CUDA this machine's one device
 is rank 0 of a group whose collectives do nothing. `--size` says how large the models are (`foreseeing/cases.py`).
-Throughputs are compared with published ones (`foreseeing/rows.py`), on which the constants are fitted; this takes some
-ten minutes, and traces are kept in `--cache`.
+Published rows are those of `foreseeing/published_*.csv`; all of them take some ten minutes, a fit of the efficiencies
+half an hour.
 """
 
 import argparse
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.foreseeing import memory, tables
 from benchmarks.foreseeing.cases import CASES, SIZES
-from benchmarks.foreseeing.published import published_report
-from benchmarks.foreseeing.scaling import write_scaling
-from benchmarks.foreseeing.throughput_table import throughput_report
+from benchmarks.foreseeing.fit import fit
+from benchmarks.foreseeing.published import read_rows
 
 _KEYS = ("case", "device", "size", "gpus")
 
@@ -40,7 +38,7 @@ def run_memory(args: argparse.Namespace) -> None:
     """Measure, foresee, and report."""
     records = [json.loads(line) for line in args.records.read_text().splitlines()] if args.records.exists() else []
     if args.report:
-        args.output.write_text(tables.render(records))
+        args.output.write_text(tables.measured_report(records))
         return
     if args.again:
         for record in records:
@@ -65,57 +63,42 @@ def run_memory(args: argparse.Namespace) -> None:
 
 
 def _show(record: dict[str, Any]) -> None:
-    found = ", ".join(
+    texts = ", ".join(
         f"{key} {record['measured'][key]:,} foreseen {value:,} ({value / record['measured'][key] - 1:+.4%})"
         for key, value in record["foreseen"].items()
     )
-    print(f"{record['case']} ({record['size']}, {record['gpus']} GPUs): {found}", flush=True)
-
-
-def run_throughput(args: argparse.Namespace) -> None:
-    """Fit, foresee, and report."""
-    args.output.write_text(throughput_report(args.cache))
+    print(f"{record['case']} ({record['size']}, {record['gpus']} GPUs): {texts}", flush=True)
 
 
 def run_published(args: argparse.Namespace) -> None:
-    """Foresee, and report."""
-    args.output.write_text(published_report())
+    """Foresee, fit if asked to, and report."""
+    rows = [row for row in read_rows(args.kind) if args.rows in f"{row.entry['source']} {row.name}"]
+    constants = None
+    if args.fit:
+        constants = fit([row for row in rows if row.entry["held_out"] != "yes" and row.entry["era"] != "2022"])
+    args.output.write_text(tables.published_report(rows, constants))
 
 
-def run_scaling(args: argparse.Namespace) -> None:
-    """The curves of the two trainings that started FSDP's fame."""
-    write_scaling(args.output)
-
-
-def parsed() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("memory", help="peaks of real trainings, byte by byte")
+    one = commands.add_parser("memory", help="count the peaks of real trainings, byte by byte")
     one.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     one.add_argument("--size", choices=list(SIZES), default="small", help="of models and batches")
-    one.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[], help="only these")
+    one.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[], help="run only these")
     one.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64], help="of the groups, with --device cuda")
     one.add_argument("--records", type=Path, required=True, help="JSON lines, to which this run adds its own")
     one.add_argument("--again", action="store_true", help="measure nothing; foresee the kept records anew")
     one.add_argument("--report", action="store_true", help="measure nothing; make --output of the records")
     one.add_argument("--output", type=Path, help="Markdown file")
     one.set_defaults(run=run_memory)
-    two = commands.add_parser("throughput", help="published tokens per second, and constants fitted on them")
-    two.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "foresight", help="folder for traces")
+    two = commands.add_parser("published", help="compare with published trainings")
+    two.add_argument("kind", choices=["throughput", "memory"])
+    two.add_argument("--rows", default="", help="only rows whose source or name has this text in it")
+    two.add_argument("--fit", action="store_true", help="fit the efficiencies to the throughputs")
     two.add_argument("--output", type=Path, required=True, help="Markdown file")
-    two.set_defaults(run=run_throughput)
-    four = commands.add_parser("published", help="published peaks of memory, and speeds that were not fitted")
-    four.add_argument("--output", type=Path, required=True, help="Markdown file")
-    four.set_defaults(run=run_published)
-    three = commands.add_parser("scaling", help="GPT-175B and GPT-1T on 8 to 512 GPUs")
-    three.add_argument("--output", type=Path, required=True, help="JSON file")
-    three.set_defaults(run=run_scaling)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parsed()
+    two.set_defaults(run=run_published)
+    args = parser.parse_args()
     args.run(args)
 
 

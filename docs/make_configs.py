@@ -21,12 +21,9 @@ from hf_fsdp_tools.cli.main import main as hf_fsdp
 FOLDER = Path(__file__).resolve().parents[1] / "accelerate_configs"
 MODEL = "meta-llama/Llama-3.1-8B"
 TRAININGS = ([], ["--lora-r", "16"])
-GPUS = {"24gb": "rtx-4090", "40gb": "a100-40gb", "80gb": "h100-80gb", "141gb": "h200-141gb"}
-"""The GPU that stands for a size of memory: its speed decides between settings that fit."""
-
-MACHINES = {f"{count}x{memory}": (gpu, count, 1) for memory, gpu in GPUS.items() for count in (1, 2, 4, 8)}
-MACHINES |= {f"{nodes}x8x80gb": ("h100-80gb", 8 * nodes, nodes) for nodes in (2, 4)}
-"""By file: GPU, how many over all machines, machines."""
+MACHINES = {"1x24gb": ("rtx-4090", 1), "1x80gb": ("h100-80gb", 1), "8x80gb": ("h100-80gb", 8)}
+MACHINES |= {"2x8x80gb": ("h100-80gb", 16)}
+"""GPU, whose speed decides between settings that fit, and processes over all machines, by file."""
 
 
 def command(name: str, output: str) -> list[str]:
@@ -34,10 +31,10 @@ def command(name: str, output: str) -> list[str]:
     end = ["--output", output]
     if name == "cpu":
         return ["config", "--cpu", *end]
-    gpu, count, machines = MACHINES[name]
-    several = ["--num-machines", str(machines), "--slurm"] if machines > 1 else []
-    rule = ["--no-offload", "--global-batch-size", "64"]
-    return ["config", MODEL, "--gpu", gpu, "--gpus", str(count), *several, *rule, *end]
+    gpu, count = MACHINES[name]
+    several = ["--num-machines", "2", "--slurm"] if count > 8 else []
+    rule = ["--no-offload-params", "--global-batch-size", "64"]
+    return ["config", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]
 
 
 def write(name: str) -> None:

@@ -51,9 +51,9 @@ def wait_for_saves() -> SaveReport | None:
     """
     global _running
     save = _running
-    if save is None or save.is_own_thread():
+    if save is None or save.thread is threading.current_thread():
         return None
-    save.join()
+    save.thread.join()
     _running = None
     if save.error is not None:
         raise save.error
@@ -63,11 +63,8 @@ def wait_for_saves() -> SaveReport | None:
 def in_background(finish: Callable[[], SaveReport], known: SaveReport, start_s: float) -> SaveReport:
     """Finish a save on a thread of its own; what is known of the save now. Every rank must call.
 
-    Args:
-        finish: writes from copies, agrees with the other ranks by `agreed` and `all_ranks` alone, and begins no thread;
-            gives the complete report.
-        known: the report so far.
-        start_s: when the call began that is to return now, by `time.perf_counter`.
+    `finish` writes from copies, agrees with the other ranks by `agreed` and `all_ranks` alone, and begins no thread.
+    `start_s` is when the call began that is to return now, by `time.perf_counter`.
     """
     global _running
     assert _running is None, "the call that began this save waits for the one before"
@@ -86,19 +83,10 @@ class _Save:
         self.has_failed = False
         self.stops_at: int | None = None
         """The step before which all ranks raise the error, once they have agreed on it."""
-        context = copy_context()  # patience
         work = (self._run, rounds_apart(), finish, known, start_s)
-        # No daemon: a script that ends waits for it.
-        self._thread = threading.Thread(target=context.run, args=work, name="save")
-        self._thread.start()
-
-    def is_own_thread(self) -> bool:
-        """Whether the caller is part of this save."""
-        return threading.current_thread() is self._thread
-
-    def join(self) -> None:
-        """Return when the save is over."""
-        self._thread.join()
+        # No daemon: a script that ends waits for it. The context has the patience of the caller.
+        self.thread = threading.Thread(target=copy_context().run, args=work, name="save")
+        self.thread.start()
 
     def _run(self, rounds: Rounds | None, finish: Callable[[], SaveReport], known: SaveReport, start_s: float) -> None:
         with using(rounds):
@@ -111,7 +99,7 @@ class _Save:
                         seconds=round(time.perf_counter() - start_s, 4),
                     )
                     if rank_and_size()[0] == 0:
-                        _tell(report)  # may fail: a terminal is closed
+                        _print(report)  # may fail: a terminal is closed
                 self.report = report
             except BaseException as error:  # the main thread raises it
                 self._fail(error)
@@ -169,7 +157,7 @@ def _at_exit() -> None:
         print(f"The save in the background failed: {_running.error}", file=sys.stderr, flush=True)
 
 
-def _tell(report: SaveReport) -> None:
+def _print(report: SaveReport) -> None:
     num_bytes, copied = show_bytes(report.total_bytes), show_bytes(report.copied_bytes)
     # Beside the bars of a training, which a plain print would tear.
     tqdm.write(

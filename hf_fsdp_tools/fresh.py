@@ -15,7 +15,6 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import check_accelerator, policy_from, shard_arguments
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.first_pass import expect_prepare
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
 
 
@@ -80,8 +79,6 @@ def from_config(
     content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content)
     shard_model(model, plan, **given)
-    if accelerator is not None:
-        expect_prepare(model)
     sharding = sharding_of(model)
     assert sharding is not None
     seed = shared_seed(seed)

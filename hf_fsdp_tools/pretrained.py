@@ -18,14 +18,13 @@ from hf_fsdp_tools.loading.opening import Checkpoint, open_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
-from hf_fsdp_tools.modeling.generation import set_generation_config
+from hf_fsdp_tools.modeling.configs import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapter_files import as_peft_config, with_modules_to_save
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
-from hf_fsdp_tools.sharding.first_pass import expect_prepare
 from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.shard import shard_model
 from hf_fsdp_tools.text import quoted
@@ -254,8 +253,6 @@ def from_pretrained(
         plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
     # 5 shards without storage
     shard_model(model, plan, compile=compile, **settings)
-    if accelerator is not None:
-        expect_prepare(model)
     # 6 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 7 the adapter, which PEFT reads or makes

@@ -33,11 +33,6 @@ from benchmarks.architectures.batches import Batch, random_batch
 from benchmarks.architectures.gathered import Gathered, first_units, most_allowed, outputs_of, plan_of
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor
 
-__all__ = [
-    "PRECISIONS", "Case", "Figures", "examine_sharded", "forward", "loss_of", "plain_figures", "reopened_alone",
-    "repeated_alone",
-]  # fmt: skip
-
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 # The eps is larger than usual: a gradient of zero must not step by the sign of its rounding.

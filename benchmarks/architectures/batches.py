@@ -16,8 +16,6 @@ from torch import nn
 
 from benchmarks.architectures.exceptions import INPUTS
 
-__all__ = ["Batch", "candidates", "random_batch"]
-
 ROWS, WORDS, DECODER_WORDS = 2, 12, 6
 WORD_BYTES = ("input_ids", "decoder_input_ids")
 

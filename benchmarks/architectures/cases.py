@@ -14,8 +14,6 @@ from benchmarks.architectures.defaults import build_config, classes_of, heads_of
 from benchmarks.architectures.exceptions import CLASSES
 from benchmarks.architectures.shrink import LEVELS, shrink
 
-__all__ = ["NotBuiltError", "make_case"]
-
 MOST_PARAMETERS = 40_000_000
 MOST_CLASSES = 3
 

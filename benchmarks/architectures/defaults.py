@@ -8,8 +8,6 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-__all__ = ["CONFIG_MAPPING", "HEADS", "OTHER_MAPPINGS", "build_config", "classes_of", "heads_of"]
-
 # The head that a model type is mainly used with: the first mapping that knows the type. Seq2seq comes first for
 # encoder-decoders, whose ForCausalLM is only the decoder half.
 MAIN_MAPPINGS = (

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["CLASSES", "INPUTS", "REASONS", "SIZES"]
-
 RESNET = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1],
     "layer_type": "basic",

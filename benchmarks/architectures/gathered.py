@@ -12,8 +12,6 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.sharding.shard import sharding_of
 
-__all__ = ["Gathered", "first_units", "most_allowed", "outputs_of", "plan_of"]
-
 SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from benchmarks.architectures.exceptions import SIZES
 
-__all__ = ["LEVELS", "shrink"]
-
 LEVELS = ("tiny", "short", "default")
 """How far a configuration is shrunk: all sizes; layers, experts, vocabulary and images only; not at all. The first
 that runs is used."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from benchmarks.architectures.exceptions import REASONS
 
-__all__ = ["render"]
-
 Row = dict[str, Any]
 PREFACE = """# Census of training
 
@@ -38,20 +36,9 @@ TRUST = """
 - An environment without timm, scipy and torchvision builds fewer types.
 """
 
-FAR = """A difference is the largest of a tensor divided by the largest value of that tensor, so that 1.0 says that one
-gradient is of another size than the plain model's: two computations in bf16 were compared, and fp32 judges them.
-{count} types are above 0.01 in bf16 and agree all the same, because the plain model in bf16 is as far from the plain
-model in fp32, to a factor of two: {types}."""
-
 
 def render(rows: Iterable[Row], versions: str, output: str) -> str:
-    """The summary in Markdown.
-
-    Args:
-        rows: of the census.
-        versions: of the packages that it was made with.
-        output: name of the file of the rows.
-    """
+    """The summary in Markdown."""
     rows = sorted(rows, key=lambda row: row["type"].lower())
     part = [row for row in rows if row["verdict"] in ("agrees", "failed")]
     agrees = [row for row in part if row["verdict"] == "agrees"]
@@ -66,16 +53,10 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
             ("take no part", len(rows) - len(part)),
         ],
     )
-    exact = [row for row in agrees if all(row.get(f"{p}_{c}") == 0 for p in ("fp32", "bf16") for c in FIGURES)]
-    lines += ["", f"Of those that agree, {len(exact)} do so to the last bit in all figures of both precisions.", ""]
+    lines += [""]
     lines += table(("largest difference among those that agree", "fp32", "bf16"), list(_largest(agrees)))
-    far = [row["type"] for row in agrees if any(row.get(f"bf16_{check}", 0.0) > 0.01 for check in FIGURES)]
-    lines += ["", FAR.format(count=len(far), types=", ".join(far))]
     hows = Counter(row.get("bf16_plain", "none").partition(":")[0] for row in part)
     lines += ["", "What bf16 was compared with: " + ", ".join(f"{how} {n}" for how, n in hows.most_common()) + ".", ""]
-    lines += table(("units gathered at a time, at most", "types"), sorted(_gathered(part).items()))
-    kinds = Counter(kind for row in part for kind in row.get("inputs", "").split() if kind in SENSES)
-    lines += ["", "Inputs: " + ", ".join(f"`{kind}` {n}" for kind, n in kinds.most_common()) + ".", ""]
     lines += ["## Do not agree", ""]
     failed = [row for row in part if row["verdict"] == "failed"]
     cells = [(row["type"], row.get("class"), _short(row["why"]), _reason(row)) for row in failed]
@@ -90,7 +71,6 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
 
 
 FIGURES = ("outputs", "loss", "gradients", "step")
-SENSES = ("input_ids", "decoder_input_ids", "pixel_values", "input_features", "input_values", "labels")
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[str]:
@@ -104,10 +84,6 @@ def _largest(rows: list[Row]) -> Iterable[tuple[str, str, str]]:
     for check in FIGURES:
         worst = [max((row.get(f"{p}_{check}", 0.0) for row in rows), default=0.0) for p in ("fp32", "bf16")]
         yield check, f"{worst[0]:.1e}", f"{worst[1]:.1e}"
-
-
-def _gathered(rows: list[Row]) -> Counter[int]:
-    return Counter(max(row.get("fp32_gathered", 0), row.get("bf16_gathered", 0)) for row in rows)
 
 
 def _reason(row: Row) -> str:

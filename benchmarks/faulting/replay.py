@@ -3,24 +3,17 @@
 import ctypes
 import hashlib
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["begin", "crash_states", "preload", "seen"]
 
-
-def preload(folder: Path) -> bool:
-    """Build `calls.c` and let processes that start from now on load it; False where there is no compiler."""
-    library = folder / "calls.so"
-    source = Path(__file__).with_name("calls.c")
-    if shutil.which("cc") is None:
-        return False
+def preload(folder: Path) -> None:
+    """Build `calls.c` and let processes that start from now on load it."""
+    library, source = folder / "calls.so", Path(__file__).with_name("calls.c")
     flags = ["-shared", "-fPIC", "-O1", "-w", "-D_LARGEFILE64_SOURCE"]
     subprocess.run(["cc", *flags, "-o", library, source, "-ldl", "-lpthread"], check=True)
     os.environ["LD_PRELOAD"] = str(library)
-    return True
 
 
 def begin(root: Path, notes: Path, fault: str = "", at: int = 0) -> None:
@@ -140,41 +133,43 @@ def _notes(file: Path) -> Iterator[tuple[str, str, str, int, bytes]]:
 
 
 def crash_states(before: Path, root: Path, notes: Path, out: Path, most: int) -> tuple[dict[str, int], list[Path]]:
-    """The states after each call: all ranks killed, or power lost, data that was not synced being gone.
+    """How many states there are after the calls of all ranks, and how many differ; folders with so many of them.
 
-    Names are taken to reach the disk in their order, as journals do.
+    After each call all ranks are killed, or power is lost, data that was not synced being gone. Names are taken to
+    reach the disk in their order, as journals do. The first and the last state are among those that are made, of which
+    the others are spread over all.
 
     Args:
         before: a copy of the folder from before the first call.
         root: the folder that the notes are about.
         notes: of all ranks.
-        out: folder for the states that differ.
-        most: so many of them are made, spread over all, the first and the last among them.
-
-    Returns:
-        How many states there were of each kind, and how many differ; the folders that were made.
+        out: folder for the states that are made.
+        most: how many are made.
 
     Raises:
         AssertionError: the notes do not lead to what is in the folder now, so that a call was missed.
     """
-    calls, tree = list(_notes(notes)), _Tree(before)
-    tree.at = {str(root / Path(path).relative_to(before)): what for path, what in tree.at.items()}
+    calls = list(_notes(notes))
+
+    def replayed() -> Iterator[tuple[int, _Tree]]:
+        tree = _Tree(before)
+        tree.at = {str(root / Path(path).relative_to(before)): what for path, what in tree.at.items()}
+        for number, call in enumerate(calls):
+            yield number, tree
+            tree.do(*call)
+        yield len(calls), tree
+
     first: dict[str, tuple[int, bool]] = {}
-    for number in range(len(calls) + 1):
+    for number, tree in replayed():
         for power in (False, True):
             first.setdefault(tree.digest(power=power), (number, power))
-        if number < len(calls):
-            tree.do(*calls[number])
     assert not (other := tree.differences(_Tree(root))), f"the notes lack a call: {other}"
     points = list(first.values())
     chosen = {points[round(i * (len(points) - 1) / max(most - 1, 1))] for i in range(most)}
-    tree, folders = _Tree(before), []
-    tree.at = {str(root / Path(path).relative_to(before)): what for path, what in tree.at.items()}
-    for number in range(len(calls) + 1):
+    folders = []
+    for number, tree in replayed():
         for power in (False, True):
             if (number, power) in chosen:
                 folders.append(out / f"state-{number}{'-power' if power else ''}")
                 tree.write(root, folders[-1], power=power)
-        if number < len(calls):
-            tree.do(*calls[number])
-    return {"kills": len(calls) + 1, "power": len(calls) + 1, "differ": len(points)}, folders
+    return {"killed": len(calls) + 1, "power lost": len(calls) + 1, "that differ": len(points)}, folders

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,39 +23,31 @@ from tests._training import ShardedTrainer, arguments, make_rows, new_accelerato
 
 from .replay import begin, seen
 
-__all__ = [
-    "ENDS",
-    "SAVES",
-    "Save",
-    "digest_of_training",
-    "digest_of_values",
-    "look_at",
-    "quiet_trainer",
-    "save_first",
-    "save_struck",
-    "train_and_save",
-]
-
 Ready = Callable[[], None]
 """Called on every rank just before the save that is struck."""
 
 STEPS = 4
-_SEVERAL, _ONE = "60KB", "1GB"
+SEVERAL, ONE = "60KB", "1GB"
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(ABC):
     """One kind of save. All functions run on every rank; `models` holds the checkpoints `a` and `b`."""
 
     name: str
-    first: Callable[[Path, Path], str]
-    """Makes the older save in a folder; its digest."""
 
-    again: Callable[[Path, Path, Ready], str]
-    """Saves over it; the digest of what it saves."""
+    def first(self, models: Path, out: Path) -> str:
+        """Make the older save in a folder; its digest."""
+        out.mkdir(exist_ok=True)  # as the Trainer does when it is built
+        return "nothing"
 
-    found: Callable[[Path, Path], list[str]]
-    """A digest by each way to open the folder, or "error: …"."""
+    @abstractmethod
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        """Save over it; the digest of what it saves."""
+
+    @abstractmethod
+    def found(self, models: Path, out: Path) -> list[str]:
+        """A digest by each way to open the folder, or "error: …"."""
 
 
 # ---- run by ranks ----
@@ -71,8 +64,7 @@ def save_struck(
 
     def ready() -> None:
         dist.barrier()
-        mine = struck is not None and struck[0] == dist.get_rank()
-        begin(out, notes, *(struck[1:] if struck is not None and mine else ()))
+        begin(out, notes, *(struck[1:] if struck and struck[0] == dist.get_rank() else ()))
 
     return kind.again(models, out / "out", ready), seen()
 
@@ -81,56 +73,78 @@ def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str],
     """What each way of opening finds in each folder, and how many hidden bytes are left after one more save."""
     looks = []
     for out in outs:
-        found = kind.found(models, out / "out")
-        left = 0
-        if kind.first is not _nothing:
+        found, left = kind.found(models, out / "out"), 0
+        if not isinstance(kind, Training):
             kind.again(models, out / "out", dist.barrier)
             wait_for_saves()
-            left = sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and _is_hidden(path, out))
+            hidden = (path for path in out.rglob(".*") if path.name != ".metadata")  # which is DCP's
+            left = sum(file.stat().st_size for path in hidden for file in (path, *path.rglob("*")) if file.is_file())
         looks.append((found, left))
     return looks
 
 
-def _is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file is what a save leaves; the metadata of DCP is hidden too, and belongs there."""
-    return path.name != ".metadata" and any(part.startswith(".") for part in path.relative_to(root).parts)
+def tried(look: Callable[[], str]) -> str:
+    try:
+        return look()
+    except Exception as error:
+        return f"error: {type(error).__name__}: {str(error)[:300]}"
 
 
 # ---- save_pretrained ----
 
 
-def _digest_of(model: Any) -> str:
+def digest_of_model(model: Any) -> str:
     """Of all values, and of the one setting that another config has otherwise."""
     return f"{digest_of_values(model.named_parameters())} {model.config.rms_norm_eps}"
 
 
-def _save_model(models: Path, name: str, out: Path, size: str) -> str:
-    model = from_pretrained(models / name, accelerator=new_accelerator())
-    save_pretrained(model, out, max_shard_size=size)
-    return _digest_of(model)
-
-
-def _by_index(out: Path) -> str:
+def by_index(out: Path) -> str:
     """What a reader finds that follows the index and knows nothing of transformers."""
     model = LlamaForCausalLM(LlamaConfig(**json.loads((out / "config.json").read_text())))
     index = out / "model.safetensors.index.json"
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     model.load_state_dict({key: value for file in files for key, value in load_file(out / file).items()}, strict=False)
-    return _digest_of(model)
-
-
-def _found_whole(models: Path, out: Path) -> list[str]:
-    if (out / "adapter_config.json").exists():
-        return _adapter_found(models, out)
-    roads = (
-        lambda: AutoModelForCausalLM.from_pretrained(out),
-        lambda: from_pretrained(out, accelerator=new_accelerator()),
-    )
-    return [*(_tried(lambda road=road: _digest_of(road())) for road in roads), _tried(lambda: _by_index(out))]
+    return digest_of_model(model)
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Adapter(Save):
+    """`save_pretrained` of one adapter over another; of another `lora_alpha`."""
+
+    alpha: int = 8
+
+    def _saved(self, models: Path, out: Path, ready: Ready, seed: int, alpha: int) -> str:
+        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(seed)
+        model = from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
+        ready()
+        save_pretrained(model, out)
+        return digest_of_adapter(model)
+
+    def first(self, models: Path, out: Path) -> str:
+        return self._saved(models, out, dist.barrier, 1, 8)
+
+    def again(self, models: Path, out: Path, ready: Ready) -> str:
+        return self._saved(models, out, ready, 2, self.alpha)
+
+    def found(self, models: Path, out: Path) -> list[str]:
+        def plainly() -> str:
+            base = AutoModelForCausalLM.from_pretrained(models / "a")
+            return digest_of_adapter(PeftModel.from_pretrained(base, str(out)))
+
+        return [
+            tried(plainly),
+            tried(lambda: digest_of_adapter(from_pretrained(out, accelerator=new_accelerator()))),
+        ]
+
+
+def digest_of_adapter(model: Any) -> str:
+    values = ((name, parameter) for name, parameter in model.named_parameters() if "lora_" in name)
+    return f"{digest_of_values(values)} {model.peft_config['default'].lora_alpha}"
+
+
+@dataclass(frozen=True)
+class Model(Save):
     """`save_pretrained` of model b over model a; in the background, with or without `wait_for_saves`."""
 
     before: str | None
@@ -142,7 +156,11 @@ class _Whole:
     """Of another config."""
 
     def first(self, models: Path, out: Path) -> str:
-        return _adapter_first(models, out) if self.before is None else _save_model(models, "a", out, self.before)
+        if self.before is None:
+            return Adapter(self.name).first(models, out)
+        model = from_pretrained(models / "a", accelerator=new_accelerator())
+        save_pretrained(model, out, max_shard_size=self.before)
+        return digest_of_model(model)
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         model = from_pretrained(models / "b", accelerator=new_accelerator())
@@ -151,57 +169,23 @@ class _Whole:
         save_pretrained(model, out, max_shard_size=self.after, blocking=self.blocking)
         if self.waits:
             wait_for_saves()
-        return _digest_of(model)
+        return digest_of_model(model)
 
     def found(self, models: Path, out: Path) -> list[str]:
-        return _found_whole(models, out)
-
-
-def _adapted(models: Path, seed: int, alpha: int = 8) -> nn.Module:
-    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    torch.manual_seed(seed)
-    return from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
-
-
-def _adapter_first(models: Path, out: Path) -> str:
-    model = _adapted(models, 1)
-    save_pretrained(model, out)
-    return _digest_of_adapter(model)
-
-
-def _adapter_again(models: Path, out: Path, ready: Ready, alpha: int = 8) -> str:
-    model = _adapted(models, 2, alpha)
-    ready()
-    save_pretrained(model, out)
-    return _digest_of_adapter(model)
-
-
-def _other_adapter(models: Path, out: Path, ready: Ready) -> str:
-    return _adapter_again(models, out, ready, alpha=32)
-
-
-def _digest_of_adapter(model: Any) -> str:
-    return f"{digest_of_values(_adapter_of(model))} {model.peft_config['default'].lora_alpha}"
-
-
-def _adapter_found(models: Path, out: Path) -> list[str]:
-    def plainly() -> str:
-        base = AutoModelForCausalLM.from_pretrained(models / "a")
-        return _digest_of_adapter(PeftModel.from_pretrained(base, str(out)))
-
-    ours = _tried(lambda: _digest_of_adapter(from_pretrained(out, accelerator=new_accelerator())))
-    return [_tried(plainly), ours]
-
-
-def _adapter_of(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if "lora_" in name)
+        if (out / "adapter_config.json").exists():
+            return Adapter(self.name).found(models, out)
+        return [
+            tried(lambda: digest_of_model(AutoModelForCausalLM.from_pretrained(out))),
+            tried(lambda: digest_of_model(from_pretrained(out, accelerator=new_accelerator()))),
+            tried(lambda: by_index(out)),
+        ]
 
 
 # ---- save_state ----
 
 
 @dataclass(frozen=True)
-class _State:
+class State(Save):
     """`Accelerator.save_state` after one step, and after two."""
 
     automatic: bool
@@ -237,13 +221,13 @@ class _State:
         return digest
 
     def found(self, models: Path, out: Path) -> list[str]:
-        return [_tried(lambda: self._after(models, out, 0, load=True)[1])]
+        return [tried(lambda: self._after(models, out, 0, load=True)[1])]
 
 
 # ---- the Trainer ----
 
 
-class _Saves(TrainerCallback):
+class Saves(TrainerCallback):
     """Notes in a file outside of the folder which checkpoints were said to be saved."""
 
     def __init__(self, notes: Path) -> None:
@@ -263,12 +247,8 @@ def quiet_trainer(models: Path, args: Any, **settings: Any) -> ShardedTrainer:
     return trainer
 
 
-def _nothing(models: Path, out: Path) -> str:
-    return "nothing"
-
-
 @dataclass(frozen=True)
-class _Training:
+class Training(Save):
     """A Trainer that saves after every step, and goes on from the last checkpoint."""
 
     limit: int
@@ -276,7 +256,7 @@ class _Training:
 
     def _trainer(self, models: Path, out: Path) -> Any:
         settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": self.limit, "max_steps": STEPS}
-        trainer = quiet_trainer(models, arguments(out, **settings), callbacks=[_Saves(out.with_suffix(".notes"))])
+        trainer = quiet_trainer(models, arguments(out, **settings), callbacks=[Saves(out.with_suffix(".notes"))])
         trainer.blocking = self.blocking
         return trainer
 
@@ -300,10 +280,10 @@ class _Training:
                 return "nothing"  # no save was complete yet
             return digest_of_training(trainer.model, trainer.optimizer)
 
-        return [_tried(resumed)]
+        return [tried(resumed)]
 
 
-class _NumberThatExists:
+class NumberThatExists(Save):
     """A Trainer that begins anew and saves a checkpoint that an earlier run has saved."""
 
     def _train(self, models: Path, out: Path, rate: float, ready: Ready) -> str:
@@ -324,46 +304,37 @@ class _NumberThatExists:
         if problem := problem_of(checkpoint):
             return [f"error: {problem}"]
         saved = lambda: from_pretrained(checkpoint, accelerator=new_accelerator()).named_parameters()  # noqa: E731
-        return [_tried(lambda: digest_of_values(saved()))]
+        return [tried(lambda: digest_of_values(saved()))]
 
 
 def train_and_save(models: Path, out: Path) -> None:
     """A state of Accelerate's (`state`) and a Trainer's checkpoints (`out/checkpoint-2`), after two steps."""
-    _State(False).again(models, out / "state", dist.barrier)
+    State("", False).again(models, out / "state", dist.barrier)
     quiet_trainer(models, arguments(out / "out", save_strategy="steps", save_steps=2, max_steps=2)).train()
 
 
-def _kind(name: str, of: Any) -> Save:
-    return Save(name, getattr(of, "first", _nothing), of.again, of.found)
-
-
-SAVES = {
-    save.name: save
-    for save in (
-        _kind("save_pretrained, as many files", _Whole(_SEVERAL, _SEVERAL)),
-        _kind("save_pretrained, fewer files", _Whole(_SEVERAL, "120KB")),
-        _kind("save_pretrained, files over one", _Whole(_ONE, _SEVERAL)),
-        _kind("save_pretrained, one over files", _Whole(_SEVERAL, _ONE)),
-        _kind("save_pretrained, one over one", _Whole(_ONE, _ONE)),
-        _kind("save_pretrained, another config", _Whole(_SEVERAL, _SEVERAL, eps=1e-3)),
-        _kind("save_pretrained, one over one, another config", _Whole(_ONE, _ONE, eps=1e-3)),
-        _kind("save_pretrained, files over an adapter", _Whole(None, _SEVERAL)),
-        Save("save_pretrained, adapter", _adapter_first, _adapter_again, _adapter_found),
-        Save("save_pretrained, adapter of another config", _adapter_first, _other_adapter, _adapter_found),
-        _kind("save_state, one name", _State(False)),
-        _kind("save_state, total_limit=2", _State(True)),
-        _kind("Trainer, save_total_limit=2", _Training(2)),
-        _kind("Trainer, save_total_limit=1", _Training(1)),
-        _kind("Trainer, a number that exists", _NumberThatExists()),
-        _kind("save_pretrained, blocking=False", _Whole(_SEVERAL, _SEVERAL, blocking=False)),
-        _kind("save_state, blocking=False", _State(False, blocking=False)),
-        _kind("Trainer, blocking = False", _Training(2, blocking=False)),
-    )
-}
-
-ENDS = _kind(
-    "save_pretrained, blocking=False, and the script ends", _Whole(_SEVERAL, _SEVERAL, blocking=False, waits=False)
+SAVES = (
+    Model("save_pretrained, as many files", SEVERAL, SEVERAL),
+    Model("save_pretrained, fewer files", SEVERAL, "120KB"),
+    Model("save_pretrained, files over one", ONE, SEVERAL),
+    Model("save_pretrained, one over files", SEVERAL, ONE),
+    Model("save_pretrained, one over one", ONE, ONE),
+    Model("save_pretrained, another config", SEVERAL, SEVERAL, eps=1e-3),
+    Model("save_pretrained, one over one, another config", ONE, ONE, eps=1e-3),
+    Model("save_pretrained, files over an adapter", None, SEVERAL),
+    Adapter("save_pretrained, adapter"),
+    Adapter("save_pretrained, adapter of another config", alpha=32),
+    State("save_state, one name", False),
+    State("save_state, total_limit=2", True),
+    Training("Trainer, save_total_limit=2", 2),
+    Training("Trainer, save_total_limit=1", 1),
+    NumberThatExists("Trainer, a number that exists"),
+    Model("save_pretrained, blocking=False", SEVERAL, SEVERAL, blocking=False),
+    State("save_state, blocking=False", False, blocking=False),
+    Training("Trainer, blocking = False", 2, blocking=False),
 )
+
+ENDS = Model("save_pretrained, blocking=False, and the script ends", SEVERAL, SEVERAL, blocking=False, waits=False)
 """A save that nobody waits for."""
 
 
@@ -388,10 +359,3 @@ def digest_of_training(model: nn.Module, optimizer: Any) -> str:
         if isinstance(value, torch.Tensor)
     ]
     return digest_of_values([*model.named_parameters(), *state])
-
-
-def _tried(look: Callable[[], str]) -> str:
-    try:
-        return look()
-    except Exception as error:
-        return f"error: {type(error).__name__}: {str(error)[:300]}"

@@ -9,8 +9,6 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-__all__ = ["CASES", "SIZES", "Case", "Size"]
-
 
 @dataclass(frozen=True)
 class Size:

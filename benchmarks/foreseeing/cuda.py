@@ -47,14 +47,7 @@ def _known_not_to_be_packed() -> Iterator[None]:
 
 
 def measure(name: str, size: str, num_gpus: int, history: Path | None) -> dict[str, Any]:
-    """What the allocator counts for the last step of a case, in bytes.
-
-    Args:
-        name: of the case.
-        size: of the model.
-        num_gpus: size of the process group; this process is rank 0.
-        history: where the allocator's events of the last step are pickled.
-    """
+    """What the allocator counts for the last step of a case, in bytes."""
     torch.cuda.set_device(0)
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
     case = next(case for case in CASES if case.name == name)

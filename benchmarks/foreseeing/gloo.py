@@ -26,8 +26,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.foreseeing.cases import CASES
 from benchmarks.foreseeing.training import Training
 
-__all__ = ["Allocation", "count", "log_of", "measure"]
-
 _STEPS = 2
 """Of which the last is counted: the optimizer has its state, FSDP2 its buffers."""
 
@@ -73,12 +71,7 @@ class Allocation:
 
 
 def measure(name: str, size: str) -> dict[str, Any]:
-    """What a rank of a case takes, in bytes; a function for `run_ranks`.
-
-    Args:
-        name: of the case.
-        size: of the model.
-    """
+    """What a rank of a case takes, in bytes; a function for `run_ranks`."""
     world = dist.get_world_size()
     case = next(case for case in CASES if case.name == name)
     sizes: Sizes = []
@@ -138,11 +131,7 @@ def log_of(profiler: profile) -> list[Allocation]:
 
 
 def count(log: list[Allocation]) -> dict[str, Any]:
-    """Held, peak and every change of the last step, without scratch; and that scratch.
-
-    Args:
-        log: from `log_of`, from before the first parameter.
-    """
+    """Held, peak and every change of the last step, without scratch; and that scratch."""
     first = next(i for i, found in enumerate(log) if f"{_MARK}step {_STEPS - 1}" in found.above)
     live: dict[int, bool] = {}  # address -> whether it is scratch
     taken: Counter[str] = Counter()

@@ -13,8 +13,6 @@ import transformers
 
 from benchmarks.foreseeing import gloo
 from benchmarks.foreseeing.cases import CASES, SIZES, Case
-from benchmarks.foreseeing.peers import accelerate_bytes, deepspeed_bytes
-from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -22,19 +20,11 @@ from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from tests._dist import run_ranks
 
-__all__ = ["case_named", "foresee", "foreseen_on_cpus", "measured", "requested", "runs"]
-
 _TIMEOUT_S = 900
 
 
 def runs(device: str, names: list[str], worlds: list[int]) -> Iterator[tuple[Case, int]]:
-    """Each case that a device can run, with each number of GPUs.
-
-    Args:
-        device: cpu or cuda.
-        names: of the cases; all if empty.
-        worlds: numbers of GPUs; on CPUs each case has its own.
-    """
+    """Each case that a device can run, with each number of GPUs."""
     for case in CASES:
         if device not in case.on or (names and case.name not in names):
             continue
@@ -45,14 +35,7 @@ def runs(device: str, names: list[str], worlds: list[int]) -> Iterator[tuple[Cas
 
 
 def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
-    """What a real training took.
-
-    Args:
-        case: which training.
-        device: cpu (all ranks run, over gloo) or cuda (one rank runs, collectives do nothing).
-        size: of the model.
-        world: number of GPUs.
-    """
+    """What a real training took."""
     if device == "cpu":
         ranks = run_ranks(gloo.measure, world, case.name, size, timeout_s=_TIMEOUT_S)
         # The first rank holds the most.
@@ -67,11 +50,7 @@ def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
 
 
 def foresee(record: dict[str, Any]) -> dict[str, Any]:
-    """What this package and other tools say of a run.
-
-    Args:
-        record: of the run: case, device, size, gpus; on CUDA also what was measured, which names the GPU.
-    """
+    """What this package foresees of a run."""
     case, size, world = case_named(record["case"]), record["size"], record["gpus"]
     setup = case.sized(size, world)
     config = case.config(SIZES[size])
@@ -89,30 +68,18 @@ def foresee(record: dict[str, Any]) -> dict[str, Any]:
         }
         estimate = estimate_memory(config, model_kwargs={"auto_class": case.auto_class}, **(case.settings | fields))
         foreseen = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
-    plain = build_meta_model(config, auto_class=case.auto_class, dtype=torch.float32)
-    peers = {"accelerate": accelerate_bytes(plain, setup), "DeepSpeed": deepspeed_bytes(plain, setup)}
-    return {"foreseen": foreseen, "peers": peers, "transformers": transformers.__version__}
+    return {"foreseen": foreseen, "transformers": transformers.__version__}
 
 
 def foreseen_on_cpus(case: Case, size: str, world: int) -> Step:
-    """The step of a case as CPUs run it, whose kernels save other things than those of GPUs.
-
-    Args:
-        case: which training.
-        size: of the model.
-        world: number of ranks.
-    """
+    """The step of a case as CPUs run it, whose kernels save other things than those of GPUs."""
     setup = case.sized(size, world)
     model, plan = build(case.config(SIZES[size]), setup, auto_class=case.auto_class)
     return compose(trace_model(model, plan, setup, device="cpu"), plan, setup)
 
 
 def requested(step: Step) -> tuple[int, int]:
-    """(bytes before a step with the batch, bytes at its peak), as requested, without any allocator's rounding.
-
-    Args:
-        step: from `compose`.
-    """
+    """(bytes before a step with the batch, bytes at its peak), as requested, without any allocator's rounding."""
     live = {alloc.block: alloc for alloc in step.resident}
     total = peak = held = sum(alloc.num_bytes for alloc in step.resident)
     batch = most = 0

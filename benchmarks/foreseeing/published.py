@@ -1,242 +1,231 @@
-"""Published peaks of memory, and speeds on other GPUs and stacks than those that were fitted, beside what is foreseen.
+"""Published throughputs and peaks of memory of FSDP trainings, each as a model and a `TrainingSetup`.
 
-`published_memory.csv` has one training in a row. Each is foreseen twice:
+`published_throughput.csv` and `published_memory.csv` have one training in a row. What a publication leaves open is
+settled by these rules, none of which looks at a figure:
 
-- as a user would ask: the fields of `TrainingSetup`, which knows FSDP2 and transformers of today;
-- as it ran: with what its publication's code keeps besides. `units` "blocks": FSDP1, and Accelerate without this
-  package, leave embeddings and head in the root, gathered and with whole gradients until the backward pass ends.
-  `keeps_outputs`: a loop that holds the model's outputs until the next step holds the logits; transformers made them
-  fp32 until 2024, and copied them once more for the loss.
-
-Rows whose checkpointing is "selective-op" have no memory that can be foreseen.
+- MPT (llm-foundry) runs as GPT-2: the same sizes, learned positions, biases and tied head, with transformers' SDPA;
+  transformers' own MPT has eager attention only, and llm-foundry ran flash kernels. Its parameter counts agree exactly.
+- `checkpointing` "1/2" means every second block (torchtitan's "selective layer"). fms-fsdp's "selective" is 1/2 for 13B
+  (its HFU over its MFU says so) and 34B, and 3/4 for 70B: the smallest usual share with which its batch fits.
+- `checkpointing` "selective-op" is torchtitan's rule: attention and every second matmul of a block are kept, what is
+  left is computed again. Nothing is foreseen of the memory of such rows.
+- `precision` "PURE" of llm-foundry reduces in bf16, "DEFAULT" in fp32 (Composer); fms-fsdp reduces in bf16.
+- The network is the usual one of the GPU where a publication names none.
+- The FSDP paper's 175B rows hold for 128 to 512 GPUs; 256 are taken.
+- llm-foundry and TinyLlama run a fused cross entropy; that of transformers makes copies of the logits in fp32, so the
+  memory of these rows is less than foreseen, and no row of theirs is taken to wait for a full GPU.
+- TinyLlama's fused kernels and FlashAttention-2 count as compiled, of 2024.
+- PyTorch's post of 2022 wrapped the linear layers of the decoder one by one. Its teraflop/s and those of the FSDP paper
+  count the recomputation, 96 B s l h^2 (1 + s/6h + V/16lh) per step, as in the script that measured them (`calc_flop`
+  in github.com/mrshenli/ptd_benchmark, trainer.py). Its GPT-1T, which kept checkpoints on the host, is left out.
 """
 
 import csv
-import math
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
-import torch
-from torch.nn import functional
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from benchmarks.foreseeing.throughput import recomputed_events
-from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.forecast import Forecast, step_of
+from hf_fsdp_tools.foresight.events import Event, Mark, Work
+from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
-from hf_fsdp_tools.foresight.memory import memory_of
+from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import throughput
-from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.planning.policy import HybridPolicy
 
-__all__ = ["published_report"]
+Recomputed = Fraction | Literal["selective-op"]
+"""Share of the blocks that activation checkpointing computes again, or torchtitan's rule for operations."""
 
-_TABLE = Path(__file__).with_name("published_memory.csv")
-
-_MODELS: dict[str, tuple[type[PreTrainedConfig], tuple[int, int, int, int, int, int], bool]] = {
-    # width, blocks, heads, heads of keys, width of the MLP, vocabulary; whether the head is tied
-    "llama2-7b": (LlamaConfig, (4096, 32, 32, 32, 11008, 32000), False),
-    "llama2-13b": (LlamaConfig, (5120, 40, 40, 40, 13824, 32000), False),
-    "llama2-70b": (LlamaConfig, (8192, 80, 64, 8, 28672, 32000), False),
-    "llama3-8b": (LlamaConfig, (4096, 32, 32, 8, 14336, 128256), False),
-    "llama3.2-3b": (LlamaConfig, (3072, 28, 24, 8, 8192, 128256), True),
-    "mistral-7b": (LlamaConfig, (4096, 32, 32, 8, 14336, 32000), False),
-    "qwen2-7b": (Qwen2Config, (3584, 28, 28, 4, 18944, 152064), False),
-    "qwen2.5-1.5b": (Qwen2Config, (1536, 28, 12, 2, 8960, 151936), True),
-    "yi-34b": (LlamaConfig, (7168, 60, 56, 8, 20480, 64000), False),
+_GPT = {  # width, blocks, heads, vocabulary
+    "mpt-125m": (768, 12, 12, 50368),
+    "mpt-350m": (1024, 24, 16, 50368),
+    "mpt-760m": (1536, 24, 12, 50368),
+    "mpt-1b": (2048, 24, 16, 50368),
+    "mpt-3b": (2560, 32, 20, 50368),
+    "mpt-7b": (4096, 32, 32, 50368),
+    "mpt-13b": (5120, 40, 40, 50368),
+    "mpt-30b": (7168, 48, 56, 50368),
+    "mpt-70b": (8192, 80, 64, 50368),
+    "gpt-175b": (12288, 96, 96, 50000),
 }
-
-_PREFACE = """# Published trainings that no constant was fitted on
-
-Made by `python benchmarks/foresight.py published`. `benchmarks/foreseeing/published.py` says how publications were
-read, `published_memory.csv` has the facts with their sources. "As asked" is what `estimate_memory` says; "as it ran"
-adds what the publication's own code keeps (embeddings in the root, outputs that a loop holds, logits in fp32).
-Errors are foreseen over published, less 1.
-"""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A row, and what was foreseen of it."""
-
-    entry: dict[str, str]
-    asked: float
-    """Foreseen over published, less 1."""
-    ran: float
-    values: tuple[float, ...]
+_LLAMA = {  # width, blocks, heads, heads of keys, width of the MLP, vocabulary
+    "tinyllama-1.1b": (2048, 22, 32, 4, 5632, 32000),
+    "llama2-7b": (4096, 32, 32, 32, 11008, 32000),
+    "llama2-13b": (5120, 40, 40, 40, 13824, 32000),
+    "llama2-34b": (8192, 48, 64, 8, 22016, 32000),
+    "llama2-70b": (8192, 80, 64, 8, 28672, 32000),
+    "llama3-8b": (4096, 32, 32, 8, 14336, 128256),
+    "llama3.1-8b": (4096, 32, 32, 8, 14336, 128256),
+    "llama3.1-70b": (8192, 80, 64, 8, 28672, 128256),
+    "llama3.2-3b": (3072, 28, 24, 8, 8192, 128256),
+    "kempner-13b": (5120, 40, 40, 8, 18432, 128256),
+    "mistral-7b": (4096, 32, 32, 8, 14336, 32000),
+    "qwen2-7b": (3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 8960, 151936),
+    "yi-34b": (7168, 60, 56, 8, 20480, 64000),
+}
+_TIED = ("llama3.2-3b", "qwen2.5-1.5b")
 
 
-def published_report() -> str:
-    """The whole text, in Markdown."""
-    with _TABLE.open(newline="") as file:
-        entries = list(csv.DictReader(file))
-    memory = [_memory(entry) for entry in entries if entry["gib"]]
-    speed = [_speed(entry) for entry in entries if entry["tokens_s_gpu"]]
-    return "\n".join([_PREFACE, *_memory_tables(memory), *_speed_tables(speed)]) + "\n"
-
-
-# ---- what is foreseen ----
-
-
-def _setup(entry: dict[str, str], *, as_it_ran: bool) -> TrainingSetup:
-    lora_r = int(entry["lora_r"]) if entry["lora_r"] else None
-    targets = entry["lora_targets"]
-    blocks = HybridPolicy(min_unit_params=math.inf, floor_params=0, group_tail=False)
-    return TrainingSetup(
-        num_gpus=int(entry["gpus"]),
-        gpu=entry["gpu"],
-        seq_len=int(entry["seq_len"]),
-        batch_size=int(entry["batch_size"]),
-        activation_checkpointing=entry["checkpointing"] != "none",
-        wrapping=cast(Any, entry["wrapping"]),
-        policy=blocks if as_it_ran and entry["units"] == "blocks" else HybridPolicy(),
-        lora_r=lora_r,
-        lora_target_modules="all-linear" if targets in ("", "all-linear") else tuple(targets.split()),
-        lora_dropout=float(entry["lora_dropout"]),
-        load_in_4bit=entry["four_bit"] == "yes",
-        master_dtype=cast(Any, entry["master"]),
-        reduce_dtype=cast(Any, entry["reduce"]),
-        optimizer=entry["optimizer"],
-        loss=cast(Any, entry["loss"]),
-        offload=entry["offload"] == "yes",
-        compile=entry["compile"] == "yes",
-    )
-
-
-def _config(entry: dict[str, str]) -> PreTrainedConfig:
-    kind, (width, blocks, heads, key_heads, inner, vocabulary), is_tied = _MODELS[entry["model"]]
-    return kind(
+@cache
+def model_config(name: str, seq_len: int) -> PreTrainedConfig:
+    """transformers' configuration of a published model, with positions for a sequence."""
+    if name in _GPT:
+        width, blocks, heads, vocabulary = _GPT[name]
+        return GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=seq_len,
+            n_embd=width,
+            n_layer=blocks,
+            n_head=heads,
+            activation_function="gelu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            tie_word_embeddings=name.startswith("mpt"),
+        )
+    width, blocks, heads, key_heads, inner, vocabulary = _LLAMA[name]
+    return (Qwen2Config if name.startswith("qwen") else LlamaConfig)(
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         intermediate_size=inner,
-        max_position_embeddings=131072,
-        tie_word_embeddings=is_tied,
+        max_position_embeddings=seq_len,
+        tie_word_embeddings=name in _TIED,
     )
 
 
-def _forecast_as_it_ran(entry: dict[str, str]) -> Forecast:
-    setup = _setup(entry, as_it_ran=True)
-    model, plan = build(_config(entry), setup)
-    years = re.findall(r"20\d\d", entry["source"])
-    if setup.loss == "full" and (entry["keeps_outputs"] == "yes" or years < ["2025"]):
-        cast(Any, model).loss_function = _Loss(is_old=years < ["2025"], keeps=entry["keeps_outputs"] == "yes")
-    trace = trace_model(model, plan, setup)
-    return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, setup))
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published training."""
+
+    entry: dict[str, str]
+    """The row of the file."""
+    setup: TrainingSetup
+    recomputed: Recomputed
+    tokens_per_second: float | None
+    """Per GPU."""
+
+    @property
+    def publisher(self) -> str:
+        """Who measured: fms-fsdp's team wrote its README and two posts of PyTorch's blog."""
+        source = self.entry["source"]
+        return "fms-fsdp" if "fms-fsdp" in source else re.split("[ #]", source)[0]
+
+    @property
+    def name(self) -> str:
+        """A short description."""
+        setup = self.setup
+        words = [self.entry["model"], str(setup.gpu), f"x{setup.num_gpus}"]
+        words += [f"seq {setup.seq_len}", f"batch {setup.batch_size}"]
+        words += [f"x{setup.gradient_accumulation_steps}"] if setup.gradient_accumulation_steps > 1 else []
+        words += [f"AC {self.recomputed}" if self.recomputed != 1 else "AC"] if self.recomputed else []
+        flags = {"HSDP": setup.dp_replicate_size > 1, "offload": setup.offload, "compile": setup.compile}
+        return " ".join([*words, *(word for word, holds in flags.items() if holds)])
+
+    def foresee(self) -> MemoryEstimate:
+        """The memory of the training, with the events of its step."""
+        forecast = step_of(model_config(self.entry["model"], self.setup.seq_len), self.setup)
+        if self.recomputed not in (0, 1):
+            trace = replace(forecast.trace, events=tuple(recomputed_events(forecast.trace.events, self.recomputed)))
+            few = replace(forecast.setup, gradient_accumulation_steps=min(3, self.setup.gradient_accumulation_steps))
+            forecast = replace(forecast, trace=trace, step=compose(trace, forecast.plan, few))
+        memory = memory_of(forecast)
+        return replace(memory, retried=()) if self.publisher in ("llm-foundry", "TinyLlama") else memory
 
 
-class _Loss:
-    """transformers' loss, with logits that a loop keeps.
+def read_rows(kind: Literal["throughput", "memory"]) -> list[Row]:
+    """The published rows of a file but those in fp8, in which the library does not train, and GPT-1T."""
+    with Path(__file__).with_name(f"published_{kind}.csv").open(newline="") as file:
+        entries = [entry for entry in csv.DictReader(file) if entry.get("offload") != "all"]
+    return [_row(entry) for entry in entries if entry.get("precision") != "fp8"]
 
-    Args:
-        is_old: logits are fp32, and copied without the last token, as until 2024.
-        keeps: whether they stay until the step ends.
+
+def _row(entry: dict[str, str]) -> Row:
+    own: dict[str, Any] = {
+        "num_gpus": int(entry["gpus"]),
+        "gpu": entry["gpu"],
+        "batch_size": int(entry["batch_size"]),
+        "seq_len": int(entry["seq_len"]),
+        "activation_checkpointing": entry["checkpointing"] != "none",
+        "master_dtype": entry["master"],
+        "reduce_dtype": entry["reduce"],
+        "optimizer": entry["optimizer"],
+        "offload": entry["offload"] != "no",
+        "compile": entry["compile"] == "yes",
+        "loss": entry.get("loss", "full"),
+    }
+    if "era" in entry:
+        own |= {
+            "gpus_per_node": int(entry["gpus_per_node"]),
+            "network_gbit_s": float(entry["network_gbit_s"]) if entry["network_gbit_s"] else None,
+            "dp_replicate_size": int(entry["replicas"]),
+            "gradient_accumulation_steps": int(entry["accumulation"]),
+            "precision": entry["precision"],
+            "reshard_after_forward": entry["reshard"] == "yes",
+            "attn_implementation": "eager" if entry["era"] == "2022" else "sdpa",
+            "policy": HybridPolicy(block_types=("Conv1D",)) if own["offload"] else HybridPolicy(),
+        }
+    else:
+        targets = entry["lora_targets"]
+        own |= {
+            "wrapping": entry["wrapping"],
+            "lora_r": int(entry["lora_r"]) if entry["lora_r"] else None,
+            "lora_target_modules": "all-linear" if targets in ("", "all-linear") else tuple(targets.split()),
+            "lora_dropout": float(entry["lora_dropout"]),
+            "load_in_4bit": entry["four_bit"] == "yes",
+        }
+    rate = float(entry["tokens_s_gpu"]) if entry["tokens_s_gpu"] else None
+    if entry.get("tflops_gpu"):
+        rate = float(entry["tflops_gpu"]) / teraflops(entry["model"], 1.0, own["seq_len"])
+    share = {"none": "0", "full": "1"}.get(entry["checkpointing"], entry["checkpointing"])
+    recomputed: Recomputed = "selective-op" if share == "selective-op" else Fraction(share)
+    return Row(entry=entry, setup=TrainingSetup(**own), recomputed=recomputed, tokens_per_second=rate)
+
+
+def teraflops(model: str, tokens_per_second: float, seq_len: int) -> float:
+    """Teraflop/s of a GPT as the publications of 2022 and 2023 count them, with recomputation (see above)."""
+    width, blocks, _, vocabulary = _GPT[model]
+    return (
+        tokens_per_second
+        * 96
+        * blocks
+        * width**2
+        * (1 + seq_len / (6 * width) + vocabulary / (16 * blocks * width))
+        / 1e12
+    )
+
+
+def recomputed_events(events: Iterable[Event], rule: Recomputed) -> Iterator[Event]:
+    """Yield the events without what selective activation checkpointing does not compute again.
+
+    Of a share of blocks, those are spread evenly over the model (`ac_handler.py` of fms-fsdp); of operations, attention
+    and every other matmul of a block, the first among them, are kept (`_save_list` of torchtitan).
     """
-
-    def __init__(self, *, is_old: bool, keeps: bool) -> None:
-        self._is_old, self._keeps = is_old, keeps
-        self._kept: list[torch.Tensor] = []
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-        logits = logits.float() if self._is_old else logits
-        if self._keeps:
-            self._kept.append(logits)
-        upcast = logits.float()
-        if self._is_old:
-            upcast = upcast[..., :-1, :].contiguous()
-            return functional.cross_entropy(upcast.view(-1, vocab_size), labels[..., 1:].reshape(-1))
-        return functional.cross_entropy(upcast.view(-1, vocab_size), labels.reshape(-1))
-
-
-def _memory(entry: dict[str, str]) -> _Found:
-    published, kind = float(entry["gib"]), entry["kind"]
-    found, values = [], []
-    for forecast in (step_of(_config(entry), _setup(entry, as_it_ran=False)), _forecast_as_it_ran(entry)):
-        estimate = memory_of(forecast)
-        gib = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved, "total": estimate.total}
-        values.append(gib[kind] / 2**30)
-        found.append(values[-1] / published - 1)
-    return _Found(entry, found[0], found[1], tuple(values))
-
-
-def _speed(entry: dict[str, str]) -> _Found:
-    setup = _setup(entry, as_it_ran=False)
-    forecast = step_of(_config(entry), setup)
-    events: Iterable[Any] = forecast.step.events
-    if entry["checkpointing"] == "selective-op":
-        events = (event for _, event in recomputed_events(enumerate(events), "selective-op"))
-    trace = forecast.trace
-    estimate = throughput(list(events), setup, name="", tokens=trace.tokens, model_flops=trace.model_flops)
-    rate = estimate.tokens_per_second_per_gpu
-    error = rate / float(entry["tokens_s_gpu"]) - 1
-    return _Found(entry, error, error, (rate, estimate.error))
-
-
-# ---- the text ----
-
-
-def _memory_tables(found: Sequence[_Found]) -> Iterator[str]:
-    yield "## Peak memory on real GPUs"
-    yield ""
-    yield "| rows | number | mean | median | bias | 90 % below | worst | more than 10 % too low |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-    eager = [each for each in found if each.entry["compile"] == "no"]
-    for name, some in (("all", found), ("not compiled", eager)):
-        yield _summary(f"{name}, as asked", [each.asked for each in some])
-        yield _summary(f"{name}, as it ran", [each.ran for each in some])
-    yield ""
-    yield "| published by | training | GPUs | tokens | published GiB | counted | as asked | error | as it ran | error |"
-    yield "|---|---|---|---|---:|---|---:|---:|---:|---:|"
-    for each in found:
-        entry, (asked, ran) = each.entry, each.values
-        cells = [*_named(entry), entry["gib"], entry["kind"], f"{asked:.1f}", f"{each.asked:+.1%}"]
-        yield f"| {' | '.join([*cells, f'{ran:.1f}', f'{each.ran:+.1%}'])} |"
-    yield ""
-
-
-def _speed_tables(found: Sequence[_Found]) -> Iterator[str]:
-    yield "## Tokens per second of other GPUs and other stacks"
-    yield ""
-    yield "Shares of RTX 3090, RTX 4090, B200 and MI300X were set from these rows; nothing was fitted on the others."
-    yield ""
-    yield "| published by | training | GPUs | tokens | published tokens/s per GPU | foreseen | range | error |"
-    yield "|---|---|---|---|---:|---:|---:|---:|"
-    for each in sorted(found, key=lambda one: one.entry["gpu"]):
-        rate, error = each.values
-        published = f"{float(each.entry['tokens_s_gpu']):,.0f}"
-        cells = [*_named(each.entry), published, f"{rate:,.0f}", f"± {error:.0%}", f"{each.asked:+.1%}"]
-        yield f"| {' | '.join(cells)} |"
-    yield ""
-
-
-def _named(entry: dict[str, str]) -> list[str]:
-    extra = [word for word, holds in (("offload", entry["offload"]), ("compiled", entry["compile"])) if holds == "yes"]
-    extra += [f"checkpointing {entry['checkpointing']}"] if entry["checkpointing"] != "none" else []
-    training = ", ".join([entry["training"], *extra])
-    return [
-        entry["source"],
-        training,
-        f"{entry['gpus']} × {entry['gpu']}",
-        f"{entry['batch_size']} × {entry['seq_len']}",
-    ]
-
-
-def _summary(name: str, errors: Sequence[float]) -> str:
-    sizes = sorted(map(abs, errors))
-    cells = [
-        str(len(errors)),
-        f"{statistics.mean(sizes):.1%}",
-        f"{statistics.median(sizes):.1%}",
-        f"{statistics.mean(errors):+.1%}",
-        f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}",
-        f"{max(errors, key=abs):+.1%}",
-        str(sum(error < -0.1 for error in errors)),
-    ]
-    return f"| {name} | {' | '.join(cells)} |"
+    known: dict[str, bool] = {}
+    matmuls = 0
+    for event in events:
+        if isinstance(event, Mark):
+            matmuls = 0
+        elif isinstance(event, Work) and event.again:
+            if isinstance(rule, Fraction):
+                number = len(known) + 1
+                known.setdefault(
+                    event.unit, int(number * rule + Fraction(1, 2)) > int((number - 1) * rule + Fraction(1, 2))
+                )
+                if not known[event.unit]:
+                    continue
+            else:
+                matmuls += event.operation == "matmul"
+                if event.operation == "attention" or (event.operation == "matmul" and matmuls % 2):
+                    continue
+        yield event

@@ -1,95 +1,80 @@
-"""Records of memory as Markdown: what was measured, what was foreseen, and what other tools say."""
+"""What was foreseen beside what was measured or published, as Markdown."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.foreseeing.cases import SIZES
-
-__all__ = ["render"]
-
-_MIB = 2**20
+from benchmarks.foreseeing.fit import START
+from benchmarks.foreseeing.published import Row
+from hf_fsdp_tools.foresight.throughput import throughput_of
 
 
-def render(records: Sequence[dict[str, Any]]) -> str:
-    """All records as Markdown.
-
-    Args:
-        records: from `benchmarks/foresight.py memory`.
-    """
+def measured_report(records: Sequence[dict[str, Any]]) -> str:
+    """Real trainings: on CPUs every allocation counted, on a device the counts of PyTorch's caching allocator."""
     lines = ["# Memory: foreseen beside measured", ""]
-    cpu = [record for record in records if record["device"] == "cpu"]
-    cuda = [record for record in records if record["device"] == "cuda"]
-    if cpu:
-        lines += _on_cpus(cpu)
-    for device in dict.fromkeys(record["measured"]["device"] for record in cuda):
-        lines += _on_device(device, [record for record in cuda if record["measured"]["device"] == device])
-    lines += [
-        "Peers: `accelerate estimate-memory` (training with Adam) knows neither sharding nor activations; DeepSpeed's "
-        "`estimate_zero3_model_states_mem_needs` knows no activations. Both are per GPU.",
-        "",
-    ]
+    for device in dict.fromkeys((record["device"], record["measured"].get("device", "CPUs")) for record in records):
+        some = [each for each in records if (each["device"], each["measured"].get("device", "CPUs")) == device]
+        kinds = [key for key in some[0]["foreseen"] if key != "held"]
+        rows = []
+        for record in some:
+            cells = [record["case"], f"{record['gpus']}", f"{record['measured']['parameters'] / 1e6:.1f} M"]
+            for kind in kinds:
+                real, foreseen = record["measured"][kind], record["foreseen"][kind]
+                cells += [f"{real / 2**20:,.1f}", f"{foreseen / 2**20:,.1f}", f"{foreseen / real - 1:+.4%}"]
+            rows.append(cells)
+        heads = [head for kind in kinds for head in (f"{kind} MiB", "foreseen", "error")]
+        torch = ", ".join(sorted({record["measured"]["torch"] for record in some}))
+        lines += [f"## {device[1]}, PyTorch {torch}", "", *table(["training", "GPUs", "parameters", *heads], rows), ""]
     return "\n".join(lines)
 
 
-def _on_cpus(records: Sequence[dict[str, Any]]) -> list[str]:
-    worst = max(abs(_error(record, "peak")) for record in records)
-    lines = [
-        f"## Real ranks over gloo: at most {worst:.4%} off in {len(records)} cases",
-        "",
-        "A step after the first of a real training on CPUs, every allocation and free counted: the peak on rank 0, "
-        "without what gloo takes for itself (the gathered bytes twice for each all-gather, the input once for each "
-        f"reduce-scatter). PyTorch {_versions(records)}.",
-        "",
-        "| training | ranks | parameters | measured MiB | foreseen MiB | error | accelerate | DeepSpeed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for record in records:
-        real, peers = record["measured"], record["peers"]
-        cells = [record["case"], str(record["gpus"]), f"{real['parameters'] / 1e6:.1f} M", _mib(real["peak"])]
-        cells += [_mib(record["foreseen"]["peak"]), f"{_error(record, 'peak'):+.4%}"]
-        cells += [_mib(peers["accelerate"]), _mib(peers["DeepSpeed"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def _on_device(device: str, records: Sequence[dict[str, Any]]) -> list[str]:
-    errors = {key: [abs(_error(record, key)) for record in records] for key in ("allocated", "reserved")}
-    found = ", ".join(
-        f"{key} {statistics.median(each):.2%} off in the median and {max(each):.2%} at most"
-        for key, each in errors.items()
+def published_report(rows: Sequence[Row], constants: dict[str, float] | None = None) -> str:
+    """Published trainings: memory where a row has it, and tokens per second."""
+    peaks: list[Sequence[str]] = []
+    rates: list[Sequence[str]] = []
+    errors: dict[str, list[float]] = {"peak memory": [], "tokens per second": []}
+    for row in rows:
+        memory, source = row.foresee(), row.entry["source"]
+        if gib := row.entry.get("gib"):
+            kinds = {"allocated": memory.peak_allocated, "reserved": memory.peak_reserved, "total": memory.total}
+            foreseen = kinds[row.entry["kind"]] / 2**30
+            errors["peak memory"].append(foreseen / float(gib) - 1)
+            peaks.append((source, row.name, gib, f"{foreseen:.1f}", f"{foreseen / float(gib) - 1:+.1%}"))
+        if row.tokens_per_second:
+            estimate = throughput_of(memory, **({"era": row.entry["era"]} if "era" in row.entry else {}))
+            rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
+            errors["tokens per second"].append(rate / real - 1)
+            rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
+    lines = ["# Published trainings and what was foreseen", "", "Errors are foreseen over published, less 1.", ""]
+    lines += table(
+        ("figure", "number", "mean error", "median", "bias", "90 % below", "worst"),
+        [_summary(name, some) for name, some in errors.items() if some],
     )
-    is_stand_in = "Fake" in device
-    name = "An H100's stand-in under PyTorch's caching allocator" if is_stand_in else device
-    what = "The device is a stand-in for the CUDA runtime: sizes are real, kernels do nothing. " if is_stand_in else ""
-    lines = [
-        f"## {name}: {found}",
-        "",
-        "The fourth step of a real training on one device, which is rank 0 of so many: `max_memory_allocated` and "
-        f"`max_memory_reserved` in MiB. {what}PyTorch {_versions(records)}.",
-        "",
-        "| training | GPUs | parameters | tokens | allocated | foreseen | error | reserved | foreseen | error "
-        "| accelerate | DeepSpeed |",
-        f"| --- {'| ---: ' * 11}|",
-    ]
-    for record in records:
-        real, peers = record["measured"], record["peers"]
-        cells = [record["case"], str(record["gpus"]), f"{real['parameters'] / 1e6:.0f} M"]
-        cells += ["{} × {:,}".format(SIZES[record["size"]].batch_size, SIZES[record["size"]].seq_len)]
-        for key in ("allocated", "reserved"):
-            cells += [_mib(real[key]), _mib(record["foreseen"][key]), f"{_error(record, key):+.2%}"]
-        cells += [_mib(peers["accelerate"]), _mib(peers["DeepSpeed"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    if constants:
+        cells = [(name, f"{value:.4g}", f"{START[name]:.4g}") for name, value in constants.items()]
+        lines += ["", "## Constants", "", *table(("constant", "value", "before"), cells)]
+    for title, some, unit in (("Peak memory", peaks, "GiB"), ("Throughput", rates, "tokens/s per GPU")):
+        if some:
+            heads = ("source", "training", f"published {unit}", "foreseen", "error")
+            lines += ["", f"## {title}", "", *table(heads, some)]
+    return "\n".join(lines) + "\n"
 
 
-def _error(record: dict[str, Any], key: str) -> float:
-    return float(record["foreseen"][key] / record["measured"][key] - 1)
+def _summary(name: str, errors: Sequence[float]) -> Sequence[str]:
+    sizes = sorted(map(abs, errors))
+    percent: Callable[[float], str] = "{:+.1%}".format
+    return (
+        name,
+        str(len(errors)),
+        f"{statistics.mean(sizes):.1%}",
+        f"{statistics.median(sizes):.1%}",
+        percent(statistics.mean(errors)),
+        f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}",
+        percent(max(errors, key=abs)),
+    )
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.1f}"
-
-
-def _versions(records: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(sorted({record["measured"]["torch"] for record in records}))
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

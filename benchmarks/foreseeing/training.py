@@ -26,20 +26,11 @@ from hf_fsdp_tools.foresight.tracing.inputs import make_batch
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import apply_sharding
 
-__all__ = ["DTYPES", "Training"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Training:
-    """One model of a case, sharded and with its optimizer, on this rank.
-
-    Args:
-        case: which training.
-        size: of the model and batch (`SIZES`).
-        num_gpus: size of the process group, which must run.
-        device: of computation.
-    """
+    """One model of a case, sharded and with its optimizer, on this rank."""
 
     def __init__(self, case: Case, size: str, *, num_gpus: int, device: torch.device) -> None:
         self.setup = case.sized(size, num_gpus)
@@ -53,11 +44,7 @@ class Training:
         self.batch = _batch(base, self.setup, images_of(plain, self.setup), device)
 
     def step(self, phase: Any) -> None:
-        """One optimizer step.
-
-        Args:
-            phase: makes a context of the name of each part.
-        """
+        """One optimizer step."""
         count = self.setup.gradient_accumulation_steps
         for _ in range(count):
             with phase("forward"):

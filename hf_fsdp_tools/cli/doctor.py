@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_fsdp_tools.cli.common import add_model, count
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.plan import class_note, meta_model
+from hf_fsdp_tools.cli.plan import meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
 
@@ -33,14 +33,12 @@ def _doctor(options: argparse.Namespace) -> int:
         return _doctor_of_file(options)
     from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
 
-    note = ""
     if options.model is None:
         report: Any = check_environment()
     else:
         model = meta_model(options, dtype="float32")  # of what is trained, as this package loads it
-        note = class_note(options, model)
         report = rehearse(model, num_processes=options.num_processes)
-    print(report.to_json() if options.json else within(f"{report}{note}"))
+    print(report.to_json() if options.json else within(report))
     return int(report.has_errors)
 
 

@@ -159,7 +159,7 @@ def _wrapped(setup: "TrainingSetup", wrapping: str) -> "TrainingSetup":
     return replace(setup, wrapping=wrapping)  # type: ignore[arg-type]  # it is one of three
 
 
-def _value(options: argparse.Namespace, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for wrapping, each in estimates.items():
         value[wrapping] = {"memory": json.loads(each.memory.to_json()), "throughput": json.loads(each.time.to_json())}
@@ -176,7 +176,7 @@ def _cost_words(time: "ThroughputEstimate", options: argparse.Namespace) -> str:
     )
 
 
-def _table(estimates: Mapping[str, Estimate], options: argparse.Namespace) -> list[str]:
+def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:
     """One row per figure, one column per wrapping."""
     every = list(estimates.values())
     kinds = dict.fromkeys(kind for each in every for kind in each.memory.at_peak)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 import warnings
@@ -49,15 +48,12 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError("export needs STATE and OUT: a training state or checkpoint, and a new folder")
     import torch.distributed as dist
 
-    from hf_fsdp_tools.distributed.launcher import check_started
     from hf_fsdp_tools.distributed.mesh import ensure_process_group
 
     # SIGTERM interrupts as Ctrl-C does, so that the hidden folder goes.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    is_launched = check_started(os.environ)
-    if is_launched:
-        ensure_process_group("cpu")
-    is_first = not is_launched or dist.get_rank() == 0
+    ensure_process_group("cpu")  # of the ranks that a launcher has started, or of this process
+    is_first = dist.get_rank() == 0
     try:
         report = _write(options)
     except FSDPToolsError:
@@ -66,8 +62,7 @@ def _export(options: argparse.Namespace) -> int:
         return 1  # rank 0 shows the same error
     finally:
         signal.signal(signal.SIGTERM, before)
-        if is_launched:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     if is_first:
         _print(report, options)
     return 0
@@ -115,7 +110,7 @@ def _own_warnings() -> Iterator[None]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show  # type: ignore[assignment]  # it takes more than it needs

@@ -30,7 +30,6 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
-from hf_fsdp_tools.sharding.share import RankShare
 from hf_fsdp_tools.text import dtype_name, listed
 
 _DOING = "diagnosing the model"
@@ -50,8 +49,6 @@ class Diagnosis:
     """Errors first, then warnings, then infos; empty for a model without problems."""
     units: UnitTree
     """The model's units, nested and with sizes, equal siblings as one; `str(…)` is a tree."""
-    share: RankShare | None = None
-    """What each rank keeps, of a model that was sharded for a rehearsal; None otherwise."""
 
     @property
     def has_errors(self) -> bool:
@@ -65,8 +62,7 @@ class Diagnosis:
     def __str__(self) -> str:
         counts: Counter[str] = Counter(finding.severity for finding in self.findings)
         summary = ", ".join(f"{counts[s]} {s}{'s' * (counts[s] != 1)}" for s in SEVERITIES if counts[s])
-        share = [] if self.share is None else ["", str(self.share)]
-        return "\n".join([str(self.units), *share, "", summary or "no findings", *map(str, self.findings)])
+        return "\n".join([str(self.units), "", summary or "no findings", *map(str, self.findings)])
 
 
 def diagnose(

@@ -20,7 +20,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
-from hf_fsdp_tools.sharding.share import share_of
 from hf_fsdp_tools.text import table
 
 _REQUIRED = {
@@ -109,7 +108,7 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     if num_processes > _MOST_REHEARSED:
         raise ConfigError(
             f"num_processes is {num_processes:,}; FSDP2 cuts each parameter into as many pieces, so that at most "
-            f"{_MOST_REHEARSED:,} are rehearsed here. `hf-fsdp plan NAME --num-processes N` needs shapes alone."
+            f"{_MOST_REHEARSED:,} are rehearsed here. `hf-fsdp estimate NAME` needs shapes alone."
         )
     if dist.is_initialized():
         raise ConfigError(
@@ -120,14 +119,13 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
     try:
         plan = make_wrap_plan(model, policy=policy or HybridPolicy())
-        share = share_of(model, plan, num_processes)
         shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
         diagnosis = diagnose(model)
     finally:
         dist.destroy_process_group()
     # No weights are loaded here, so this finding says nothing. (Some models have a few small parameters with values.)
     findings = tuple(finding for finding in diagnosis.findings if finding.code != "meta-parameters")
-    return replace(diagnosis, findings=findings, share=share)
+    return replace(diagnosis, findings=findings)
 
 
 def _tried_words(least: str, last: str | None) -> str:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
+from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
 from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 

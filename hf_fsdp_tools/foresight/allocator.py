@@ -16,18 +16,12 @@ from dataclasses import dataclass
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free
 
-_UNIT = 512
-"""`kMinBlockSize`: every block is a multiple."""
-_SMALL = 2**20
-"""`kSmallSize`: requests up to here are served from the small pool."""
-_SMALL_SEGMENT = 2 * 2**20
-"""`kSmallBuffer`: size of the small pool's segments."""
-_LARGE_SEGMENT = 20 * 2**20
-"""`kLargeBuffer`: segment for requests below `kMinLargeAlloc`."""
-_LARGE = 10 * 2**20
-"""`kMinLargeAlloc`: requests from here on get a segment of their own size …"""
-_LARGE_UNIT = 2 * 2**20
-"""`kRoundLarge`: … rounded up to a multiple of this."""
+_UNIT = 512  # `kMinBlockSize`: every block is a multiple
+_SMALL = 2**20  # `kSmallSize`: requests up to here are served from the small pool
+_SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: size of the small pool's segments
+_LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment for requests below `kMinLargeAlloc`
+_LARGE = 10 * 2**20  # `kMinLargeAlloc`: requests from here on get a segment of their own size …
+_LARGE_UNIT = 2 * 2**20  # `kRoundLarge`: … rounded up to a multiple of this
 
 
 _FreeBlocks = list[tuple[tuple[str, bool], list[tuple[int, int]]]]
@@ -56,12 +50,9 @@ class _Pool:
 
     def __init__(self, *, is_small: bool, least_rest: int) -> None:
         self.is_small = is_small
-        self.least_rest = least_rest
-        """Bytes that a block must be longer than a request to be split."""
-        self.free: list[tuple[int, int, _Block]] = []
-        """Size, address and the block itself of the free blocks, sorted."""
-        self.last: _Block | None = None
-        """Of an expandable segment: the block at its end."""
+        self.least_rest = least_rest  # Bytes that a block must be longer than a request to be split
+        self.free: list[tuple[int, int, _Block]] = []  # Size, address and the block itself of the free blocks, sorted
+        self.last: _Block | None = None  # Of an expandable segment: the block at its end
 
     def add(self, block: _Block) -> None:
         insort(self.free, (block.size, block.address, block))
@@ -79,10 +70,8 @@ class CachingAllocator:
     """One GPU's allocator. Counts bytes as `torch.cuda.memory_stats` does."""
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
-        self.allocated = 0
-        """Bytes of the blocks in use (`allocated_bytes.all.current`)."""
-        self.reserved = 0
-        """Bytes of all segments (`reserved_bytes.all.current`)."""
+        self.allocated = 0  # Bytes of the blocks in use (`allocated_bytes.all.current`)
+        self.reserved = 0  # Bytes of all segments (`reserved_bytes.all.current`)
         self.retries: list[int] = []
         """How many cached segments were given back each time that the device was full (`num_alloc_retries`)."""
         self._limit = limit

@@ -11,13 +11,12 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
-from hf_fsdp_tools.modeling.peft_view import base_of, is_adapted
+from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
 from hf_fsdp_tools.sharding.adapters import add_lora
+from hf_fsdp_tools.sharding.added import plan_with_adapters
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtypes of a `TrainingSetup`."""

@@ -83,8 +83,7 @@ _NOT_BUILT = (
 )
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
-_MOST_MODELS = 2
-"""How many models on meta are kept. (assumed)"""
+_MOST_MODELS = 2  # How many models on meta are kept. (assumed)
 
 _models: "OrderedDict[tuple[object, ...], tuple[object, nn.Module, WrapPlan]]" = OrderedDict()
 _traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, Loss]]" = OrderedDict()

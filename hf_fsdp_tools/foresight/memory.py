@@ -13,7 +13,7 @@ from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timeline import Timeline, held, memory_timeline, states
-from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
@@ -41,11 +41,8 @@ _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
 
-
-_SHOWN = 0.001
-"""Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)"""
-_WASTED = 0.03
-"""Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)"""
+_SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
+_WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
 
 _SETTLED = 3
 """Steps after the first until the allocator does the same in every step: segments that one step adds change which
@@ -57,9 +54,7 @@ class Outside:
     """Memory of the GPU that PyTorch's allocator does not know of."""
 
     name: str
-    """What takes it."""
     num_bytes: int
-    """How much, about."""
     source: str
     """How this is known."""
 
@@ -75,11 +70,8 @@ class MemoryEstimate:
     """
 
     model_class: str
-    """Class of the model."""
     num_params: int
-    """Its parameters."""
     setup: TrainingSetup
-    """What was asked for."""
     peak_allocated: int
     """Bytes of the blocks in use at the peak: `torch.cuda.max_memory_allocated`."""
     peak_reserved: int
@@ -130,12 +122,8 @@ class MemoryEstimate:
         return _replayed(self.forecast.step, self.setup, expandable=True).peak_reserved
 
     def largest(self, most: int = 10) -> list[tuple[int, int, str, str]]:
-        """What takes most at the peak: bytes, number of equal tensors, unit or units, and what makes them: the module
-        inside of the unit and the operator, or the kind of memory.
-
-        Args:
-            most: rows to give, the largest first.
-        """
+        """What takes most at the peak, the largest first: bytes, number of equal tensors, unit or units, and what makes
+        them: the module inside of the unit and the operator, or the kind of memory."""
         step = self.forecast.step
         groups: dict[tuple[object, ...], list[Alloc]] = {}
         for alloc in held(step.events, step.resident, self.peak_event):
@@ -169,11 +157,15 @@ class MemoryEstimate:
         times = f" × {setup.gradient_accumulation_steps} micro-steps" if setup.gradient_accumulation_steps > 1 else ""
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * self.limit_bytes] or kinds[:1]
-        rows = [*large, ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large))]
-        rows += [("allocated at the peak", self.peak_allocated)]
-        rows += [("cached by the allocator", self.peak_reserved - self.peak_allocated)]
-        rows += [(each.name, each.num_bytes) for each in self.outside]
-        rows += [("in all", self.total)]
+        cached = self.peak_reserved - self.peak_allocated
+        rows = [
+            *large,
+            ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large)),
+            ("allocated at the peak", self.peak_allocated),
+            ("cached by the allocator", cached),
+            *((each.name, each.num_bytes) for each in self.outside),
+            ("in all", self.total),
+        ]
         width = max(len(name) for name, _ in rows)
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
@@ -183,11 +175,9 @@ class MemoryEstimate:
             *(self._row(name, num_bytes, width) for name, num_bytes in rows),
             self._verdict(),
         ]
-        if self.peak_reserved - self.peak_allocated > _WASTED * self.limit_bytes:
-            saved = self.peak_reserved - self.peak_expandable
-            if saved > _WASTED * self.limit_bytes:
-                total = show_bytes(self.total - saved)
-                lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {total} in all")
+        wasted = _WASTED * self.limit_bytes
+        if cached > wasted and (saved := self.peak_reserved - self.peak_expandable) > wasted:
+            lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")
         if self.host_bytes:
             lines.append(f"host memory of each process: {show_bytes(self.host_bytes)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -251,9 +241,8 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
     unit, held = next(states(step.events, step.resident, [at]))
-    kinds = dict(held)
     coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
-    kinds["cuBLAS workspace"] = _workspace(gpu)
+    kinds = {**held, "cuBLAS workspace": _WORKSPACES.get(gpu.family, _WORKSPACE)}
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     return MemoryEstimate(
         model_class=forecast.model_class,
@@ -284,22 +273,16 @@ def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
-    workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
+    workspace = Alloc(-1, _WORKSPACES.get(gpu_named(setup.gpu).family, _WORKSPACE), "temporaries", "")
     later = [step.events] * (1 if expandable else _SETTLED)
     return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
-
-
-def _workspace(gpu: Gpu) -> int:
-    return _WORKSPACES.get(gpu.family, _WORKSPACE)
 
 
 def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
     """What the driver and NCCL take."""
     context = Outside(name="CUDA context", num_bytes=_CONTEXT, source="assumed; 0.4 to 0.6 GiB are usual")
-    groups = (setup.dp_shard_size > 1) + (
-        setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
-    )
-    if not groups:
+    is_replicated = setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
+    if not (groups := (setup.dp_shard_size > 1) + is_replicated):
         return (context,)
     nccl = Outside(
         name="NCCL's buffers",

@@ -24,8 +24,7 @@ MOST_GPUS = 4096
 _EXPOSED = 0.1
 """Part of a step that waits for communication, above which gradients might be reduced less often. (assumed)"""
 
-_MICRO_STEPS = 8
-"""How many are then proposed. (assumed)"""
+_MICRO_STEPS = 8  # How many are then proposed. (assumed)
 
 
 def proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:

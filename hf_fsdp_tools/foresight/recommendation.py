@@ -15,7 +15,6 @@ class Alternative:
     """Another setting that was estimated, and rejected."""
 
     setup: TrainingSetup
-    """The setting."""
     changes: Mapping[str, Any]
     """Fields that differ from the recommended setting and their values; first the one that it is an alternative of."""
     peak_bytes: int
@@ -43,7 +42,6 @@ class Choice:
     field: str
     """Name in `TrainingSetup`."""
     value: Any
-    """Its recommended value."""
     given: bool
     """Whether the user has fixed it."""
     rejected: tuple[Alternative, ...] = ()
@@ -73,19 +71,15 @@ class Recommendation:
     """
 
     model: str
-    """What is trained."""
     setup: TrainingSetup
-    """The setting."""
     peak_bytes: int
     """Of each GPU's memory, at the peak: what PyTorch reserves, and what CUDA and NCCL take beside it."""
     gpu_bytes: int
-    """Memory of a GPU."""
     margin: float
     """Part of `gpu_bytes` that stays free at least."""
     host_bytes: int
     """Host memory of one process under offload, else 0."""
     step_seconds: float
-    """Of one optimizer step."""
     retries: int = 0
     """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
     whole_logits_bytes: int = 0
@@ -116,18 +110,14 @@ class Recommendation:
         setup = self.setup
         width = max(len(_TITLES[choice.field]) for choice in self.choices)
         tokens = self.global_batch_size * setup.seq_len
-        batch = (
-            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x "
-            f"{setup.batch_size} x {setup.gradient_accumulation_steps} steps, {tokens:,} tokens"
-        )
-        chosen = [line for choice in self.choices for line in choice.lines(width)]
         return "\n".join(
             [
                 f"{self.model}, {training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
                 *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
                 "",
-                *chosen,
-                batch,
+                *(line for choice in self.choices for line in choice.lines(width)),
+                f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x "
+                f"{setup.batch_size} x {setup.gradient_accumulation_steps} steps, {tokens:,} tokens",
                 "",
                 *self.figures(),
                 *(f"{'' if number else 'faster':<10}{each}" for number, each in enumerate(self.proposals)),
@@ -139,11 +129,11 @@ class Recommendation:
     def figures(self) -> list[str]:
         """Lines of memory and speed."""
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
-        asked = f"at least {percent(self.margin)} for what estimates cannot know"
-        lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({asked})"]
+        reserve = f"at least {percent(self.margin)} for what estimates cannot know"
+        lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({reserve})"]
         if self.retries:
             lines.append(
-                f"{'':<10}full {self.retries} times per step, for which the GPU stands still (in the speed below)"
+                f"          full {self.retries} times per step, for which the GPU stands still (in the speed below)"
             )
         if self.whole_logits_bytes:
             whole = show_bytes(self.whole_logits_bytes)
@@ -157,11 +147,8 @@ class Recommendation:
 
     def to_json(self) -> str:
         """All of it as JSON: fields as here, sizes in bytes."""
-        more = {
-            "global_batch_size": self.global_batch_size,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-        }
-        return json.dumps(asdict(self) | more, indent=1, default=str)
+        derived = {name: getattr(self, name) for name in ("global_batch_size", "tokens_per_second_per_gpu")}
+        return json.dumps(asdict(self) | derived, indent=1, default=str)
 
 
 def percent(part: float) -> str:

@@ -10,8 +10,7 @@ from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
-_MOST_GPUS = 2**20
-"""More than any cluster has. (assumed)"""
+_MOST_GPUS = 2**20  # More than any cluster has. (assumed)
 
 _COUNTS = (
     "num_gpus",

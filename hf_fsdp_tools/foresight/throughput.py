@@ -52,7 +52,6 @@ class ThroughputEstimate:
     name: str
     """The model, for texts."""
     setup: TrainingSetup
-    """What was asked for."""
     era: str
     """Software whose efficiencies were taken (`efficiency.ERAS`)."""
     step_seconds: float
@@ -132,27 +131,14 @@ class ThroughputEstimate:
         return tokens / (self.tokens_per_second_per_gpu * self.setup.num_gpus) / 3600
 
     def cost(self, tokens: float, price_per_gpu_hour: float) -> float:
-        """What so many tokens cost, in the currency of the price.
-
-        Args:
-            tokens: of the whole training.
-            price_per_gpu_hour: of one GPU for one hour.
-        """
+        """What so many tokens cost, in the currency of the price."""
         return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
 
     def to_json(self) -> str:
         """All fields, and what follows from them, as JSON text."""
-        derived = (
-            "tokens_per_second_per_gpu",
-            "range",
-            "trainer_range",
-            "tflops_per_gpu",
-            "peak_flops",
-            "mfu",
-            "hfu",
-            "exposed_seconds",
-        )
-        own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *derived)}
+        rates = ("tokens_per_second_per_gpu", "range", "trainer_range", "tflops_per_gpu", "peak_flops")
+        names = (*self.__dataclass_fields__, *rates, "mfu", "hfu", "exposed_seconds")
+        own = {name: getattr(self, name) for name in names}
         own["error"] = self.error if self.is_foreseen else None
         return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
 
@@ -163,12 +149,21 @@ class ThroughputEstimate:
             network = node_network(setup, self.gpu) * 8 / 1e9
             where = f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         step = _show_seconds(self.step_seconds)
-        if (rates := self._rates()) is None:
-            rates = [f"  tokens/s are not foreseen: no published training on {self.gpu.title} is known", f"  {step}"]
-            rates[1] += " per step with the shares of the peaks that stand below, to compare settings:"
+        lines = [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}"]
+        if self.range is None or self.trainer_range is None:
+            lines.append(f"  tokens/s are not foreseen: no published training on {self.gpu.title} is known")
+            lines.append(f"  {step} per step with the shares of the peaks that stand below, to compare settings:")
         else:
-            rates.append(f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:")
-        lines = [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}", *rates]
+            rate, (low, high), (least, most) = self.tokens_per_second_per_gpu, self.range, self.trainer_range
+            again = ""
+            if self.hardware_flops > self.model_flops:
+                again = f", with what is computed again {self.hfu:.1%}"
+            lines += [
+                f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * setup.num_gpus:,.0f} on all",
+                f"  this is of a tuned loop; published trainings with a Trainer would be {least:,.0f} to {most:,.0f}",
+                f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
+                f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:",
+            ]
         for part, seconds in self.parts.items():
             if seconds >= 0.0005 * self.step_seconds:
                 lines.append(f"    {_PARTS[part]:<32} {_show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
@@ -177,20 +172,6 @@ class ThroughputEstimate:
             lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
         lines.append(f"  software of {self.era}; efficiencies {self.source}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _rates(self) -> list[str] | None:
-        """Lines of what is foreseen per second; None where nothing is."""
-        if self.range is None or self.trainer_range is None:
-            return None
-        rate, (low, high), (least, most) = self.tokens_per_second_per_gpu, self.range, self.trainer_range
-        again = ""
-        if self.hardware_flops > self.model_flops:
-            again = f", with what is computed again {self.hfu:.1%}"
-        return [
-            f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * self.setup.num_gpus:,.0f} on all",
-            f"  this is of a tuned loop; published trainings with a Trainer would be {least:,.0f} to {most:,.0f}",
-            f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
-        ]
 
 
 def _show_seconds(seconds: float) -> str:
@@ -234,13 +215,17 @@ def estimate_throughput(
     return throughput_of(memory_of(forecast), era=era)
 
 
-def throughput_of(memory: MemoryEstimate, *, era: str = LATEST_ERA) -> ThroughputEstimate:
+def throughput_of(
+    memory: MemoryEstimate, *, era: str = LATEST_ERA, efficiency: Efficiency | None = None
+) -> ThroughputEstimate:
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
+    `efficiency` stands in place of that of the GPU in the era.
     """
     setup, trace = memory.forecast.setup, memory.forecast.trace
-    steps, efficiency = setup.gradient_accumulation_steps, efficiency_of(gpu_named(setup.gpu), era)
+    steps = setup.gradient_accumulation_steps
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
     one, *two = (
         simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=allocator_stalls(each))

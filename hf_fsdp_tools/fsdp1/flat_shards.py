@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import way_inside
+from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.text import listed
 
 

@@ -25,7 +25,7 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.hooks import cast_inputs
-from hf_fsdp_tools.sharding.whole import average_gradients
+from hf_fsdp_tools.sharding.replicated import average_gradients
 
 
 def wrap_fsdp1(

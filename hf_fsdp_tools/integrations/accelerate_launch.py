@@ -25,7 +25,8 @@ _OTHER_ENGINES = ("multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm", "dynam
 
 
 def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The settings of `accelerate launch` in the command of a recipe, the launcher's words, and the recipe's."""
+    """The settings of `accelerate launch` in the command of a recipe, the launcher's words without file and device, and
+    the recipe's words."""
     parser = launch_command_parser()
     parser._actions = [action for action in parser._actions if action.option_strings]  # no script is named
     for name in _OF_RECIPES:
@@ -43,6 +44,10 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
             left.pop(0)
         elif word != "--cpu":  # which the launcher takes for another engine
             own.append(word)
+    names = [word.partition("=")[0].replace("-", "_") for word in own]
+    if "__config_file" in names:
+        place = names.index("__config_file")
+        del own[place : place + (1 if "=" in own[place] else 2)]
     return {name: getattr(settings, name) for name in _SETTINGS}, own, rest
 
 

@@ -42,8 +42,8 @@ from hf_fsdp_tools.integrations.states import saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
+from hf_fsdp_tools.sharding.replicated import by_kind, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
-from hf_fsdp_tools.sharding.whole import by_kind, step_kinds_apart
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed

@@ -19,19 +19,18 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.peft_view import base_of
-from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
-from hf_fsdp_tools.sharding.added import shard_added
+from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
+from hf_fsdp_tools.sharding.replicated import is_averaged
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
     shard_model,
     sharded_module,
     sharding_of,
 )
-from hf_fsdp_tools.sharding.whole import is_averaged
 from hf_fsdp_tools.text import listed
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,13 +14,13 @@ from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import warn_on_node
+from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.sharding.adapter_plan import plan_with_adapters
+from hf_fsdp_tools.sharding.added import plan_with_adapters
 from hf_fsdp_tools.sharding.shard import (
     Sharding,
     check_checkpointing,
     checkpoint_activations,
-    remember_sharding,
     sharded_module,
     sharding_of,
 )
@@ -193,5 +193,5 @@ def _checkpoint_late(model: nn.Module, sharding: Sharding) -> Sharding:
     check_checkpointing(root)
     checkpoint_activations(root)
     sharding = replace(sharding, activation_checkpointing=True)
-    remember_sharding(root, sharding)
+    add_to_note(root, sharding=sharding)
     return sharding

@@ -35,6 +35,7 @@ from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.allocate import allocate, renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
@@ -298,13 +299,7 @@ def rolled_back(model: nn.Module) -> Iterator[None]:
     tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
     mixture of two models. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
     """
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        (store, name, tensor)
-        for module in model.modules()
-        for store in (module._parameters, module._buffers)
-        for name, tensor in store.items()
-        if tensor is not None
-    ]
+    before = list(slots(model))
     try:
         yield
     except BaseException:

@@ -15,11 +15,12 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.vocabulary import AddedRows, fill_added, resized_twin
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding.adapter_plan import measured
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, swap
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
-from hf_fsdp_tools.sharding.shard import remember_sharding, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.text import listed
 
 
@@ -111,27 +112,18 @@ def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -
     """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
     whole = gather_on_device(old)
     if not isinstance(old, nn.Parameter):
-        _set_everywhere(model, old, whole.new_zeros(shape))
+        swap(model, {old: whole.new_zeros(shape)})
     elif isinstance(old, DTensor):
         replace_parameter(model, key, old, shape)
         allocate(model, device=local_tensor(old).device)
     else:
-        _set_everywhere(model, old, with_data(old, whole.new_empty(shape)))
+        swap(model, {old: with_data(old, whole.new_empty(shape))})
     tensor = persistent_tensors(model)[key]
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         kept = [max(0, min(n, m - s)) for s, n, m in zip(box.start, box.length, old.shape, strict=True)]
         source = whole[tuple(slice(s, s + n) for s, n in zip(box.start, kept, strict=True))]
         memory_view(local, start, kept).copy_(source)
-
-
-def _set_everywhere(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for store in stores:
-            for name, tensor in store.items():
-                if tensor is old:
-                    store[name] = new
 
 
 def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
@@ -147,4 +139,4 @@ def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     base, sharding = sharded_module(model), sharding_of(model)
     if base is not None and sharding is not None:
         plan = measured(sharding.plan, ModuleTree(base))
-        remember_sharding(base, replace(sharding, plan=plan))
+        add_to_note(base, sharding=replace(sharding, plan=plan))

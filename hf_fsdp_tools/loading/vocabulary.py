@@ -39,6 +39,9 @@ class AddedRows:
 
 def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None) -> None:
     """Resize embeddings, head and config of a plain meta model, by transformers' own code; ties stay."""
+    for name, count in (("num_tokens", num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} is {count}; it must be at least 1.")
     try:
         with torch.device("meta"):
             model.resize_token_embeddings(num_tokens, pad_to_multiple_of, mean_resizing=False)

@@ -36,10 +36,16 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
     with original_classes(model), _without_padding(*loaded):
         for path in _module_paths(model):
             name, module = path[-1]
-            wanted = {key: tensor for key, tensor in _own_tensors(module) if _is_wanted(module, name, key, missing)}
+            own = _own_tensors(module)
+            wanted = {k: t for k, t in own if k in module._non_persistent_buffers_set or _fqn(name, k) in missing}
             if wanted:
                 _refuse_adapters(path, wanted)
-                untouched += _initialize_module(path, wanted, seed)
+                made = _draw(path, {key: tensor.shape for key, tensor in wanted.items()}, seed)
+                untouched += [_fqn(name, key) for key in wanted if key not in made]
+                for key, tensor in wanted.items():
+                    if key in made:
+                        _copy_into(tensor, made[key])
+                    tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
     if untouched:
         raise CheckpointError(
             f"In no checkpoint file, and not initialised by the model's own code: {', '.join(untouched)}. "
@@ -104,10 +110,6 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(key, tensor) for key, tensor in own if tensor is not None]
 
 
-def _is_wanted(module: nn.Module, name: str, key: str, missing: set[str]) -> bool:
-    return key in module._non_persistent_buffers_set or _fqn(name, key) in missing
-
-
 def _mark_initialized(model: nn.Module) -> None:
     """Mark all tensors as initialised: transformers' initialisers, of which some reach into other modules, leave them
     alone, and write to the tensors without a mark that `_draw` puts in their place."""
@@ -115,22 +117,8 @@ def _mark_initialized(model: nn.Module) -> None:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
 
 
-def _initialize_module(path: ModulePath, wanted: dict[str, torch.Tensor], seed: int) -> list[str]:
-    """Initialise the `wanted` tensors of the last module of `path`; return the names of tensors that no code wrote."""
-    name = path[-1][0]
-    made = _draw(path, {key: tensor.shape for key, tensor in wanted.items()}, seed)
-    for key, tensor in wanted.items():
-        if key in made:
-            _copy_into(tensor, made[key])
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-    return [_fqn(name, key) for key in wanted if key not in made]
-
-
 def _draw(path: ModulePath, shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of these shapes, drawn on the CPU by the initialisers of the last module of `path`, by name.
-
-    Tensors that no initialiser wrote are left out. The module keeps its own tensors.
-    """
+    """Tensors of these shapes, drawn on the CPU by the initialisers of the last module of `path`, by name."""
     name, module = path[-1]
     stores: dict[str, dict[str, Any]] = {
         key: module._parameters if key in module._parameters else module._buffers for key in shapes

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +60,24 @@ class Packing:
 
 
 def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
-    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model.
-
-    Takes `quantization_config` out of `model_kwargs` and sets it in the config, as `from_pretrained` does.
-    """
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if model_kwargs.get(name):
-            raise ConfigError(
-                f"{name}=True is no argument of from_pretrained. "
-                "Give quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)."
-            )
-    asked = model_kwargs.pop("quantization_config", None)
-    if getattr(asked, "dequantize", False):  # what is done with such a checkpoint anyway
-        asked = None
+    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model."""
+    chosen = model_kwargs.pop("quantization_config", None)
+    if getattr(chosen, "dequantize", False):  # what is done with such a checkpoint anyway
+        chosen = None
     stored = _stored_in(config)
-    if asked is not None and not _has(asked, "load_in_4bit"):
-        why = _WHY_NOT_8BIT if _has(asked, "load_in_8bit") else _ONLY_4BIT
-        raise ConfigError(f"quantization_config={_named(asked)} cannot be applied shard by shard. {why} {_CURE}")
-    if asked is None and not _has(stored, "load_in_4bit"):
+    if chosen is not None and not _has(chosen, "load_in_4bit"):
+        raise ConfigError(
+            f"quantization_config is a {type(chosen).__name__} without load_in_4bit: only 4-bit weights of "
+            "bitsandbytes are packed in blocks that a shard can hold whole. Use "
+            "BitsAndBytesConfig(load_in_4bit=True, …), or load without it: the base stays in bf16, spread over all "
+            "ranks."
+        )
+    if chosen is None and not _has(stored, "load_in_4bit"):
         return None
     if stored is not None and not isinstance(stored, Mapping):
         config.quantization_config = stored.to_dict()  # transformers reads a config's quantization only in this form
     try:
-        quantizer, _, _ = get_hf_quantizer(config, asked, device_map={"": "cpu"}, weights_only=True, user_agent={})
+        quantizer, _, _ = get_hf_quantizer(config, chosen, device_map={"": "cpu"}, weights_only=True, user_agent={})
     except ImportError as error:
         raise ConfigError(
             f"4-bit weights need bitsandbytes and accelerate: pip install bitsandbytes. ({error})"
@@ -93,8 +89,7 @@ def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> An
 
 def has_4bit_layers(config: PreTrainedConfig, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether a model of this config, with these keywords, has 4-bit layers of bitsandbytes."""
-    asked = model_kwargs.get("quantization_config")
-    return _has(asked, "load_in_4bit") or _has(_stored_in(config), "load_in_4bit")
+    return _has(model_kwargs.get("quantization_config"), "load_in_4bit") or _has(_stored_in(config), "load_in_4bit")
 
 
 def _stored_in(config: PreTrainedConfig) -> Any:
@@ -107,14 +102,14 @@ def replace_linears(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) 
     quantizer.preprocess_model(
         model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
     )
-    found = _linear4bits(model)
-    if not found:
+    layers = _linear4bits(model)
+    if not layers:
         skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
         raise ConfigError(
             f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change "
             "llm_int8_skip_modules, or leave quantization_config out."
         )
-    for module in found.values():
+    for module in layers.values():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     model.hf_quantizer = quantizer
@@ -147,7 +142,7 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
             )
         packed = torch.empty((num_bytes // storage.itemsize, 1), dtype=storage, device="meta")
         module.weight = nn.Parameter(packed, requires_grad=False)
-        module._packing = packing
+        add_to_note(module, packing=packing)
         # On a CPU with AVX512-BF16, bitsandbytes would replace the gathered weight by a rearranged copy in evaluation.
         module.support_avx512bf16_for_cpu = False
         module.register_forward_pre_hook(_before_forward)
@@ -157,12 +152,12 @@ def pack_weights(model: nn.Module, quantizer: Any) -> None:
 def packed_linears(model: nn.Module) -> dict[str, Any]:
     """The layers that `pack_weights` packed, by the name of their weight."""
     named = model.named_modules()
-    return {f"{name}.weight".lstrip("."): module for name, module in named if "_packing" in module.__dict__}
+    return {f"{name}.weight".lstrip("."): module for name, module in named if note_of(module).packing}
 
 
 def packing_of(module: nn.Module) -> Packing:
     """How the weight of a layer from `packed_linears` is packed."""
-    packing = module.__dict__["_packing"]
+    packing = note_of(module).packing
     assert isinstance(packing, Packing)
     return packing
 
@@ -210,27 +205,8 @@ def refuse_cast_weights(model: nn.Module) -> None:
             )
 
 
-_CURE = (
-    "Use BitsAndBytesConfig(load_in_4bit=True, …), or load without it: the base stays in bf16, spread over all ranks."
-)
-_ONLY_4BIT = "Only 4-bit weights of bitsandbytes are packed in blocks that a shard can hold whole."
-_WHY_NOT_8BIT = (
-    "8-bit layers of bitsandbytes keep a second reference to the whole int8 weight, with a scale per row, in a state "
-    "that FSDP2 neither shards nor frees."
-)
-
-
 def _has(config: Any, bits: str) -> bool:
     return bool(config.get(bits) if isinstance(config, Mapping) else getattr(config, bits, False))
-
-
-def _named(config: Any) -> str:
-    """A quantisation in a few words: its class and what it switches on, or its method."""
-    content = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    bits = [f"{name}=True" for name in ("load_in_8bit", "load_in_4bit") if content.get(name)]
-    method = content.get("quant_method")
-    told = bits or [f"quant_method={str(getattr(method, 'value', method))!r}"]
-    return f"{'dict' if isinstance(config, Mapping) else type(config).__name__}({', '.join(told)})"
 
 
 def _linear4bits(model: nn.Module) -> dict[str, Any]:

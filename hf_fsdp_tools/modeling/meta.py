@@ -151,7 +151,7 @@ def build_meta_model(
         except FSDPToolsError:
             raise
         except (TypeError, ValueError) as error:
-            if (problem := _misused(error, config, auto_class, trust_remote_code, model_kwargs)) is None:
+            if (problem := _misused(error, config, auto_class, model_kwargs)) is None:
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
     if quantizer is not None:
@@ -165,30 +165,16 @@ def build_meta_model(
     return model
 
 
-def _misused(
-    error: TypeError | ValueError,
-    config: PreTrainedConfig,
-    auto_class: Any,
-    trust_remote_code: bool,
-    keywords: Mapping[str, Any],
-) -> str | None:
+def _misused(error: TypeError | ValueError, config: Any, auto_class: Any, keywords: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a model that could not be built; None where it may be the config's fault."""
     kind = getattr(auto_class, "__name__", str(auto_class))
-    if isinstance(error, TypeError) and keywords:
-        names, fits = ", ".join(keywords), "fits" if len(keywords) == 1 else "fit"
-        known = [*config.to_dict(), "attn_implementation", "quantization_config"]
-        end = did_you_mean(next(iter(keywords)), known, otherwise=".")
-        return f"{names} {fits} neither the config nor the model, {kind}{end}"
-    if isinstance(error, TypeError):
+    if isinstance(error, ValueError):
+        return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
+    if not keywords:
         return None
-    if str(error).startswith("Unrecognized configuration class"):
-        usual = model_class(config, trust_remote_code=trust_remote_code)
-        other = "the model's class" if usual is auto_class else f"its usual class, {usual.__name__},"
-        return (
-            f"transformers has no {kind} for {type(config).__name__}. Use a model of another architecture, or {other} "
-            "as auto_class (--auto-class)."
-        )
-    return f"{kind} cannot make a model of this {type(config).__name__}: {first_line(error)}."
+    known = [*config.to_dict(), "attn_implementation", "quantization_config"]
+    end = did_you_mean(next(iter(keywords)), known, otherwise=".")
+    return f"{', '.join(keywords)}: neither the config nor the model, {kind}, has such an argument{end}"
 
 
 def _built_by_transformers(config: PreTrainedConfig, auto_class: Any) -> AbstractContextManager[None]:
@@ -225,11 +211,11 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     Without this, transformers asks a hub that does not answer for more than a minute.
     """
     keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-    asked = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
+    options = {key: hub_kwargs[key] for key in keys if key in hub_kwargs}
     own_code = bool(hub_kwargs.get("trust_remote_code"))
-    folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **asked)
+    folder, pinned = fetch(name, "config.json", "generation_config.json", *(["*.py"] if own_code else []), **options)
     if not (folder / "config.json").is_file():
-        where = f", folder {asked['subfolder']!r}" if asked.get("subfolder") else ""
+        where = f", folder {options['subfolder']!r}" if options.get("subfolder") else ""
         raise CheckpointError(
             f"No config.json in {name!r}{where} (commit {pinned['revision']}). "
             "Give the name of a transformers model, or its subfolder."

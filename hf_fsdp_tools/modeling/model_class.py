@@ -1,7 +1,6 @@
 """The class of a configuration's model: given, named by the configuration, or that which its kind is trained with."""
 
 import inspect
-from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -27,12 +26,15 @@ def model_class(
        tokens, next tokens; else the base model.
     """
     if auto_class is not None:
-        return class_named(auto_class) if isinstance(auto_class, str) else _checked(auto_class)
+        return class_named(auto_class)
     names = _architectures(config)
-    remote = _remote_class(config, names)
+    own_code = _own_code(config)
+    remote = next(
+        (getattr(transformers, n) for n, cls in own_code.items() if str(cls).rpartition(".")[2] in names), None
+    )
     own = next(filter(None, (_own_class(config, name) for name in names)), None)
     usual = _class_of_kind(config)
-    if trust_remote_code and remote is None and usual is not None and usual.__name__ in _own_code(config):
+    if trust_remote_code and remote is None and usual is not None and usual.__name__ in own_code:
         remote = usual  # as transformers does, whatever class the config names
     named = (remote or own) if trust_remote_code else (own or remote)
     if named is not None and (as_stored or usual in (None, _BASE) or not _is_base(config, named)):
@@ -40,34 +42,15 @@ def model_class(
     return usual or transformers.AutoModelForCausalLM
 
 
-def class_named(name: str) -> Any:
-    """The auto class or model class of transformers of that name."""
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and (hasattr(found, "from_config") or hasattr(found, "_from_config")):
-        return found
+def class_named(auto_class: Any) -> Any:
+    """An auto class or a model class, also by its name in transformers."""
+    cls = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if isinstance(cls, type) and (hasattr(cls, "from_config") or hasattr(cls, "_from_config")):
+        return cls
+    name = str(auto_class)
     alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
     cure = did_you_mean(name, alike, otherwise=". Use AutoModelForCausalLM, AutoModel, …, or a model class.")
-    raise ConfigError(f"auto_class {quoted(name)} is no model class of transformers{cure}")
-
-
-def other_class_note(config: PreTrainedConfig, built: type) -> str | None:
-    """One sentence for the case that a configuration names another class than that of its model; None otherwise."""
-    named = _architectures(config)
-    if not named or built.__name__ in named or f"FSDP{built.__name__}" in named:
-        return None
-    have = any(_own_class(config, name) for name in named)
-    if have:
-        return f"the config names {', '.join(named)}; {built.__name__} is taken (--auto-class (auto_class) chooses)"
-    return f"the config names {', '.join(named)}, which the installed transformers lacks; {built.__name__} is taken"
-
-
-def _checked(auto_class: Any) -> Any:
-    if isinstance(auto_class, type) and (hasattr(auto_class, "from_config") or hasattr(auto_class, "_from_config")):
-        return auto_class
-    raise ConfigError(
-        f"auto_class is {quoted(auto_class)}: give an AutoModelFor… class of transformers, a model class, or the name "
-        "of one of these."
-    )
+    raise ConfigError(f"auto_class {quoted(auto_class)} is no model class of transformers{cure}")
 
 
 def _architectures(config: PreTrainedConfig) -> list[str]:
@@ -78,14 +61,11 @@ def _architectures(config: PreTrainedConfig) -> list[str]:
 
 
 def _own_class(config: PreTrainedConfig, name: str) -> Any:
-    """The class of transformers of that name if it is made for such configurations.
-
-    FSDP puts its name before that of a class, and older saves of sharded models wrote the result.
-    """
-    found: Any = getattr(transformers, name.removeprefix("FSDP"), None)
-    is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
-    made_for: Any = getattr(found, "config_class", None) if is_model else None
-    return found if made_for is not None and isinstance(config, made_for) else None
+    """The class of transformers of that name if it is made for such configurations."""
+    cls: Any = getattr(transformers, name.removeprefix("FSDP"), None)
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    made_for: Any = getattr(cls, "config_class", None) if is_model else None
+    return cls if made_for is not None and isinstance(config, made_for) else None
 
 
 def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
@@ -95,18 +75,12 @@ def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: remote for name, remote in known.items() if hasattr(transformers, str(name))}
 
 
-def _remote_class(config: PreTrainedConfig, names: Collection[str]) -> Any:
-    """The auto class that finds a class of such a name in the code that comes with a checkpoint."""
-    found = (auto_class for auto_class, remote in _own_code(config).items() if str(remote).rpartition(".")[2] in names)
-    return getattr(transformers, next(found, ""), None)
-
-
-def _is_base(config: PreTrainedConfig, found: Any) -> bool:
+def _is_base(config: PreTrainedConfig, cls: Any) -> bool:
     """Whether a class is a model without a head that gives no loss; CLIP, which compares, gives one."""
     bases = transformers.MODEL_MAPPING.get(type(config), None)
-    if found not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(found, PreTrainedModel):
+    if cls not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(cls, PreTrainedModel):
         return False
-    return "For" not in found.__name__ and "return_loss" not in inspect.signature(found.forward).parameters
+    return "For" not in cls.__name__ and "return_loss" not in inspect.signature(cls.forward).parameters
 
 
 def _class_of_kind(config: PreTrainedConfig) -> Any:

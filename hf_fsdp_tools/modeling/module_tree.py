@@ -11,10 +11,11 @@ Words used here and in `planning`:
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -194,6 +195,23 @@ class ModuleTree:
                 node.parent.extent += node.extent
 
 
+def slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield each place of a parameter or buffer: the dictionary of its module, its name in it, and the tensor."""
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is not None:
+                    yield store, name, tensor
+
+
+def swap(model: nn.Module, new: Mapping[Any, torch.Tensor]) -> None:
+    """Put tensors in the place of others, under all names of these."""
+    for store, name, tensor in slots(model):
+        if tensor in new:
+            store[name] = new[tensor]
+
+
 def class_name(module: nn.Module) -> str:
     """The name of a module's own class, inside wrappers and without the `FSDP` prefix of FSDP2's class."""
     return own_class(module.get_submodule(way_inside(module))).__name__
@@ -242,17 +260,17 @@ def reads_given_table(module: nn.Module) -> bool:
 @cache
 def _code_that_runs(cls: Hashable) -> str:
     """The source of a class's own methods, without those that make, tie, save or exchange modules; of torch's, none."""
-    found: list[str] = []
+    sources: list[str] = []
     methods = {} if getattr(cls, "__module__", "").startswith("torch.") else vars(cls)
     for name, method in methods.items():
         if inspect.isfunction(method) and not re.match(
             r"__init__|_?(init|tie|set|resize|save)_|get_(input|output)_embeddings", name
         ):
             try:
-                found.append(inspect.getsource(method))
+                sources.append(inspect.getsource(method))
             except (OSError, TypeError):  # a class made in an interpreter has no source
                 continue
-    return "".join(found)
+    return "".join(sources)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

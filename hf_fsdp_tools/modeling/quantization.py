@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 
 
 def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None:
@@ -14,18 +15,18 @@ def set_aside_quantization(config: PreTrainedConfig) -> Mapping[str, Any] | None
 
     That of bitsandbytes stays: its layers are built (`make_quantizer`), or refused when files are matched.
     """
-    found = None
+    quantization = None
     for part in _parts_of(config):
         content = _as_mapping(getattr(part, "quantization_config", None))
         if content is not None and not _is_of_bitsandbytes(content):
-            found = content if found is None else found
+            quantization = content if quantization is None else quantization
             del part.quantization_config
-    return found
+    return quantization
 
 
 def note_quantization(model: nn.Module, quantization: Mapping[str, Any] | None) -> None:
     """Note on a model how the checkpoint of its config is quantised, until that checkpoint is loaded."""
-    model.__dict__["_stored_quantization"] = quantization
+    add_to_note(model, stored_quantization=quantization)
 
 
 def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
@@ -33,8 +34,7 @@ def stored_quantization(model: nn.Module) -> Mapping[str, Any] | None:
 
     4 bits of bitsandbytes do not count: the model has layers for them, whatever its checkpoint holds.
     """
-    noted: Mapping[str, Any] | None = vars(model).get("_stored_quantization")
-    if noted is not None:
+    if (noted := note_of(model).stored_quantization) is not None:
         return noted
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):

@@ -29,7 +29,7 @@ from hf_fsdp_tools.modeling.module_tree import (
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.planning.rules import size_bound
+from hf_fsdp_tools.planning.rules import measured, size_bound
 from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
 
 THIN_WRAPPER_SHARE = 0.9
@@ -187,29 +187,25 @@ class PlanDraft:
         """The plan: units with their sizes, children before parents; units without parameters are left out."""
         if self.problems:
             raise WrapPlanError("The policy does not fit the model:\n  - " + "\n  - ".join(self.problems))
-        held: dict[DraftUnit, list[Weight]] = {self.root: []}
-        for weight in self.tree.weights:
-            if not self.is_replicated(weight):
-                held.setdefault(self.unit_of(weight.owners[0]), []).append(weight)
         units = [
             WrapUnit(
                 modules=tuple(node.fqn for node in self._by_first_use(unit)),
                 reshard_after_forward=unit.reshard,
-                num_params=sum(weight.numel for weight in held[unit]),
-                num_bytes=sum(weight.nbytes for weight in held[unit]),
+                num_params=0,
+                num_bytes=0,
                 reason=unit.reason,
                 kept_for=unit.kept_for if unit.reshard is False else None,
             )
             for unit in self._children_first()
-            if unit in held
         ]
-        return WrapPlan(
+        plan = WrapPlan(
             units=tuple(units),
             replicated=tuple(weight.names[0] for weight in self._replicated),
             model_class=self.blocks.model_class,
-            num_params=self.tree.num_params,
+            num_params=0,
             notes=tuple(self._notes()),
         )
+        return measured(plan, self.tree)
 
     def _notes(self) -> Iterator[str]:
         if not self.blocks.major_stacks:
@@ -254,9 +250,8 @@ class PlanDraft:
     def _set_sizes(self) -> None:
         self.bound = size_bound(self.tree, self.stacks)
         blocks = [block.extent for stack in self.stacks if is_major(self.tree, stack) for block in stack]
-        given = self.policy.min_unit_params
-        wanted = (max(blocks) if blocks else self.bound // 2) if given is None else given
-        ceiling = min(self.bound, wanted)
+        usual = max(blocks) if blocks else self.bound // 2
+        ceiling = min(self.bound, usual if self.policy.min_unit_params is None else self.policy.min_unit_params)
         self.floor = min(1e5, ceiling / 100) if self.policy.floor_params is None else self.policy.floor_params
         self.ceiling = max(ceiling, self.floor)
 

@@ -51,21 +51,15 @@ class HybridPolicy:
     """Gather the final norm with a head that is its own unit, and keep both gathered: backward begins there."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {getattr(self, name)!r}: it must be a number of parameters, 0 or more."
-            for name in ("min_unit_params", "floor_params", "expert_unit_params")
-            if not _is_number(getattr(self, name))
-        ]
-        problems += [
-            f"{name} is {value!r}: it must be a tuple; write ({value!r},)."
-            for name in ("block_types", "units", "replicate")
-            if isinstance(value := getattr(self, name), str | type) or callable(value)
-        ]
-        problems += [
-            f"block_types holds {one!r}: it must hold classes of modules, names of classes or fqn patterns."
-            for one in (self.block_types if isinstance(self.block_types, tuple | list) else ())
-            if not isinstance(one, str | type)
-        ]
+        problems = []
+        for name in ("min_unit_params", "floor_params", "expert_unit_params"):
+            number = getattr(self, name)
+            if number is not None and not (isinstance(number, int | float) and number >= 0):
+                problems.append(f"{name} is {number!r}: it must be a number of parameters, 0 or more.")
+        for name in ("block_types", "units", "replicate"):
+            value = getattr(self, name)
+            if isinstance(value, str | type) or callable(value):
+                problems.append(f"{name} is {value!r}: it must be a tuple; write ({value!r},).")
         if not isinstance(self.reshard_after_forward, Mapping):
             problems.append(
                 f"reshard_after_forward is {self.reshard_after_forward!r}: it must be a dict from fqn patterns of "
@@ -73,10 +67,6 @@ class HybridPolicy:
             )
         if problems:
             raise WrapPlanError("HybridPolicy: " + " ".join(problems))
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0)
 
 
 def as_policy(value: Any) -> HybridPolicy | None:

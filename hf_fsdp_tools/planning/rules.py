@@ -7,6 +7,8 @@ rule 4   every unit runs, and on all ranks: no container, no single expert
 rule 5   the trainable parameters of a unit have one dtype
 """
 
+from dataclasses import replace
+
 from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
@@ -69,7 +71,13 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
             names = ", ".join(_name(plan, index) for index in sorted(units))
             broken.append(f"Rule 3: tied parameter {' = '.join(weight.names)} lies in several units: {names}.")
         held.setdefault(min(units), []).append(weight)
-    broken += _broken_sizes(tree, stacks, plan, held)
+    bound = size_bound(tree, stacks)
+    for index, weights in held.items():
+        if (size := sum(weight.numel for weight in weights)) > bound:
+            broken.append(
+                f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the "
+                "largest block or the largest set of parameters on one module."
+            )
     broken += _broken_blocks(tree, stacks, plan, unit_of, replicated)
     broken += _broken_containers(tree, stacks, plan)
     for index, weights in held.items():
@@ -108,17 +116,24 @@ def units_by_node(tree: ModuleTree, plan: WrapPlan) -> dict[ModuleNode, int]:
     return unit_of
 
 
-def _broken_sizes(
-    tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan, held: dict[int, list[Weight]]
-) -> list[str]:
-    bound = size_bound(tree, stacks)
-    sizes = {index: sum(weight.numel for weight in weights) for index, weights in held.items()}
-    return [
-        f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the largest "
-        "block or the largest set of parameters on one module."
-        for index, size in sizes.items()
-        if size > bound
+def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
+    """The plan with the sizes that its units have in a tree; units without parameters are left out."""
+    unit_of = units_by_node(tree, plan)
+    replicated = {tree.weight(name) for name in plan.replicated}
+    held: dict[int, list[Weight]] = {}
+    for weight in tree.weights:
+        if weight not in replicated:
+            held.setdefault(unit_of[weight.owners[0]], []).append(weight)
+    units = [
+        replace(
+            unit,
+            num_params=sum(weight.numel for weight in held.get(index, ())),
+            num_bytes=sum(weight.nbytes for weight in held.get(index, ())),
+        )
+        for index, unit in enumerate(plan.units)
+        if index in held or unit.modules == ("",)
     ]
+    return replace(plan, units=tuple(units), num_params=tree.num_params)
 
 
 def _broken_blocks(
@@ -133,13 +148,12 @@ def _broken_blocks(
     left = [
         block.fqn
         for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
-        for node in block.walk()
-        if unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
+        if any(
+            unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
+            for node in block.walk()
+        )
     ]
-    if not left:
-        return []
-    names = list(dict.fromkeys(left))
-    return [f"Rule 1: {len(names)} blocks are left in the root unit: {listed(names, 3)}."]
+    return [f"Rule 1: {len(left)} blocks are left in the root unit: {listed(left, 3)}."] if left else []
 
 
 def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:

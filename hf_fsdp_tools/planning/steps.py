@@ -32,10 +32,10 @@ _MAX_REPLICATED_SHARE = 0.01
 def replicate_chosen(draft: PlanDraft) -> None:
     """Keep the parameters that the policy names whole on every rank, beside 0-d ones, which the draft begins with."""
     for pattern in draft.policy.replicate:
-        found = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
-        if not found:
+        weights = [weight for weight in draft.tree.weights if any(_is_below(name, pattern) for name in weight.names)]
+        if not weights:
             draft.problems.append(f"replicate: {pattern!r} matches nothing{nearest_names(draft.tree, pattern)}")
-        draft.replicate(found)
+        draft.replicate(weights)
 
 
 def add_chosen_units(draft: PlanDraft) -> None:
@@ -70,8 +70,8 @@ def _add_chosen(draft: PlanDraft, node: ModuleNode, reshard: bool | int | None, 
 
 def _is_below(name: str, pattern: str) -> bool:
     """Whether a parameter name, or a module that holds it, matches an fqn pattern."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+    names = name.split(".")
+    return any(fnmatchcase(".".join(names[:end]), pattern) for end in range(1, len(names) + 1))
 
 
 # ---- choosing: units from the structure ----
@@ -291,13 +291,13 @@ def part_dtypes(draft: PlanDraft) -> None:
 def override_reshard(draft: PlanDraft) -> None:
     """Set `reshard_after_forward` of the finished units as the policy says."""
     for pattern, value in draft.policy.reshard_after_forward.items():
-        found = [unit for unit in draft.units() if any(fnmatchcase(node.fqn, pattern) for node in unit.nodes)]
-        if not found:
+        chosen = [unit for unit in draft.units() if any(fnmatchcase(node.fqn, pattern) for node in unit.nodes)]
+        if not chosen:
             names = sorted({node.fqn for unit in draft.units() for node in unit.nodes})
             draft.problems.append(
                 f"reshard_after_forward: {pattern!r} matches no unit; units are {listed(map(repr, names))}."
             )
-        for unit in found:
+        for unit in chosen:
             unit.reshard, unit.kept_for = value, "user"
 
 

@@ -98,7 +98,7 @@ def styled(draw: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         check_matplotlib()
         from matplotlib import rc_context
 
-        with rc_context(_STYLE):
+        with rc_context(_STYLE):  # type: ignore[arg-type]  # matplotlib lists all keys
             return draw(*args, **kwargs)
 
     return in_style

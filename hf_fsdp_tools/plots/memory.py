@@ -144,7 +144,9 @@ def _merged(timeline: Timeline) -> dict[str, Sequence[int]]:
     """The kinds to draw, from the bottom; kinds that are always small together as "other"."""
     order = sorted(timeline.kinds, key=lambda kind: _STACK.index(kind) if kind in _STACK else len(_STACK))
     least = _SMALL * timeline.peak_bytes
-    stack = {kind: timeline.kinds[kind] for kind in order if max(timeline.kinds[kind]) >= least}
+    stack: dict[str, Sequence[int]] = {
+        kind: timeline.kinds[kind] for kind in order if max(timeline.kinds[kind]) >= least
+    }
     small = [timeline.kinds[kind] for kind in order if kind not in stack]
     if any(map(any, small)):
         stack["other"] = tuple(map(sum, zip(*small, strict=True)))

@@ -2,9 +2,11 @@
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -33,12 +35,8 @@ _FILLED = 0.9
 (assumed)"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a copy lies."""
-
-    block: int
-    start: int
+Place = tuple[int, int]
+"""Block, and first byte in it."""
 
 
 class HostCopies:
@@ -52,24 +50,21 @@ class HostCopies:
         """Copy tensors, and return once the copies are complete. Every rank must call."""
         side = side_stream_for(tensor for tensor, _ in sources)
         self._is_pinned = side is not None
-        places, sizes = _packed(
-            [tensor.numel() * dtype.itemsize for tensor, dtype in sources], is_pinned=self._is_pinned
-        )
+        num_bytes = [tensor.numel() * dtype.itemsize for tensor, dtype in sources]
+        places, sizes = _packed(num_bytes, is_pinned=self._is_pinned)
         self._blocks: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        """The copies, in the order of their sources."""
         self.num_bytes = sum(sizes)
         """Bytes of host memory that the copies take, pinned or not."""
-        _refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
         try:
-            with agreed("making room for a copy of what is saved"):
-                self._blocks = _blocks(sizes, side)
-            self.tensors = [
-                self._blocks[place.block][place.start : place.start + tensor.numel() * dtype.itemsize]
-                .view(dtype)
-                .view(tensor.shape)
-                for place, (tensor, dtype) in zip(places, sources, strict=True)
-            ]
-            """The copies, in the order of their sources."""
             with agreed("copying what is saved"):
+                _refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
+                self._blocks = _blocks(sizes, side)
+                self.tensors = [
+                    self._blocks[block][start : start + size].view(dtype).view(tensor.shape)
+                    for (block, start), size, (tensor, dtype) in zip(places, num_bytes, sources, strict=True)
+                ]
                 _copy([tensor.detach() for tensor, _ in sources], self.tensors, side)
         except BaseException:
             self.give_back()
@@ -105,7 +100,7 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
     sources = [(t.memory.permute(order), t.dtype) for t, order in zip(transfers, orders, strict=True)]
     copies = HostCopies(sources, beside_bytes=beside_bytes)
     copied = [
-        Transfer(file=t.file, start=t.start, dtype=t.dtype, strides=tuple(t.strides[d] for d in order), memory=copy)
+        replace(t, strides=tuple(t.strides[dim] for dim in order), memory=copy)
         for t, order, copy in zip(transfers, orders, copies.tensors, strict=True)
     ]
     return copied, copies
@@ -119,9 +114,9 @@ def _file_order(transfer: Transfer) -> list[int]:
 # ---- memory ----
 
 
-def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[_Place], list[int]]:
+def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[Place], list[int]]:
     """A place for each copy, and the size of each block: the largest copies first, each into the first with room."""
-    places = [_Place(block=0, start=0)] * len(num_bytes)
+    places = [(0, 0)] * len(num_bytes)
     sizes: list[int] = []
     used: list[int] = []
     first = 0  # block that may have room
@@ -131,7 +126,7 @@ def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[_Place],
         if block == len(sizes):
             sizes.append(max(_BLOCK_BYTES, pinned_bytes(size)))
             used.append(0)
-        places[i] = _Place(block=block, start=used[block])
+        places[i] = (block, used[block])
         used[block] += size
         while first < len(sizes) and sizes[first] - used[first] < _ALIGNMENT:
             first += 1
@@ -144,8 +139,8 @@ def _blocks(sizes: Sequence[int], side: SideStream | None) -> list[torch.Tensor]
         kept, _kept[:] = [block for is_pinned, block in _kept if is_pinned == (side is not None)], []
     fitting: list[torch.Tensor | None] = []
     for size in sizes:
-        found = next((i for i, block in enumerate(kept) if block.numel() == size), None)
-        fitting.append(None if found is None else kept.pop(found))
+        i = next((i for i, block in enumerate(kept) if block.numel() == size), None)
+        fitting.append(None if i is None else kept.pop(i))
     kept.clear()
     try:
         return [
@@ -161,28 +156,22 @@ def _blocks(sizes: Sequence[int], side: SideStream | None) -> list[torch.Tensor]
 
 def _missing_bytes(sizes: Sequence[int], *, is_pinned: bool) -> int:
     """Bytes of memory that is not kept yet."""
-    kept = [block.numel() for was_pinned, block in _kept if was_pinned == is_pinned]
-    missing = 0
-    for size in sizes:
-        if size in kept:
-            kept.remove(size)
-        else:
-            missing += size
-    return missing
+    kept = Counter(block.numel() for was_pinned, block in _kept if was_pinned == is_pinned)
+    return sum((Counter(sizes) - kept).elements())
 
 
 def _refuse_too_large(num_bytes: int) -> None:
     """Refuse copies that the memory of some machine does not hold. Every rank must call."""
-    told = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "asking for memory")
-    for machine in dict.fromkeys(name for name, _, _ in told):
-        needed = sum(wanted for name, wanted, _ in told if name == machine)
-        available = min((there for name, _, there in told if name == machine and there is not None), default=None)
+    every = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "comparing memory")
+    for machine in dict.fromkeys(name for name, _, _ in every):
+        ranks = [(wanted, left) for name, wanted, left in every if name == machine]
+        needed = sum(wanted for wanted, _ in ranks)
+        available = min((left for _, left in ranks if left is not None), default=None)
         if available is not None and needed > _FILLED * available:
-            ranks = sum(name == machine for name, _, _ in told)
             raise CheckpointError(
                 f"Saving with blocking=False writes from a copy in host memory, of {show_bytes(needed)} for the "
-                f"{ranks} ranks on {machine}, where {show_bytes(available)} are available. Save with blocking=True, "
-                "which needs no copy, or in a smaller dtype, or free memory."
+                f"{len(ranks)} ranks on {machine}, where {show_bytes(available)} are available. Save with "
+                "blocking=True, which needs no copy, or in a smaller dtype, or free memory."
             )
 
 
@@ -195,17 +184,13 @@ def _copy(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], side:
     on_device = [(source, copy) for source, copy in pairs if side is not None and side.holds(source)]
     on_host = [(source, copy) for source, copy in pairs if side is None or not side.holds(source)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
-        works = []
+        works: list[Future[Any]] = []
         if side is not None:
             side.follow()  # what was queued before changes the tensors still
             works.append(pool.submit(_copy_from_device, on_device, side))
-        works += [pool.submit(_copy_on_host, source, copy) for source, copy in on_host]
+        works += [pool.submit(copy.copy_, source) for source, copy in on_host]
         for work in works:
             work.result()
-
-
-def _copy_on_host(source: torch.Tensor, copy: torch.Tensor) -> None:
-    copy.copy_(source)
 
 
 def _copy_from_device(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], side: SideStream) -> None:

@@ -1,13 +1,13 @@
 """A training state, or an adapter merged into its base, as a Hugging Face checkpoint: on CPUs, never whole in memory.
 
-Both roads are one: the model is built without values, matched with the files, and laid out as the checkpoint that the
-training would have written; then the ranks share its parts (`parts`).
+The model is built without values, matched with the files, and laid out as the checkpoint that the training would have
+written; then the ranks share its parts (`rewrite`).
 """
 
-import secrets
+import shutil
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.io.files import TransferStats
@@ -25,32 +25,31 @@ from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.saving.beside import FilesBeside
-from hf_fsdp_tools.saving.blank import Blank, blank_adapted, blank_merged, blank_model
-from hf_fsdp_tools.saving.draft import Draft
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import plan_layout
-from hf_fsdp_tools.saving.parts import Material, deal, make_parts, plan_parts
+from hf_fsdp_tools.saving.material import Material, adapted_model, fetched, material_of_adapter, material_of_model
 from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.rewrite import STAGING_BYTES, Rewrite
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.text import listed
 
-_STAGING_BYTES = 64 * 2**20
-"""Bound of the staging buffers of one process: the default of loading and saving."""
-
 _OF_ONE_REPOSITORY = ("revision", "subfolder")
-"""What says where in a repository an adapter is, and nothing about its base."""
+"""Arguments that say where in a repository an adapter is, and nothing about its base."""
 
 _OF_TRAININGS = (
-    "*.distcp",
-    ".metadata",
-    "adapter_*",
-    "optimizer*",
-    "pytorch_model*",
-    "scheduler*",
-    "trainer_state.json",
-)
+    "*.distcp", ".metadata", "adapter_*", "optimizer*", "pytorch_model*", "scheduler*", "trainer_state.json",
+)  # fmt: skip
 """Files and folders that lie beside weights in states of a training, and that a new checkpoint is not put between."""
+
+_TOKENIZER = (
+    "added_tokens.json", "additional_chat_templates/*", "chat_template*", "merges.txt", "*.model",
+    "special_tokens_map.json", "*.tiktoken", "tokenizer*", "vocab.*",
+)  # fmt: skip
+"""Files of tokenizers, with what `save_pretrained` of transformers writes (5.23) and older ones wrote."""
+
+_PROCESSOR = ("*processor_config.json",)
+"""Files of processors of images, sound and video, and of processors around a tokenizer."""
 
 
 def export_checkpoint(
@@ -104,7 +103,8 @@ def export_checkpoint(
     """
     start_s, source = time.perf_counter(), fspath(state)
     dtype = as_dtype(dtype)
-    _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
+    files: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+    same_on_all_ranks("writing the checkpoint", auto_class=auto_class, allow_pickle=allow_pickle, **files)
     checkpoint = open_checkpoint(
         source, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, **hub_kwargs
     )
@@ -113,14 +113,15 @@ def export_checkpoint(
             f"{source!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with hf-fsdp merge "
             "(merge_adapter)."
         )
-    homes = {source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}}
-    _refuse_target(Path(folder), homes)
-    if checkpoint.adapter_state is not None:
-        adapted = blank_adapted(checkpoint, auto_class=auto_class, trust_remote_code=trust_remote_code)
-        return save_adapter(adapted, Path(folder), tokenizer=FilesBeside(homes=homes), dtype=dtype)
+    side_files = _SideFiles({source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}})
     with agreed("building the model"):
-        blank = blank_model(checkpoint, auto_class=auto_class, dtype=dtype, trust_remote_code=trust_remote_code)
-    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
+        _refuse_target(Path(folder), side_files.homes)
+        if checkpoint.adapter_state is None:
+            material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
+    if checkpoint.adapter_state is not None:
+        adapted = adapted_model(checkpoint, auto_class, trust_remote_code)
+        return save_adapter(adapted, Path(folder), tokenizer=side_files, dtype=dtype)
+    return _write(material, side_files, Path(folder), progress=progress, start_s=start_s, **files)
 
 
 def merge_adapter(
@@ -149,17 +150,14 @@ def merge_adapter(
     Args:
         adapter: hub name, or a folder with `adapter_config.json`. Of several adapters that PEFT saved into one folder,
             give the folder of one.
-        folder: as for `export_checkpoint`.
         base: in place of the base that the adapter names.
         config: of the base, in place of its own.
         auto_class: class of the base, or an `AutoModelFor…` class; None means the class for the adapter's task, or that
             which the config names.
         dtype: of floating-point tensors in the files, after merging; None keeps the base's.
-        max_shard_size: largest weight file, in bytes or as "5GB".
-        allow_pickle: read legacy `.bin` files of the base.
-        trust_remote_code: run model code that comes with the base.
-        progress: as for `export_checkpoint`.
         hub_kwargs: of the adapter: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+
+    The others are those of `export_checkpoint`, about the base.
 
     Every rank of the default process group must call, if there is one. The ranks exchange errors and digests.
 
@@ -177,15 +175,15 @@ def merge_adapter(
     """
     start_s, source = time.perf_counter(), fspath(adapter)
     dtype = as_dtype(dtype)
-    _refuse_other_arguments(dtype, max_shard_size, auto_class, allow_pickle)
+    files: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+    same_on_all_ranks("writing the checkpoint", auto_class=auto_class, allow_pickle=allow_pickle, **files)
+    of_base = {name: value for name, value in hub_kwargs.items() if name not in _OF_ONE_REPOSITORY}
+    options: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     try:
-        checkpoint = open_checkpoint(
-            source if base is None else base,
-            config=config,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-            **{name: value for name, value in hub_kwargs.items() if base is None or name not in _OF_ONE_REPOSITORY},
-        )
+        if base is None:
+            checkpoint = open_checkpoint(source, **options, **hub_kwargs)
+        else:
+            checkpoint = open_checkpoint(base, **options, **of_base)
     except CheckpointError as error:
         path = local_path(source)
         if base is not None or path is None or not (path / "adapter_config.json").is_file():
@@ -205,67 +203,54 @@ def merge_adapter(
         )
     own = checkpoint.hub_kwargs if base is None else hub_kwargs
     of_base = {name: value for name, value in own.items() if name not in _OF_ONE_REPOSITORY}
-    homes = {source: own, checkpoint.name: of_base | {"revision": checkpoint.index.commit}}
-    _refuse_target(Path(folder), homes)
-    blank = blank_merged(checkpoint, source, own, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    return _write(blank, FilesBeside(homes=homes), folder, dtype, max_shard_size, progress, start_s)
-
-
-def _refuse_other_arguments(
-    dtype: torch.dtype | None, max_shard_size: int | str, auto_class: Any, allow_pickle: bool
-) -> None:
-    """Refuse arguments that differ between ranks. Every rank must call."""
-    same_on_all_ranks(
-        "writing the checkpoint",
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        auto_class=auto_class,
-        allow_pickle=allow_pickle,
-    )
+    side_files = _SideFiles({source: own, checkpoint.name: of_base | {"revision": checkpoint.index.commit}})
+    with agreed("looking at the folder", folder):
+        _refuse_target(Path(folder), side_files.homes)
+    material = material_of_adapter(checkpoint, source, own, auto_class, trust_remote_code)
+    return _write(material, side_files, Path(folder), progress=progress, start_s=start_s, **files)
 
 
 def _write(
-    blank: Blank,
-    beside: FilesBeside,
-    folder: str | PathLike[str],
+    material: Material,
+    side_files: "_SideFiles",
+    folder: Path,
+    *,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     progress: bool | None,
     start_s: float,
 ) -> SaveReport:
     """Write a model without values from where its values are. Every rank must call."""
-    (rank, world_size), folder = rank_and_size(), Path(folder)
-    with agreed("comparing tied weights"):
-        check_ties(blank.match, staging_bytes=_STAGING_BYTES)
-    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
-    with agreed("planning the checkpoint"):
-        layout = plan_layout(blank.model, dtype, max_shard_size, draft.path)
-        material = Material(blank=blank, layout=layout)
-        material.refuse_missing()
-        parts = deal(plan_parts(material), world_size)[rank]
+    (rank, num_ranks), index = rank_and_size(), material.match.index
+    hidden = HiddenFolder(folder)
+    try:
+        with agreed("preparing the save", folder):
+            check_ties(material.match, staging_bytes=STAGING_BYTES)
+            layout = plan_layout(material.model, dtype, max_shard_size)
+            rewrite = Rewrite(material, layout)
+            parts = list(rewrite.parts())[rank::num_ranks]
+            names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
+    except BaseException:
+        hidden.end()
+        raise
 
     def write() -> TransferStats:
-        num_bytes = sum(part.num_bytes for part in parts)
-        bar = loading_bar(num_bytes, rank=rank, world_size=world_size, progress=progress, doing="Writing")
-        with agreed("writing the checkpoint", folder), bar as on_bytes:
-            stats = make_parts(material, parts, staging_bytes=_STAGING_BYTES, on_bytes=on_bytes)
-            blank.match.index.refuse_changed()
+        num_bytes = sum(map(rewrite.num_bytes, parts))
+        with loading_bar(num_bytes, rank=rank, world_size=num_ranks, progress=progress, doing="Writing") as on_bytes:
+            stats = rewrite.write(parts, hidden.path, on_bytes=on_bytes)
+        index.refuse_changed()
         return stats
 
-    try:
-        prepare_save(blank.model, draft, layout, dtype, beside)
-    except BaseException:
-        draft.end()
-        raise
-    files = set(map(layout.path, layout.files)) if rank == 0 else set()  # rank 0 has written all headers
     save = BegunSave(
-        draft=draft,
+        hidden=hidden,
         layout=layout,
-        files=sorted(files.union(*map(material.files_of, parts))),
+        names=names,
+        files=[hidden.path / file for file in layout.sizes],
         gathered_bytes=0,
-        num_parameters=sum(parameter.numel() for parameter in blank.model.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in material.model.parameters()),
+        staging_bytes=STAGING_BYTES,
+        gather=None,
         write=write,
-        copies=None,
     )
     return replace(save.finish(), seconds=round(time.perf_counter() - start_s, 4))
 
@@ -274,23 +259,40 @@ def _write(
 
 
 def _refuse_target(folder: Path, sources: Iterable[str]) -> None:
-    """Refuse a folder that is one of the sources, or holds anything but an earlier checkpoint of a model.
-
-    Every rank must call.
-    """
-    with agreed("looking at the folder", folder):
-        if not folder.is_dir():
-            return
-        for path in map(local_path, filter(None, sources)):
-            if path is not None and path.exists() and path.samefile(folder):
-                raise CheckpointError(
-                    f"{str(folder)!r} is what is read; writing there would destroy it. Give a new folder."
-                )
-        names = {path.name for path in folder.iterdir() if not path.name.startswith(".save-")}
-        is_checkpoint = CONFIG in names and any(fnmatch(name, "model*.safetensors*") for name in names)
-        other = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _OF_TRAININGS))
-        if names and (other or not is_checkpoint):
+    """Refuse a folder that is one of the sources, or holds anything but an earlier checkpoint of a model."""
+    if not folder.is_dir():
+        return
+    for path in map(local_path, filter(None, sources)):
+        if path is not None and path.exists() and path.samefile(folder):
             raise CheckpointError(
-                f"{str(folder)!r} is not empty, and holds something else than an earlier checkpoint of a model: "
-                f"{listed(other or sorted(names))}. Give a new folder."
+                f"{str(folder)!r} is what is read; writing there would destroy it. Give a new folder."
             )
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".save-")}
+    is_checkpoint = CONFIG in names and any(fnmatch(name, "model*.safetensors*") for name in names)
+    foreign = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _OF_TRAININGS))
+    if names and (foreign or not is_checkpoint):
+        raise CheckpointError(
+            f"{str(folder)!r} is not empty, and holds something else than an earlier checkpoint of a model: "
+            f"{listed(foreign or sorted(names))}. Give a new folder."
+        )
+
+
+@dataclass(frozen=True)
+class _SideFiles:
+    """The files of a tokenizer and of a processor, to be saved beside other weights."""
+
+    homes: Mapping[str, Mapping[str, Any]]
+    """Folders, files in them, or hub names, with what fetches from there; all files of a kind come from the first that
+    has any."""
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Copy them, as a tokenizer would save itself."""
+        homes = [fetched(name, hub_kwargs, _TOKENIZER + _PROCESSOR) for name, hub_kwargs in self.homes.items() if name]
+        for patterns in (_TOKENIZER, _PROCESSOR):
+            for home in homes:
+                if files := {file for pattern in patterns for file in home.glob(pattern) if file.is_file()}:
+                    for file in files:
+                        target = Path(folder) / file.relative_to(home)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, target)
+                    break

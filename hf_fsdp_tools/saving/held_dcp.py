@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import storage_errors
 from hf_fsdp_tools.saving.copies import HostCopies
@@ -55,13 +56,13 @@ class HeldWriter(FileSystemWriter):
         """
         folder, (rank, num_ranks) = Path(self.path), rank_and_size()
         assert self._plan is not None, "write comes after save"
+        files = [folder / f".written-by-{other}.incomplete" for other in range(num_ranks)]
         with agreed("writing a DCP folder", folder), storage_errors("save to", folder), watched(folder):
             written = super().write_data(self._plan, _Held(self.data)).value()
-            _results_of(folder, rank).write_text(json.dumps([asdict(result) for result in written]), "utf-8")
-        with agreed("finishing a DCP folder", folder), storage_errors("save to", folder), watched(folder):
+            files[rank].write_text(json.dumps([asdict(result) for result in written]), "utf-8")
+            all_ranks(None, "writing a DCP folder")
             if self._metadata is not None:
-                files = [_results_of(folder, other) for other in range(num_ranks)]
-                super().finish(self._metadata, [_read_results(file) for file in files])
+                super().finish(self._metadata, list(map(_read_results, files)))
                 for file in files:
                     file.unlink()
         self.data = {}
@@ -77,30 +78,16 @@ def copy_held(writer: HeldWriter) -> HostCopies:
     return copies
 
 
-class _Held(SavePlanner):
+class _Held(DefaultSavePlanner):
     """A planner that gives what was copied."""
 
     def __init__(self, data: dict[MetadataIndex, torch.Tensor | io.BytesIO]) -> None:
+        super().__init__()
         self._data = data
 
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
         """The data of one item of the plan."""
         return self._data[write_item.index]
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """The plan is made."""
-
-    def create_local_plan(self) -> SavePlan:
-        """The plan is made."""
-        raise AssertionError("the plan is made")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plan is made."""
-        raise AssertionError("the plan is made")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan is made."""
-        raise AssertionError("the plan is made")
 
 
 def _of_its_own(copy: torch.Tensor) -> torch.Tensor:
@@ -110,10 +97,6 @@ def _of_its_own(copy: torch.Tensor) -> torch.Tensor:
         return copy.clone()
     raw = copy.reshape(-1).view(torch.uint8).numpy()
     return torch.frombuffer(raw, dtype=copy.dtype).view(copy.shape)
-
-
-def _results_of(folder: Path, rank: int) -> Path:
-    return folder / f".written-by-{rank}.incomplete"
 
 
 def _read_results(file: Path) -> list[WriteResult]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,21 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.weight_files import WEIGHTS
 from hf_fsdp_tools.text import dtype_name, listed
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
-    "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
+_UNITS = {
+    "": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 """Bytes of each unit, by its name in capitals."""
 
@@ -39,8 +42,8 @@ class Place:
     dtype: torch.dtype
     """Stored dtype."""
 
-    file: str
-    """Name of its file."""
+    file: Path
+    """Its file, relative to the folder in which the checkpoint is made."""
 
     offset: int
     """Position of its first byte in the file."""
@@ -50,41 +53,55 @@ class Place:
         """Bytes of its data."""
         return self.tensor.numel() * self.dtype.itemsize
 
+    def transfer(self, whole: torch.Tensor) -> Transfer:
+        """What writes the whole tensor."""
+        strides = row_major_strides(whole.shape)
+        return Transfer(file=self.file, start=self.offset, dtype=self.dtype, strides=strides, memory=whole)
+
+    def transfers(self, piece: Piece, memory: torch.Tensor, box: Box, shape: Sequence[int]) -> Iterator[Transfer]:
+        """Yield what writes the part of a piece that lies in a box of a model tensor of that shape.
+
+        `memory` holds the box and is contiguous.
+        """
+        strides = row_major_strides(self.tensor.shape)
+        for part, view in slice_view(piece.view, shape, box):
+            start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
+            first = sum(i * s for i, s in zip(start, strides, strict=True))
+            yield Transfer(
+                file=self.file,
+                start=self.offset + first * self.dtype.itemsize,
+                dtype=self.dtype,
+                strides=strides,
+                memory=memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset),
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The files of a checkpoint and the place of every tensor, the same on every rank."""
 
-    folder: Path
-    """Folder in which the files are made."""
-
     places: Mapping[str, Place]
     """Hub key to place."""
 
     headers: Mapping[str, bytes]
-    """File name to everything before its data."""
+    """File to everything before its data."""
 
-    files: Mapping[str, int]
-    """File name to its full length in bytes."""
+    sizes: Mapping[str, int]
+    """File to its full length in bytes."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of tensor data in all files."""
-        return sum(self.files.values()) - sum(len(header) for header in self.headers.values())
-
-    def path(self, file: str) -> Path:
-        """Path of a file while it is made."""
-        return self.folder / file
+        return sum(self.sizes.values()) - sum(map(len, self.headers.values()))
 
 
-def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, folder: Path) -> Layout:
+def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str) -> Layout:
     """The layout with keys, dtypes and shapes as transformers saves them, split into files as huggingface_hub splits.
 
     Args:
         model: to save.
         dtype: of floating-point tensors in the files; None keeps the model's.
         max_shard_size: largest file, in bytes or as "5GB"; a larger tensor has a file of its own.
-        folder: in which the files are made.
 
     No rank communicates.
 
@@ -104,34 +121,32 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
     )
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
-    files: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for file, keys in split.filename_to_tensors.items():
         # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
         order = sorted(keys, key=lambda k: (-dtypes[k].itemsize, k))
-        sizes = [blanks[k].numel() * dtypes[k].itemsize for k in order]
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
-        for key, size in zip(order, sizes, strict=True):
+        for key in order:
+            offsets = [position, position + blanks[key].nbytes]
             entries[key] = {
-                "dtype": _DTYPE_NAMES[dtypes[key]],
-                "shape": list(blanks[key].shape),
-                "data_offsets": [position, position + size],
-            }
-            position += size
+                "dtype": _DTYPE_NAMES[dtypes[key]], "shape": list(blanks[key].shape), "data_offsets": offsets
+            }  # fmt: skip
+            position = offsets[1]
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
-        files[file] = len(headers[file]) + position
+        sizes[file] = len(headers[file]) + position
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
-            places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=file, offset=offset)
-    return Layout(folder=folder, places=places, headers=headers, files=files)
+            places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
+    return Layout(places=places, headers=headers, sizes=sizes)
 
 
 def _shard_bytes(size: int | str) -> int:
     """A size in bytes, of "5GB", "1.5 GiB" or a number; "b" is no bit."""
-    found = _SIZE.fullmatch(str(size).strip())
-    num_bytes = int(float(found["number"]) * _UNITS[found["unit"].upper()]) if found else 0
+    match = _SIZE.fullmatch(str(size).strip())
+    num_bytes = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
     if num_bytes < 1 or isinstance(size, bool):
         raise ConfigError(
             f"max_shard_size={size!r} is no size of a file. Give a number of bytes, or one with a unit "

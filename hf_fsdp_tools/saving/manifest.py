@@ -20,9 +20,6 @@ MANIFEST = "checkpoint_manifest.json"
 
 _FORMAT = 1
 
-_MOST_FILES = 100_000
-"""In a checkpoint: several for each rank of the largest runs. (assumed)"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
@@ -58,21 +55,15 @@ def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str],
     Every rank must call, after its last write. The ranks exchange names and sums.
     """
     rank, num_ranks = rank_and_size()
-    names: list[str] = []
-    with agreed("listing the files of the checkpoint", folder):
-        if rank == 0:
-            names = _names(folder, needed, patterns)
-    names = all_ranks(names, "sharing the list of files")[0]
-    sums = {}
-    with agreed("bringing the checkpoint to disk", folder), storage_errors("save to", folder):
+    with agreed("declaring the checkpoint complete", folder), storage_errors("save to", folder):
+        names = all_ranks(_names(folder, needed, patterns) if rank == 0 else [], "sharing the list of files")[0]
+        sums = {}
         for name in names[rank::num_ranks]:
             sync(folder / name)
-            if checksums:
-                sums[name] = _sum(folder / name)
-    sums = {name: text for part in all_ranks(sums, "sharing checksums") for name, text in part.items()}
-    with agreed("declaring the checkpoint complete", folder), storage_errors("save to", folder):
+            sums[name] = _sum(folder / name) if checksums else None
+        sums = {name: text for part in all_ranks(sums, "sharing checksums") for name, text in part.items()}
         if rank == 0:
-            files = {name: _entry(folder / name, sums.get(name)) for name in names}
+            files = {name: _entry(folder / name, sums[name]) for name in names}
             for below in sorted({(folder / name).parent for name in names}):
                 sync(below)
             text = {"format": _FORMAT, "ranks": num_ranks, "files": files}
@@ -90,16 +81,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_CURE}") from None
     files, ranks = text.get("files"), text.get("ranks")
-    if (
-        not isinstance(files, dict)
-        or len(files) > _MOST_FILES
-        or type(ranks) is not int
-        or text.get("format") != _FORMAT
-    ):
+    if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT:
         raise CheckpointError(f"{file}: is no list of files in format {_FORMAT}. {_CURE}")
     for name, entry in files.items():
-        kinds = {"bytes": int, "sha256": str}
-        if leaves_folder(name) or not isinstance(entry, dict) or not _fits(entry, kinds):
+        if leaves_folder(name) or not isinstance(entry, dict) or not _is_entry(entry):
             raise CheckpointError(f"{file}: the entry of {name[:200]!r} is damaged. {_CURE}")
     return Manifest(
         ranks=ranks,
@@ -149,5 +134,6 @@ def _sum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fits(entry: dict[str, Any], kinds: dict[str, type]) -> bool:
-    return all(key in kinds and type(value) is kinds[key] for key, value in entry.items())
+def _is_entry(entry: dict[str, Any]) -> bool:
+    kinds = {"bytes": int, "sha256": str}
+    return all(type(value) is kinds.get(key) for key, value in entry.items())

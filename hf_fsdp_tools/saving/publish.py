@@ -17,109 +17,139 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_fsdp_tools.errors import frames_of_package, storage_errors
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.saving.draft import Draft
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.saving.switch import keep, switch
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 WEIGHTS_OF_A_SAVE = re.compile(r"model(\.[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weight files and index of this package's saves and of transformers'."""
 
 
-def _changed(draft: Draft) -> list[Path]:
-    """The files beside the weights that are new or differ, relative to the folder; all are synced.
+@dataclass(frozen=True, kw_only=True)
+class SavedNames:
+    """The names of a checkpoint's files."""
 
-    safetensors makes files that their owner alone can read, whatever the umask says.
+    weights: dict[str, str]
+    """Weight file in the hidden folder to its name in the folder."""
+
+    others: tuple[str, ...]
+
+
+def names_of(hidden: HiddenFolder, files: Iterable[str]) -> SavedNames:
+    """The names that transformers gives to weight files, and those of all files that lie beside them by now.
+
+    Where the folder holds weights of an earlier save, the mark of this save is part of the names of shards
+    (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index never opens files of another save.
     """
-    staged = sorted(path for path in draft.beside.rglob("*") if path.is_file())
-    readable = draft.path.stat().st_mode & 0o666
-    for file in staged:
-        file.chmod(file.stat().st_mode & 0o7777 | readable)
-        sync(file)
-    names = [path.relative_to(draft.beside) for path in staged]
-    return [name for name in names if not _is_same(draft.beside / name, draft.folder / name)]
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+    weights, others = {file: file for file in files}, hidden.new_names()
+    if len(weights) > 1:
+        marked = f"model.{hidden.mark}" if _weights_in(hidden.folder) else "model"
+        weights = {file: file.replace("model", marked, 1) for file in weights}
+        others = (*others, WEIGHTS_INDEX)
+    return SavedNames(weights=weights, others=others)
 
 
 def publish_weights(
-    draft: Draft,
-    files: Iterable[str],
-    weight_map: Mapping[str, str],
-    metadata: Mapping[str, int],
-    *,
-    threads: bool,
-) -> tuple[str, ...]:
-    """Make complete weight files and all that lies beside them the checkpoint of the folder; their names there.
+    hidden: HiddenFolder, names: SavedNames, layout: Layout, num_parameters: int, *, threads: bool
+) -> None:
+    """Make complete weight files and all that lies beside them the checkpoint of the folder.
 
-    Names of shards are those that transformers gives. Where the folder holds weights of an earlier save, the mark of
-    this save is part of the names (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index
-    never opens files of another save. Of an adapter that lies there, which transformers would put on the new weights,
-    the files are renamed.
+    Of an adapter that lies there, which transformers would put on the new weights, the files are renamed.
     """
-    folder, files = draft.folder, list(files)
-    is_sharded = len(files) > 1
+    folder, is_sharded = hidden.folder, len(names.weights) > 1
     last = WEIGHTS_INDEX if is_sharded else WEIGHTS
     with storage_errors("finish", folder):
-        former = {path.name for path in folder.iterdir() if WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
-        marked = f"model.{draft.mark}" if former else "model"
-        names = {file: file.replace("model", marked, 1) if is_sharded else file for file in files}
-        changed = _changed(draft)
+        former = _weights_in(folder)
+        changed = _changed(hidden)
         if is_sharded:
-            index = {"metadata": dict(metadata), "weight_map": {key: names[file] for key, file in weight_map.items()}}
-            (draft.beside / last).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-            sync(draft.beside / last)
+            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
+            weight_map = {key: names.weights[str(place.file)] for key, place in layout.places.items()}
+            text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True)
+            (hidden.new / last).write_text(text + "\n", "utf-8")
+            sync(hidden.new / last)
         else:
-            os.replace(draft.path / last, draft.beside / last)
-        aside = _set_aside(draft, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
+            os.replace(hidden.path / last, hidden.new / last)
+        aside = _set_aside(hidden, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
         gone = [Path(name) for name in {WEIGHTS, WEIGHTS_INDEX} & former - {last}]
         try:
-            for file, name in names.items() if is_sharded else ():
-                os.replace(draft.path / file, folder / name)
+            for file, name in names.weights.items() if is_sharded else ():
+                os.replace(hidden.path / file, folder / name)
             sync(folder)
-            switch(folder, draft.path, [*changed, *aside, *gone, Path(last)])
+            switch(folder, hidden.path, [*changed, *aside, *gone, Path(last)])
         except BaseException:
-            for name in set(names.values()) - former - {last}:
+            for name in set(names.weights.values()) - former - {last}:
                 with suppress(OSError):  # the error that led here is the one to show
                     (folder / name).unlink(missing_ok=True)
             raise
     _warn_of(folder, aside)
-    _remove_former(folder, sorted(former - {*names.values(), last}), threads)
-    return tuple(names.values())
+    _remove_former(folder, sorted(former - {*names.weights.values(), last}), threads)
 
 
-def _set_aside(draft: Draft, names: Iterable[str]) -> list[Path]:
+def publish_adapter(hidden: HiddenFolder) -> None:
+    """Make the files beside the (absent) weights, among them a complete adapter, the adapter of the folder.
+
+    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside
+    them, for which they would be taken as its base, is renamed.
+    """
+    with storage_errors("finish", hidden.folder):
+        changed = _changed(hidden)
+        aside = [] if _is_own_base(hidden) else _set_aside(hidden, (CONFIG,))
+        switch(hidden.folder, hidden.path, [*changed, *aside])
+    _warn_of(hidden.folder, aside)
+
+
+def _weights_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if WEIGHTS_OF_A_SAVE.fullmatch(path.name)}
+
+
+def _changed(hidden: HiddenFolder) -> list[Path]:
+    """The files beside the weights that are new or differ, relative to the folder; all are synced.
+
+    safetensors makes files that their owner alone can read, whatever the umask says.
+    """
+    readable = hidden.path.stat().st_mode & 0o666
+    changed = []
+    for name in map(Path, hidden.new_names()):
+        file, other = hidden.new / name, hidden.folder / name
+        file.chmod(file.stat().st_mode & 0o7777 | readable)
+        sync(file)
+        if not (other.is_file() and filecmp.cmp(file, other, shallow=False)):
+            changed.append(name)
+    return changed
+
+
+def _set_aside(hidden: HiddenFolder, names: Iterable[str]) -> list[Path]:
     """Stage files that would be opened in place of what is saved, or with it, under names that nothing opens; these
     names, and their own, which then mean nothing."""
-    found = [name for name in names if (draft.folder / name).is_file()]
+    found = [name for name in names if (hidden.folder / name).is_file()]
     for name in found:
-        keep(draft.folder / name, draft.beside / f"{name}.former")
+        keep(hidden.folder / name, hidden.new / f"{name}.former")
     return [Path(each) for name in found for each in (f"{name}.former", name)]
 
 
-def _warn_of(folder: Path, aside: Collection[Path]) -> None:
-    if found := [str(path) for path in aside if path.suffix != ".former"]:
+def _warn_of(folder: Path, aside: Iterable[Path]) -> None:
+    if renamed := [str(path) for path in aside if path.suffix != ".former"]:
         warnings.warn(
-            f"{str(folder)!r} held another kind of model, whose {listed(found)} would be opened with what is saved "
+            f"{str(folder)!r} held another kind of model, whose {listed(renamed)} would be opened with what is saved "
             "there now. Renamed to *.former.",
             stacklevel=frames_of_package(),
         )
 
 
-def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
+def _remove_former(folder: Path, names: Iterable[str], threads: bool) -> None:
     """Remove weight files to which nothing leads any more; warn if that fails, for the save has succeeded.
 
     Side by side if it may be: freeing the pages and blocks of a large file takes the system a while.
@@ -139,22 +169,8 @@ def _remove_former(folder: Path, names: Collection[str], threads: bool) -> None:
         )
 
 
-def publish_adapter(draft: Draft) -> None:
-    """Make the files beside the (absent) weights, among them a complete adapter, the adapter of the folder.
-
-    Full weights in the folder stay, for they may be a base; unless they are this adapter's base, `config.json` beside
-    them, for which they would be taken as its base, is renamed.
-    """
-    folder = draft.folder
-    with storage_errors("finish", folder):
-        changed = _changed(draft)
-        aside = [] if _is_own_base(draft) else _set_aside(draft, (CONFIG,))
-        switch(folder, draft.path, [*changed, *aside])
-    _warn_of(folder, aside)
-
-
-def _is_own_base(draft: Draft) -> bool:
+def _is_own_base(hidden: HiddenFolder) -> bool:
     """Whether the base of the staged adapter is the model in the folder itself."""
-    configs = sorted(draft.beside.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
+    configs = sorted(hidden.new.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
     base = str(json.loads(configs[0].read_text("utf-8")).get("base_model_name_or_path") or "") if configs else ""
-    return base != "" and Path(base).is_dir() and Path(base).samefile(draft.folder)
+    return base != "" and Path(base).is_dir() and Path(base).samefile(hidden.folder)

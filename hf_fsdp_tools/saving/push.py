@@ -11,28 +11,24 @@ from torch import nn
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
-from hf_fsdp_tools.saving.publish import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE
 from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
 from hf_fsdp_tools.text import did_you_mean
 
-_OF_A_SAVE = (
-    "blocking", "dtype", "max_shard_size", "merge_adapters", "model_card", "push_to_hub", "staging_bytes", "tokenizer",
-)  # fmt: skip
-"""The other arguments of `save_pretrained`."""
 
-
-def hub_target(folder: Path, push_to_hub: bool, asked: Mapping[str, Any]) -> HubTarget | None:
+def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> HubTarget | None:
     """The repository to upload a save to; None where nothing is to be uploaded."""
     known = set(HubTarget.__dataclass_fields__)
-    if unknown := sorted(set(asked) - known):
+    if unknown := sorted(set(arguments) - known):
         raise ConfigError(
-            f"save_pretrained has no argument {unknown[0]!r}{did_you_mean(unknown[0], {*known, *_OF_A_SAVE})} Those "
+            f"save_pretrained has no argument {unknown[0]!r}{did_you_mean(unknown[0], known)} Those "
             f"for an upload are push_to_hub and {', '.join(sorted(known))}."
         )
     if push_to_hub:
-        return HubTarget(**{"repo_id": folder.resolve().name, **asked})
-    if asked:
-        raise ConfigError(f"{', '.join(sorted(asked))} mean nothing without an upload. Add push_to_hub=True.")
+        return HubTarget(**{"repo_id": folder.resolve().name, **arguments})
+    if arguments:
+        raise ConfigError(f"{', '.join(sorted(arguments))} mean nothing without an upload. Add push_to_hub=True.")
     return None
 
 
@@ -60,7 +56,8 @@ def push_saved(model: nn.Module, report: SaveReport, target: HubTarget | None) -
                     card=lambda: str(model_card_of(model)),
                     is_outdated=(lambda name: False) if is_adapter else is_outdated,
                 )
-    return replace(report, commit_url=all_ranks(page, "uploading to the hub")[0])
+        page = all_ranks(page, "uploading to the hub")[0]
+    return replace(report, commit_url=page)
 
 
 def is_outdated(name: str) -> bool:

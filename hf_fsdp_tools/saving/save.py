@@ -1,8 +1,7 @@
 """A sharded model back into an ordinary Hugging Face checkpoint: every rank writes its own bytes to the same files."""
 
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -22,27 +21,25 @@ from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, s
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.loading.io.files import TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.regions import row_major_strides
-from hf_fsdp_tools.loading.weight_files import WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.generation import whole_generation_config
+from hf_fsdp_tools.modeling.configs import whole_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.peft_view import is_adapted, is_wrapper
+from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving.copies import HostCopies, copied_transfers, free_kept_memory
-from hf_fsdp_tools.saving.draft import Draft
-from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
-from hf_fsdp_tools.saving.merge_adapter import merged_model
-from hf_fsdp_tools.saving.outgoing import Outgoing, plan_outgoing
-from hf_fsdp_tools.saving.publish import publish_weights
+from hf_fsdp_tools.saving.merged_model import merged_model
+from hf_fsdp_tools.saving.publish import SavedNames, names_of, publish_weights
 from hf_fsdp_tools.saving.push import hub_target, model_card_of, push_saved
 from hf_fsdp_tools.saving.report import SaveReport
-from hf_fsdp_tools.saving.reserve import check_visible, create_files
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
+from hf_fsdp_tools.saving.transfers import gather_to_first, held_transfers, parts_of_replica, scattered_keys
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
+
+_STAGING_BYTES = 64 * 2**20
 
 
 def save_pretrained(
@@ -52,7 +49,7 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    staging_bytes: int = 64 * 2**20,
+    staging_bytes: int = _STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool = True,
     model_card: bool = False,
@@ -121,11 +118,20 @@ def save_pretrained(
     """
     start_s = time.perf_counter()
     dtype = as_dtype(dtype)
-    same_on_all_ranks("saving the model", push_to_hub=push_to_hub, hub_arguments={**hub_arguments, "token": None})
+    same_on_all_ranks(
+        "saving the model",
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        staging_bytes=staging_bytes,
+        merge_adapters=merge_adapters,
+        blocking=blocking,
+        push_to_hub=push_to_hub,
+        hub_arguments={**hub_arguments, "token": None},
+    )
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
     begun = begin_save(
         model,
-        folder,
+        Path(folder),
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -144,12 +150,12 @@ def save_pretrained(
 
 def begin_save(
     model: nn.Module,
-    folder: str | PathLike[str],
+    folder: Path,
     *,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    staging_bytes: int = 64 * 2**20,
+    staging_bytes: int = _STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool,
     model_card: bool = False,
@@ -157,18 +163,9 @@ def begin_save(
     """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
 
     Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
-    it writes from the model.
+    it writes from the model. Every rank must call, with equal arguments.
     """
-    folder = Path(folder)
     wait_for_saves()
-    same_on_all_ranks(
-        "saving the model",
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        staging_bytes=staging_bytes,
-        merge_adapters=merge_adapters,
-        blocking=blocking,
-    )
     if blocking:
         free_kept_memory()
     if merge_adapters:
@@ -183,122 +180,119 @@ def begin_save(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
         )
-    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
-    with agreed("planning the checkpoint"):
-        _refuse_meta(model)
-        _refuse_cast(model, dtype)
-        layout = plan_layout(model, dtype, max_shard_size, draft.path)
-    outgoing = plan_outgoing(model, layout)
+    hidden = HiddenFolder(folder)
     try:
-        prepare_save(model, draft, layout, dtype, tokenizer, card=model_card)
-        write: Callable[[], TransferStats] = partial(_write, model, layout, outgoing, staging_bytes)
-        copies = None
-        if not blocking:
-            write, copies = _copied(model, layout, outgoing, staging_bytes)
+        with agreed("preparing the save", folder):
+            _refuse_unready(model, dtype)
+            layout = plan_layout(model, dtype, max_shard_size)
+            held = held_transfers(model, layout)
+            names, scattered = prepare_save(
+                hidden, model, layout, dtype, tokenizer, card=model_card, note=scattered_keys(held)
+            )
+        # A tensor is gathered by all ranks or by none.
+        keys = {key for key in layout.places if key not in held}.union(*scattered)
+        own = (part for key, parts in held.items() if key not in keys for part in parts_of_replica(key, parts))
+        in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in own]
+        # Rank 0 writes to every file: headers, and what is gathered.
+        files = layout.sizes if rank_and_size()[0] == 0 else dict.fromkeys(transfer.file for transfer in in_place)
+        begun = BegunSave(
+            hidden=hidden,
+            layout=layout,
+            names=names,
+            files=[hidden.path / file for file in files],
+            gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            staging_bytes=staging_bytes,
+            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes) if keys else None,
+            write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
+        )
+        return begun if blocking else _with_copies(begun, in_place)
     except BaseException:
-        draft.end()
+        hidden.end()
         raise
-    # Rank 0 writes to every file: headers, and what is gathered.
-    files = list(map(layout.path, layout.files)) if rank_and_size()[0] == 0 else [t.file for t in outgoing.in_place]
-    return BegunSave(
-        draft=draft,
-        layout=layout,
-        files=list(dict.fromkeys(files)),
-        gathered_bytes=_gathered_bytes(layout, outgoing),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        write=write,
-        copies=copies,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BegunSave:
     """A save of which writing and the switch are left."""
 
-    draft: Draft
+    hidden: HiddenFolder
     layout: Layout
+    names: SavedNames
 
     files: list[Path]
     """To which this rank writes."""
 
     gathered_bytes: int
     num_parameters: int
+    staging_bytes: int
+
+    gather: Callable[[Callable[[Transfer], None]], None] | None
+    """Hands rank 0 what writes each gathered tensor. Every rank must call; None where it is done."""
 
     write: Callable[[], TransferStats]
-    """Writes this rank's bytes. Every rank must call."""
+    """Writes all else of this rank. No rank communicates."""
 
-    copies: HostCopies | None
-    """From which they are written; None for the model itself."""
+    copies: HostCopies | None = None
+    """From which it is written; None for the model itself."""
 
     @property
     def report(self) -> SaveReport:
         """What is known before anything is written."""
+        gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
         return SaveReport(
-            folder=str(self.draft.folder),
+            folder=str(self.hidden.folder),
             files=(),
             total_bytes=self.layout.num_bytes,
             bytes_written=0,
             gathered_bytes=self.gathered_bytes,
             write_calls=0,
             seconds=0.0,
-            copied_bytes=self._held_bytes(),
+            copied_bytes=0 if self.copies is None else self.copies.num_bytes + gathered_bytes,
         )
 
     def finish(self) -> SaveReport:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
+        folder, stats = self.hidden.folder, TransferStats()
         try:
-            stats = self.write()
-            files, others = self._publish(stats)
+            if self.gather is not None:
+                written: list[TransferStats] = []
+                self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
+                stats = sum(written, stats)
+            with agreed("writing the checkpoint", folder):
+                stats += self.write()
+                with storage_errors("save to", folder):
+                    for file in self.files:
+                        sync(file)
+                total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
+                assert total == self.layout.num_bytes, f"wrote {total} of {self.layout.num_bytes} bytes"
+                if rank_and_size()[0] == 0:
+                    may_thread = self.copies is None  # the interpreter may be ending otherwise
+                    publish_weights(self.hidden, self.names, self.layout, self.num_parameters, threads=may_thread)
+                    self.hidden.end()  # before any rank goes on
         finally:
             self.drop()
+        files, others = tuple(self.names.weights.values()), self.names.others
         return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
 
     def drop(self) -> None:
         """Leave the folder as it was, unless the save is finished, and give the copies' memory back."""
-        self.draft.end()
+        self.hidden.end()
         if self.copies is not None:
             self.copies.give_back()
-
-    def _held_bytes(self) -> int:
-        """Of host memory on this rank: copies, and on rank 0 what was gathered for them."""
-        gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
-        return 0 if self.copies is None else self.copies.num_bytes + gathered_bytes
-
-    def _publish(self, stats: TransferStats) -> tuple[tuple[str, ...], ...]:
-        """Sync what this rank wrote, and let rank 0 switch; names of the weight files, and of the others."""
-        folder, layout = self.draft.folder, self.layout
-        with agreed("syncing the checkpoint", folder), storage_errors("save to", folder):
-            for file in self.files:
-                sync(file)
-        written = sum(all_ranks(stats.num_bytes, "adding up what was written"))
-        assert written == layout.num_bytes, f"wrote {written} of {layout.num_bytes} bytes"
-        names: tuple[tuple[str, ...], ...] = ()
-        with agreed("finishing the save", folder):
-            if rank_and_size()[0] == 0:
-                weight_map = {key: place.file for key, place in layout.places.items()}
-                sizes = {"total_parameters": self.num_parameters, "total_size": layout.num_bytes}
-                others = (*self.draft.names_beside(), *([WEIGHTS_INDEX] if len(layout.files) > 1 else []))
-                may_thread = self.copies is None  # the interpreter may be ending otherwise
-                names = publish_weights(self.draft, layout.files, weight_map, sizes, threads=may_thread), others
-                self.draft.end()  # before any rank goes on
-        return all_ranks(names, "finishing the save")[0]
 
 
 # ---- before ----
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    """Refuse a model with tensors on meta: it was never loaded, or its loading failed."""
+def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse a model that was never loaded, or whose loading failed; and a cast of 4-bit weights."""
     empty = [key for key, tensor in persistent_tensors(model).items() if tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
             "load_weights or from_pretrained before it is saved; after a failed load, load it again."
         )
-
-
-def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse a cast of 4-bit weights: they are bytes, also where their storage has a floating-point dtype."""
     if dtype is not None and (packed := packed_linears(model)):
         raise CheckpointError(
             f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. "
@@ -307,87 +301,90 @@ def _refuse_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def prepare_save(
-    model: nn.Module, draft: Draft, layout: Layout, dtype: torch.dtype | None, tokenizer: Any, *, card: bool = False
-) -> None:
+    hidden: HiddenFolder,
+    model: nn.Module,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    *,
+    card: bool = False,
+    note: Any = None,
+) -> tuple[SavedNames, list[Any]]:
     """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
 
-    Every rank must call; the ranks exchange errors.
+    Every rank must call, within `agreed`. Gives the names of the files, and every rank's note.
     """
-    folder = draft.folder
-    with agreed("preparing the save", folder):
-        if rank_and_size()[0] == 0:
-            draft.begin()
-            _stage_configs(model, draft, dtype, tokenizer)
-            if card and not (folder / CARD).is_file():
-                model_card_of(model).save(draft.beside / CARD)
-            create_files(layout, folder)
-    with agreed("opening the folder", folder):
-        check_visible(layout, folder)
+    names = None
+    if rank_and_size()[0] == 0:
+        hidden.begin()
+        _stage_configs(model, hidden, dtype, tokenizer)
+        if card and not (hidden.folder / CARD).is_file():
+            model_card_of(model).save(hidden.new / CARD)
+        hidden.create_files(layout)
+        names = names_of(hidden, layout.sizes)
+    every = all_ranks((hidden.mark, names, note), "preparing the save")
+    hidden.mark, names, _ = every[0]
+    hidden.check_visible(layout)
+    assert names is not None
+    return names, [told for _, _, told in every]
 
 
-def _stage_configs(model: nn.Module, draft: Draft, dtype: torch.dtype | None, tokenizer: Any) -> None:
+def _stage_configs(model: nn.Module, hidden: HiddenFolder, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
-    with library_errors(f"Cannot save config and tokenizer to {str(draft.folder)!r}", UNCHANGED):
+    with library_errors(f"Cannot save config and tokenizer to {str(hidden.folder)!r}", UNCHANGED):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
             with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
                 if model.is_remote_code():
-                    custom_object_save(model, draft.beside, config=model.config)
+                    custom_object_save(model, hidden.new, config=model.config)
             with with_cache_as_found(model):
-                model.config.save_pretrained(draft.beside)
+                model.config.save_pretrained(hidden.new)
             if model.can_generate():
-                whole_generation_config(model).save_pretrained(draft.beside)
+                whole_generation_config(model).save_pretrained(hidden.new)
         if tokenizer is not None:
-            tokenizer.save_pretrained(draft.beside)
+            tokenizer.save_pretrained(hidden.new)
 
 
 # ---- bytes ----
 
 
-def _write(model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int) -> TransferStats:
-    """Write from the model: this rank's shards to their places first, then, on rank 0, what is gathered."""
-    with agreed("writing the checkpoint", layout.folder.parent):
-        stats = write_transfers(outgoing.in_place, staging_bytes=staging_bytes)
-    for key in outgoing.gathered:
-        transfers = _gathered(model, key, layout, staging_bytes)
-        with agreed(f"writing {key!r}"):
-            stats += write_transfers(transfers, staging_bytes=staging_bytes)
-    return stats
+def _gather(
+    model: nn.Module,
+    layout: Layout,
+    folder: Path,
+    keys: Iterable[str],
+    staging_bytes: int,
+    use: Callable[[Transfer], None],
+) -> None:
+    """Gather the model tensors of saved tensors on rank 0, one after another, which reverts their conversion.
+
+    Every rank must call. Rank 0 does `use` what writes each saved tensor.
+    """
+    state: Mapping[str, torch.Tensor] = saved_tensors(model)
+    failure: Exception | None = None
+    for key in keys:
+        place = layout.places[key]
+        whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
+        try:
+            if failure is None and rank_and_size()[0] == 0:
+                result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
+                use(replace(place.transfer(result), file=folder / place.file))
+        except Exception as error:  # the other ranks go on sending
+            failure = error
+    with agreed("converting what is gathered"):
+        if failure is not None:
+            raise failure
 
 
-def _copied(
-    model: nn.Module, layout: Layout, outgoing: Outgoing, staging_bytes: int
-) -> tuple[Callable[[], TransferStats], HostCopies]:
-    """What writes from copies that hold the values of this moment, and the copies."""
-    gathered_bytes = _gathered_bytes(layout, outgoing) if rank_and_size()[0] == 0 else 0
-    transfers, copies = copied_transfers(outgoing.in_place, beside_bytes=gathered_bytes)
+def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
+    """The same save from copies that hold the values of this moment. Every rank must call."""
+    gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
+    transfers, copies = copied_transfers(in_place, beside_bytes=gathered_bytes)
     try:
-        for key in outgoing.gathered:
-            transfers += _gathered(model, key, layout, staging_bytes)
+        if begun.gather is not None:
+            begun.gather(transfers.append)
     except BaseException:
         copies.give_back()
         raise
-    return partial(_write_copies, transfers, layout.folder.parent), copies
-
-
-def _write_copies(transfers: list[Transfer], folder: Path) -> TransferStats:
-    with agreed("writing the checkpoint", folder):
-        return write_in_turn(transfers)
-
-
-def _gathered_bytes(layout: Layout, outgoing: Outgoing) -> int:
-    return sum(layout.places[key].num_bytes for key in outgoing.gathered)
-
-
-def _gathered(model: nn.Module, key: str, layout: Layout, staging_bytes: int) -> list[Transfer]:
-    """Gather the model tensors of one saved tensor on rank 0, which reverts their conversion: what it is to write."""
-    place = layout.places[key]
-    state = saved_tensors(model)
-    whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
-    with agreed(f"converting {key!r}"):
-        if rank_and_size()[0] != 0:
-            return []
-        result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
-        file, strides = layout.path(place.file), row_major_strides(result.shape)
-        return [Transfer(file=file, start=place.offset, dtype=place.dtype, strides=strides, memory=result)]
+    return replace(begun, gather=None, write=partial(write_in_turn, transfers), copies=copies)

@@ -1,6 +1,5 @@
 """Save the adapters of a sharded PEFT model as the folder that PEFT itself writes."""
 
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -13,18 +12,17 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
 from hf_fsdp_tools.errors import library_errors
+from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
-from hf_fsdp_tools.modeling.peft_view import bare_model, base_of
-from hf_fsdp_tools.saving.draft import Draft
-from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.transfers import gather_to_first
 
 _STAGING_BYTES = 64 * 2**20
 """Bytes that a rank sends at a time: the default of `save_pretrained`."""
-
-_CARD = "README.md"
 
 
 def save_adapter(
@@ -37,71 +35,73 @@ def save_adapter(
 
     Every rank of the default process group must call; the adapters' tensors are gathered.
     """
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     refuse_ended(model)
-    rank, _ = rank_and_size()
-    draft = Draft(folder, all_ranks(secrets.token_hex(4), "beginning the save")[0])
+    is_first = rank_and_size()[0] == 0
+    hidden = HiddenFolder(folder)
     names: tuple[str, ...] = ()
+    chosen: frozenset[str] = frozenset()
     try:
+        state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         with agreed("preparing the save", folder):
-            if rank == 0:
-                draft.begin()
-        whole = _gather_adapter(model, dtype, folder, keep=rank == 0)
-        with agreed("writing the adapter", folder):
-            if rank == 0:
+            if is_first:
+                hidden.begin()
+                # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
                 with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
-                    if (folder / _CARD).is_file():  # to which PEFT adds
-                        shutil.copyfile(folder / _CARD, draft.beside / _CARD)
-                    model.save_pretrained(str(draft.beside), state_dict=whole)  # type: ignore[operator]  # PEFT's own
+                    chosen = _chosen_by_peft(model, state)
+            chosen = all_ranks(chosen, "asking PEFT what belongs to the adapter")[0]
+        tensors = _gather_adapter(model, state, chosen, dtype, keep=is_first)
+        with agreed("writing the adapter", folder):
+            if is_first:
+                with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
+                    if (folder / CARD).is_file():  # to which PEFT adds
+                        shutil.copyfile(folder / CARD, hidden.new / CARD)
+                    model.save_pretrained(str(hidden.new), state_dict=tensors)  # type: ignore[operator]  # PEFT's own
                     if tokenizer is not None:
-                        tokenizer.save_pretrained(draft.beside)
-                names = draft.names_beside()
-                publish_adapter(draft)
-                draft.end()  # before any rank goes on
-        names = all_ranks(names, "finishing the save")[0]
+                        tokenizer.save_pretrained(hidden.new)
+                names = hidden.new_names()
+                publish_adapter(hidden)
+                hidden.end()  # before any rank goes on
+            names = all_ranks(names, "finishing the save")[0]
     finally:
-        if rank == 0:
-            draft.end()
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+        hidden.end()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return SaveReport(
         folder=str(folder),
         files=(ADAPTER_WEIGHTS,),
         total_bytes=num_bytes,
-        bytes_written=num_bytes if rank == 0 else 0,
+        bytes_written=num_bytes if is_first else 0,
         gathered_bytes=num_bytes,
-        write_calls=1 if rank == 0 else 0,
-        seconds=round(time.perf_counter() - start, 4),
+        write_calls=int(is_first),
+        seconds=round(time.perf_counter() - start_s, 4),
         others=tuple(name for name in names if name != ADAPTER_WEIGHTS),
     )
 
 
 def _gather_adapter(
-    model: nn.Module, dtype: torch.dtype | None, folder: Path, *, keep: bool
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    chosen: frozenset[str],
+    dtype: torch.dtype | None,
+    *,
+    keep: bool,
 ) -> dict[str, torch.Tensor]:
     """Every tensor that PEFT may write, by name, gathered whole.
 
     PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
     prompt encoders), and tensors of the base that PEFT chooses (embeddings that were resized or have an adapter).
     """
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
-    # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
-    by_peft = None
-    fact = f"Cannot save the adapter to {str(folder)!r}"
-    with agreed("asking PEFT what belongs to the adapter"), library_errors(fact, UNCHANGED):
-        if keep:
-            by_peft = _chosen_by_peft(model, state)
-    chosen = all_ranks(by_peft, "asking PEFT what belongs to the adapter")[0] or frozenset()
-    whole = {}
+    tensors = {}
     for name, tensor in state.items():
         if tensor.requires_grad or id(tensor) not in base or name in chosen:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if isinstance(tensor, LocalBoxes):
-                found = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
-                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
+                gathered = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gathered is None else gathered
             full = full.detach().to(dtype if full.is_floating_point() else None)
-            whole[name] = full.cpu() if keep else full.to("meta")
-    return whole
+            tensors[name] = full.cpu() if keep else full.to("meta")
+    return tensors
 
 
 def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MethodType
@@ -18,9 +17,9 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
-from hf_fsdp_tools.modeling.peft_view import is_adapted
-from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.transfers import gather_to_first
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
 Write = Callable[[nn.Module, Path], SaveReport]
@@ -42,41 +41,42 @@ def save_by_library(
     """
     reshard_units(model)
     inside = dict(_outermost(model))
+    within = tuple(f"{name}." for name in inside)
+    outside = [*model.named_parameters(), *model.named_buffers()]
     gathered = {
-        name: gather_to_first(tensor, staging_bytes=staging_bytes) for name, tensor in _tensors_beside(model, inside)
+        name: gather_to_first(tensor, staging_bytes=staging_bytes)
+        for name, tensor in outside
+        if not name.startswith(within)
     }
-    rank = rank_and_size()[0]
+    is_first = rank_and_size()[0] == 0
     places: dict[str, str] = {}
-    others: tuple[str, ...] = ()
     with ExitStack() as held:
         staging = folder
         with agreed("saving the files of the model's library", folder), storage_errors("save to", folder):
-            if rank == 0:
+            if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 staging = Path(held.enter_context(TemporaryDirectory(prefix=".", dir=folder)))
                 with library_errors(f"Cannot save the model to {str(folder)!r}", UNCHANGED), _alone(model, gathered):
                     places = _save(model, inside, staging)
                     if tokenizer is not None:
                         tokenizer.save_pretrained(staging)
-        places = all_ranks(places, "saving the files of the model's library")[0]
-        reports = [(place, write(inside[name], folder / place)) for name, place in places.items()]
+            places = all_ranks(places, "saving the files of the model's library")[0]
+        reports = {place: write(inside[name], folder / place) for name, place in places.items()}
         with agreed("finishing the save", folder), storage_errors("save to", folder):
-            if rank == 0:
-                others = tuple(_moved(staging, folder))
-        others = all_ranks(others, "finishing the save")[0]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gathered.values() if tensor is not None)
-    files = [Path(place, name).as_posix() for place, report in reports for name in report.files]
-    beside = [Path(place, name).as_posix() for place, report in reports for name in report.others]
-    first = SaveReport(
-        folder=str(folder), files=(), total_bytes=num_bytes, bytes_written=num_bytes, gathered_bytes=num_bytes,
-        write_calls=0, seconds=0.0,
-    )  # fmt: skip
-    sums = {
-        name: getattr(first, name) + sum(getattr(report, name) for _, report in reports)
-        for name in ("total_bytes", "bytes_written", "gathered_bytes", "write_calls", "seconds")
-    }
-    others = tuple(dict.fromkeys((*beside, *others)))
-    return replace(first, files=tuple(files), others=tuple(name for name in others if name not in files), **sums)
+            moved = all_ranks(_moved(staging, folder) if is_first else [], "finishing the save")[0]
+    num_bytes = sum(tensor.nbytes for tensor in gathered.values() if tensor is not None)
+    files = [Path(place, name).as_posix() for place, report in reports.items() for name in report.files]
+    others = [Path(place, name).as_posix() for place, report in reports.items() for name in report.others]
+    return SaveReport(
+        folder=str(folder),
+        files=tuple(files),
+        total_bytes=num_bytes + sum(report.total_bytes for report in reports.values()),
+        bytes_written=num_bytes + sum(report.bytes_written for report in reports.values()),
+        gathered_bytes=num_bytes + sum(report.gathered_bytes for report in reports.values()),
+        write_calls=sum(report.write_calls for report in reports.values()),
+        seconds=sum(report.seconds for report in reports.values()),
+        others=tuple(name for name in dict.fromkeys([*others, *moved]) if name not in files),
+    )
 
 
 def _is_ours(model: nn.Module) -> bool:
@@ -90,12 +90,6 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield prefix + name, child
         else:
             yield from _outermost(child, f"{prefix}{name}.")
-
-
-def _tensors_beside(model: nn.Module, inside: dict[str, nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a model that lie in none of the models inside, by name."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, tensor) for name, tensor in tensors if not name.startswith(tuple(f"{other}." for other in inside))]
 
 
 @contextmanager
@@ -156,11 +150,10 @@ def _save(model: nn.Module, inside: dict[str, nn.Module], staging: Path) -> dict
     return places
 
 
-def _moved(staging: Path, folder: Path) -> Iterator[str]:
+def _moved(staging: Path, folder: Path) -> list[str]:
     """Move files to the same places in another folder; their paths in it."""
-    for path in sorted(staging.rglob("*")):
-        place = path.relative_to(staging)
-        if path.is_file():
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, folder / place)
-            yield place.as_posix()
+    places = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
+    for place in places:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / place, folder / place)
+    return [place.as_posix() for place in places]

@@ -35,7 +35,7 @@ def images_in_each_batch(trainer: Any, data: Any) -> None:
     def collate_with_image(rows: list[dict[str, Any]]) -> Any:
         if any(map(_has_image, rows)):
             return collate(rows)
-        batch = collate([*rows, dict(row)])  # type: ignore[call-overload]  # there is one
+        batch = collate([*rows, dict(row or {})])
         batch["labels"][-1] = -100
         return batch
 

@@ -29,13 +29,7 @@ _COPY = "Copy or download the adapter again."
 
 
 def open_adapter(peft: Any, name: str, hub_kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """The local folder of an adapter, and PEFT's config of it; one on the hub is fetched.
-
-    All of its files are read, so that whatever is wrong with them shows here, where the ranks exchange errors, and not
-    when PEFT reads them again.
-
-    No rank communicates.
-    """
+    """The local folder of an adapter, and PEFT's config of it; one on the hub is fetched."""
     subfolder = hub_kwargs.get("subfolder") or ""
     path = local_path(name)
     folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
@@ -182,10 +176,7 @@ _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score
 
 
 def with_modules_to_save(config: Any, parameters: Iterable[str]) -> Any:
-    """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are.
-
-    PEFT takes a module for one of `modules_to_save` where its name, or that of one around it, ends in that.
-    """
+    """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are."""
     if not hasattr(config, "modules_to_save"):
         return config
     task = getattr(config.task_type, "value", config.task_type)

@@ -1,8 +1,9 @@
-"""Shard what was added to a sharded model, adapters and heads, in the units of its base.
+"""Plan models with adapters, and shard what was added to a sharded model, in the units of its base.
 
 Plans are made of the base without adapters, so that a model has the same units with and without them.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,13 +13,85 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
-from hf_fsdp_tools.sharding.adapter_plan import laid_over
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.parameters import check_parameters
+from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
-from hf_fsdp_tools.sharding.whole import average_gradients, is_averaged
+
+
+def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:
+    """The plan of a PEFT model's base, made without its adapters and then extended to them by `laid_over`."""
+    base = base_of(model)
+    for config in getattr(model, "peft_config", {}).values():
+        refuse_for_any(config)
+    plan = make_wrap_plan(bare_model(base).model, policy=policy)
+    return laid_over(plan, base) if any(is_wrapper(module) for module in base.modules()) else plan
+
+
+def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
+    """A plan for a base with adapters, from the plan of the base without them or with some of them.
+
+    The units are the same; of a wrapped module, the wrapper is in the unit. Parameters that PEFT gives to modules of
+    several units (VB-LoRA's bank) are replicated. No rank communicates.
+    """
+    bare = bare_model(base)
+    units: list[WrapUnit] = []
+    for unit in plan.units:
+        modules = tuple(bare.places.get(name, name) for name in unit.modules)
+        units += [*_trained_whole(modules, unit, base), replace(unit, modules=modules)]
+    units = list({unit.modules: unit for unit in units}.values())
+    names = (name.rpartition(".") for name in plan.replicated)
+    replicated = [".".join(filter(None, (bare.names.get(module, module), key))) for module, _, key in names]
+    laid, tree = replace(plan, units=tuple(units), replicated=tuple(replicated)), ModuleTree(base)
+    unit_of = units_by_node(tree, laid)
+    replicated += [
+        weight.names[0]
+        for weight in tree.weights
+        if (weight.ndim == 0 or not weight.numel or len({unit_of[owner] for owner in weight.owners}) > 1)
+        and not set(replicated).intersection(weight.names)
+    ]
+    return measured(replace(laid, replicated=tuple(replicated)), tree)
+
+
+def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
+    """Yield the units inside the wrappers of a unit's modules that PEFT trains as copies.
+
+    The frozen original is a unit, so that it is gathered only if it runs. Where the original is tied to another module,
+    it stays in their common unit, and the copies are units; copies that are tied too are one unit.
+    """
+    tied: dict[nn.Parameter, list[str]] = {}
+    for name in names:
+        wrapper = base.get_submodule(name)
+        copies = wrapper._modules.get("modules_to_save") if is_wrapper(wrapper) else None
+        original = wrapper._modules.get("original_module")
+        if copies is None or original is None:
+            continue
+        own = set(original.parameters())
+        below = set(original.modules())
+        others = (module for module in base.modules() if module not in below)
+        if any(parameter in own for module in others for parameter in module._parameters.values()):
+            for key, copy in copies._modules.items():
+                if copy is not None:
+                    tied.setdefault(next(copy.parameters()), []).append(f"{name}.modules_to_save.{key}")
+        else:
+            yield replace(
+                unit,
+                modules=(f"{name}.original_module",),
+                reshard_after_forward=True,
+                reason="frozen, its copy is trained",
+                kept_for=None,
+            )
+    for together in tied.values():
+        yield replace(unit, modules=tuple(together), reason="trained copy of a tied module")
 
 
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
@@ -56,9 +129,9 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))
-    whole = {known[name] for name in sharding.plan.replicated if name in known}
+    replicated = {known[name] for name in sharding.plan.replicated if name in known}
     outside = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor) and not is_averaged(p)]
-    inside = any(parameter not in managed and parameter not in whole for parameter in base.parameters())
+    inside = any(parameter not in managed and parameter not in replicated for parameter in base.parameters())
     # PEFT may have run the embedding alone for a prompt encoder, and FSDP2 then takes it for the root: shard again.
     replaced = _shard_again(base, sharding, managed) if inside or outside else {}
     outside = [parameter for parameter in outside if parameter not in replaced]
@@ -94,10 +167,7 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
 
 
 def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) -> None:
-    """Bring what PEFT keeps outside the base to the device of the computation; PEFT puts it beside the base's shards.
-
-    Under CPU offload these are on the CPU, and a prompt encoder would compute there.
-    """
+    """Bring what PEFT keeps outside the base, beside its shards, to the device of the computation."""
     inside = set(base.modules())
     for module in model.modules():
         if module not in inside:

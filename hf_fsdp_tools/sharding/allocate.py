@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.modeling.linear4bit import mark_weights
+from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 
 
@@ -24,12 +25,7 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     No rank communicates.
     """
-    replaced = _allocated(model, device, dtype)
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = replaced[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
+    swap(model, _allocated(model, device, dtype))
     renew(model)
 
 
@@ -46,12 +42,6 @@ def renew(model: nn.Module) -> None:
 
 def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
     """The new tensor for each tensor on meta; tied ones stay one tensor."""
-    found = dict.fromkeys(
-        tensor
-        for module in model.modules()
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if tensor.is_meta
-    )
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     # CPU offload is for shards alone: whole tensors are on the mesh's device.
     whole_on = torch.device(mesh.device_type) if mesh is not None else device
@@ -60,17 +50,11 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         tensor: with_storage(
             tensor,
             device=device if isinstance(tensor, DTensor) else whole_on,
-            dtype=_storage_dtype(tensor, dtype),
+            dtype=dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None,
             memory=of_units.get(tensor) if isinstance(tensor, nn.Parameter) else None,
         )
-        for tensor in found
+        for tensor in dict.fromkeys(tensor for _, _, tensor in slots(model) if tensor.is_meta)
     }
-
-
-def _storage_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor's storage: `dtype` for floating-point parameters, else the tensor's own."""
-    chosen = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    return dtype if chosen and dtype is not None else tensor.dtype
 
 
 def with_storage(
@@ -80,10 +64,7 @@ def with_storage(
     dtype: torch.dtype | None = None,
     memory: Callable[[torch.device, torch.dtype], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard.
-
-    Strides, attributes that code set on a parameter, and hooks on its gradient are kept.
-    """
+    """A parameter or buffer like `tensor` with uninitialised memory on `device`; of a DTensor, this rank's shard."""
     dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
         shape = local_tensor(tensor).shape

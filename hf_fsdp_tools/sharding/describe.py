@@ -1,11 +1,12 @@
 """Describe the sharding of a model as text: its plan, mesh and precisions, and this rank's memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.sharding.shard import sharding_of
@@ -36,6 +37,13 @@ def describe_sharding(model: nn.Module) -> str:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
     packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
     parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
+    groups = {
+        "frozen": [p for p in parameters if not p.requires_grad],
+        "trained": [p for p in parameters if p.requires_grad],
+    }
+    if not all(groups.values()):
+        groups = {"weights": parameters}
+    offloaded = " (kept on the CPU between uses)" if sharding.device.type != sharding.mesh.device_type else ""
     compute = sharding.mp_policy.param_dtype
     # FSDP2 reduces in this dtype where no other is given; since torch 2.15 in that of the weights.
     reduce = sharding.mp_policy.reduce_dtype or (compute if torch.__version__ < "2.15" else None)
@@ -43,11 +51,16 @@ def describe_sharding(model: nn.Module) -> str:
     lines = [
         str(sharding.plan),
         f"mesh         {', '.join(f'{name} {size}' for name, size in axes)} on {sharding.mesh.device_type}",
-        *_describe_weights(parameters, packed, offloaded=sharding.device.type != sharding.mesh.device_type),
-        *(
-            f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}"
-            for dim, names in _other_dims(model, sharding.mesh.ndim)
-        ),
+    ]
+    for name, group in groups.items():
+        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
+        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
+        of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
+        num_bytes = sum(local_tensor(p).nbytes for p in group)
+        lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")
+    for dim, names in _other_dims(model, sharding.mesh.ndim):
+        lines.append(f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}")
+    lines += [
         f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
         f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
@@ -57,35 +70,10 @@ def describe_sharding(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _describe_weights(
-    parameters: list[nn.Parameter], packed: Mapping[nn.Parameter, int], *, offloaded: bool
-) -> Iterator[str]:
-    """Yield dtype and size of this rank's shards; apart for trained and frozen parameters if there are both."""
-    trained = [p for p in parameters if p.requires_grad]
-    frozen = [p for p in parameters if not p.requires_grad]
-    parts = {"frozen": frozen, "trained": trained} if frozen and trained else {"weights": parameters}
-    for name, group in parts.items():
-        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
-        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
-        yield (
-            f"{name:<13}{dtypes}, {show_bytes(sum(map(_local_bytes, group)))} on this rank"
-            + (f", {share:.2%} of the parameters" if name == "trained" else "")
-            + (" (kept on the CPU between uses)" if offloaded else "")
-        )
-
-
 def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
-    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters.
-
-    Parameters of tensor parallelism, on meshes of more axes than FSDP's, do not count.
-    """
-    found: dict[int, list[str]] = {}
+    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters."""
+    names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:
-            found.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
-    yield from ((dim, names) for dim in sorted(found) if dim for names in merge_alike(found[dim]))
-
-
-def _local_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.element_size()
+            names_of.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
+    yield from ((dim, names) for dim in sorted(names_of) if dim for names in merge_alike(names_of[dim]))

@@ -52,11 +52,8 @@ def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
 
 
 def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
-    """The parameters that the unit of a module gathers, each once.
-
-    Nothing is changed; may be called between a forward and its backward pass.
-    """
-    found = []
+    """The parameters that the unit of a module gathers, each once."""
+    parameters = []
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
             info = entry._module_info
@@ -64,8 +61,8 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = info.module._parameters.get(info.param_name)
             shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
-            found.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
-    return found
+            parameters.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
+    return parameters
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -180,10 +177,7 @@ def _free_nothing() -> None:
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:
-    """End the forward pass of a unit with modules that have not run, as its last module would; return the output.
-
-    torch before 2.13 waits for these modules for ever.
-    """
+    """End the forward pass of a unit with modules that have not run, as its last module would; return the output."""
     state = _state_of(module)
     if state._modules_to_run_forward:
         output = state._post_forward(state._modules[0], None, output)
@@ -255,10 +249,7 @@ def release(model: nn.Module) -> None:
 
 
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
-
-    The copy has the module's own class, shards of its own, and no hooks; FSDP2 does not manage it.
-    """
+    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`."""
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
     fresh = nn.Module().__dict__
@@ -277,8 +268,10 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
 
     Nothing is communicated.
     """
-    found = ((group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old)
-    group, i = next(found, (None, 0))
+    entries = (
+        (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old
+    )
+    group, i = next(entries, (None, 0))
     if group is None:
         raise ConfigError(
             f"{name!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."

@@ -1,12 +1,10 @@
 """Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from tempfile import mkdtemp
 from types import MethodType
 from typing import Any
 
@@ -15,17 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
-from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
-from hf_fsdp_tools.modeling.peft_view import is_adapted
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
 
 def mark_for_transformers(model: nn.Module) -> None:
-    """Give a model with all its units the class names, mark and methods that transformers looks at.
+    """Give a model with all its units the class names, marks and methods that other libraries look at.
 
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend. By class name the Trainer
       decides whether to shift labels under label smoothing, and writes model cards.
@@ -33,24 +31,29 @@ def mark_for_transformers(model: nn.Module) -> None:
     - Methods that need whole weights work on shards (`answer_for_shards`).
     - `generate` runs encoders, of images or of text, before the model's own forward pass: what no other unit holds is
       gathered for them.
-    - `DistributedDataParallel`, in which a plain Trainer or Accelerator wraps it, raises an error that names the cure;
-      so does such an Accelerator itself, which in one process would go on without a word.
+    - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
     for module in model.modules():
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers reads it
         if isinstance(module, FSDPModule):
             cls, own = type(module), own_class(module)
             cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
-            # The first thing that DDP asks a model for. Scripts of TRL set it; it means nothing to shards.
-            refusing: Any = property(_refuse_ddp, lambda module, names: None)
-            cls._ddp_params_and_buffers_to_ignore = refusing  # type: ignore[attr-defined]  # a name of DDP
-            if module is model:
-                mark: Any = property(_accelerates_mark, _set_accelerates_mark)
-                cls._is_accelerate_prepared = mark  # type: ignore[attr-defined]  # a name of Accelerate
-                cls.__reduce_ex__ = _refuse_pickle  # type: ignore[assignment]
-    if isinstance(model, FSDPModule) and hasattr(model, "generate") and "generate" not in model.__dict__:
-        _answer(model, "generate", _generate)
+    if isinstance(model, FSDPModule):
+        is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
+        type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
+        if hasattr(model, "generate") and "generate" not in model.__dict__:
+            _answer(model, "generate", _generate)
     answer_for_shards(model)
+
+
+def _is_prepared(module: nn.Module) -> bool:
+    if not note_of(module).is_prepared:
+        raise ConfigError(
+            f"{type(module).__name__} is sharded, and a Trainer or an Accelerator that does not run FSDP2 prepares it. "
+            "In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a "
+            "loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
+        )
+    return True
 
 
 def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,39 +66,11 @@ def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
         reshard_units(model)
 
 
-_CURE = (
-    "In a Trainer, put FSDPTrainerMixin before the Trainer: class MyTrainer(FSDPTrainerMixin, Trainer). In a loop, "
-    "make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
-)
-
-
-def _refuse_ddp(module: nn.Module) -> None:
-    raise ConfigError(
-        f"{type(module).__name__} is sharded and would be wrapped with DistributedDataParallel, which needs whole "
-        f"weights. {_CURE}"
-    )
-
-
-def _accelerates_mark(module: nn.Module) -> bool:
-    """Whether the model was prepared. Accelerate asks before it prepares a model for anything but FSDP2."""
-    if not module.__dict__.get("_is_prepared", False):
-        raise ConfigError(
-            f"{type(module).__name__} is sharded, and is about to be prepared by a Trainer or an Accelerator that does "
-            f"not run FSDP2. {_CURE}"
-        )
-    return True
-
-
-def _set_accelerates_mark(module: nn.Module, is_prepared: bool) -> None:
-    module.__dict__["_is_prepared"] = is_prepared
-
-
 def answer_for_shards(model: nn.Module) -> None:
     """Let the methods of a sharded model that need whole weights do what they say, where every rank calls them.
 
-    - `model.save_pretrained(folder)` and `model.push_to_hub(repo_id)` call this package's `save_pretrained`,
-      `model.resize_token_embeddings(n)` its `resize_token_embeddings`. The functions are looked up at the front door
-      when they are called, so that nothing of reading and saving is imported for sharding. Of PEFT models, too.
+    - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
+      `resize_token_embeddings`; of PEFT models, too. `model.push_to_hub` is refused, with the call that does the same.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
     answers: dict[str, Callable[..., Any]] = {
@@ -125,26 +100,19 @@ def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
     setattr(model, name, MethodType(method, model))
 
 
-_IDLE: dict[str, tuple[object, ...]] = {
-    "distributed_checkpoint": (False,),
-    "path_initial_model_for_weight_conversion": (None,),
-    "safe_serialization": (True, None),
-    "save_embedding_layers": ("auto",),
-    "save_original_format": (True,),
-    "save_peft_format": (True,),
-    "selected_adapters": (None,),
-    "variant": (None,),
-}
-"""Arguments of `save_pretrained` of transformers (5.23) and PEFT (0.21), and the values that ask for what is done
-anyway."""
+def _public(name: str) -> Any:
+    """A public function, looked up when it is called: sharding imports nothing of reading and saving."""
+    return getattr(import_module("hf_fsdp_tools"), name)
 
-_NEEDLESS = ("is_main_process", "save_function")
-"""Arguments of theirs that are not needed: every rank writes its own bytes, locally."""
 
-_OF_AN_UPLOAD = (
-    "repo_id", "private", "token", "commit_message", "commit_description", "revision", "create_pr",
-)  # fmt: skip
-"""Arguments of theirs that this package's `save_pretrained` has too, for `push_to_hub`."""
+_NEEDLESS = {"is_main_process", "save_function", "safe_serialization", "push_to_hub", "token"}
+"""Arguments of transformers' and PEFT's `save_pretrained` that are left out: every rank writes its own bytes, as
+safetensors, and a save without an upload needs no token."""
+
+_HONOURED = {
+    "max_shard_size", "blocking", "repo_id", "private", "commit_message", "commit_description", "revision", "create_pr",
+}  # fmt: skip
+"""Arguments of theirs that this package's `save_pretrained` has too."""
 
 
 def _save_pretrained(
@@ -166,84 +134,36 @@ def _save_pretrained(
         _refuse_other_kind(model, Path(save_directory))
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
-    passed = {name: kwargs.pop(name) for name in ("max_shard_size", "blocking", *_OF_AN_UPLOAD) if name in kwargs}
-    if kwargs.pop("push_to_hub", False):
-        passed["push_to_hub"] = True
-    else:
-        passed.pop("token", None)  # transformers takes it, to ask nobody
-    asked = [f"{name}={value!r}" for name, value in kwargs.items() if value not in _IDLE.get(name, (value,))]
-    asked += [f"{name}={value!r}" for name, value in kwargs.items() if name not in (*_IDLE, *_NEEDLESS)]
-    if asked:
+    options = {name: value for name, value in kwargs.items() if name in _HONOURED}
+    if kwargs.get("push_to_hub"):
+        options |= {name: kwargs[name] for name in ("push_to_hub", "token") if name in kwargs}
+    refused = [name for name, value in kwargs.items() if value is not None and name not in {*options, *_NEEDLESS}]
+    if kwargs.get("safe_serialization") is False:
+        refused.append("safe_serialization")
+    if refused:
         raise ConfigError(
-            f"model.save_pretrained cannot honour {', '.join(asked)} on shards. Leave that out; to change what is "
-            "saved, save first, then open the folder with plain transformers or PEFT."
+            f"model.save_pretrained cannot honour {listed(f'{name}={kwargs[name]!r}' for name in refused)} on shards. "
+            "Leave that out; to change what is saved, save first, then open the folder with plain transformers or PEFT."
         )
-    import hf_fsdp_tools
-
-    save: Any = hf_fsdp_tools.save_pretrained
-    return save(model, save_directory, **passed)
+    return _public("save_pretrained")(model, save_directory, **options)
 
 
 def _refuse_other_kind(model: nn.Module, folder: Path) -> None:
     """Refuse a folder with files of another kind of model, which would be opened with what plain methods write."""
-    others = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
-    if found := [name for name in others if (folder / name).is_file()]:
+    names = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
+    if present := [name for name in names if (folder / name).is_file()]:
         raise ConfigError(
-            f"{str(folder)!r} holds another kind of model, whose {listed(found)} would be opened with what is saved "
+            f"{str(folder)!r} holds another kind of model, whose {listed(present)} would be opened with what is saved "
             "there. Leave state_dict out and call it on every rank, which puts them aside, or give another folder."
         )
 
 
-def _refuse_pickle(module: nn.Module, protocol: Any) -> Any:
-    """Answer `torch.save(model)`, which pickles by protocol 2; copies use a later one."""
-    if int(protocol) == 2:
-        raise ConfigError(
-            f"torch.save would pickle this rank's shards of {type(module).__name__}, which no other process could "
-            "open. Call save_pretrained(model, folder) on every rank."
-        )
-    return object.__reduce_ex__(module, protocol)
-
-
-def _push_to_hub(
-    model: nn.Module,
-    plain: Any,
-    repo_id: str,
-    *,
-    max_shard_size: int | str | None = None,
-    tags: Sequence[str] | str | None = None,
-    **upload: Any,
-) -> str:
-    """Answer `model.push_to_hub(repo_id, …)` on shards: the page of the commit. Every rank must call.
-
-    The model is saved to a temporary folder of rank 0, which all ranks must see. Where the upload fails, the folder is
-    kept, and the error names it.
-    """
-    import hf_fsdp_tools
-
-    if tags is not None:
-        model.add_model_tags(tags)  # type: ignore[operator]  # transformers' own
-    folder = ""
-    with agreed("making a temporary folder"):
-        if not upload.get("blocking", True):
-            raise ConfigError(
-                "push_to_hub(blocking=False) would remove its temporary folder while that is written. Use "
-                "save_pretrained(folder, push_to_hub=True, blocking=False), with a folder that stays."
-            )
-        if rank_and_size()[0] == 0:
-            folder = mkdtemp(prefix="push_to_hub-")
-    folder = all_ranks(folder, "making a temporary folder")[0]
-    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    try:
-        save: Any = hf_fsdp_tools.save_pretrained
-        url: str = save(model, folder, push_to_hub=True, repo_id=repo_id, **size, **upload).commit_url
-    except FSDPToolsError:
-        if rank_and_size()[0] == 0:
-            with suppress(OSError):  # it holds the model, and was not uploaded
-                os.rmdir(folder)
-        raise
-    if rank_and_size()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    return url
+def _push_to_hub(model: nn.Module, plain: Any, repo_id: str = "", *args: Any, **kwargs: Any) -> None:
+    """Answer `model.push_to_hub(repo_id)`, which would save to a temporary folder of each rank."""
+    raise ConfigError(
+        "model.push_to_hub needs a folder that all ranks see. Call model.save_pretrained(folder, push_to_hub=True, "
+        f"repo_id={repo_id!r}) on every rank."
+    )
 
 
 def _resize_token_embeddings(
@@ -254,10 +174,7 @@ def _resize_token_embeddings(
     mean_resizing: bool = True,
 ) -> nn.Module:
     """Answer `model.resize_token_embeddings(n)` on shards; every rank must call."""
-    import hf_fsdp_tools
-
-    resize: Any = hf_fsdp_tools.resize_token_embeddings
-    resized: nn.Module = resize(
+    resized: nn.Module = _public("resize_token_embeddings")(
         model, new_num_tokens, pad_to_multiple_of=pad_to_multiple_of, mean_resizing=mean_resizing
     )
     return resized
@@ -289,20 +206,17 @@ def _cut_whole_tensors(
 
 
 def turn_cache_off(model: nn.Module) -> None:
-    """Turn off the cache of keys and values of a model that is trained.
-
-    `generate` asks for its own cache, and saving writes the value that was set before (`with_cache_as_found`).
-    """
+    """Turn off the cache of keys and values of a model that is trained."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-        model._cache_is_off = True  # type: ignore[assignment]  # a plain attribute of our own
+        add_to_note(model, cache_is_off=True)
 
 
 @contextmanager
 def with_cache_as_found(model: nn.Module) -> Iterator[None]:
     """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
-    if not model.__dict__.get("_cache_is_off", False):
+    if not note_of(model).cache_is_off:
         yield
         return
     config: Any = model.config

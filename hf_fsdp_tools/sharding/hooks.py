@@ -1,29 +1,25 @@
 """Hooks of a sharded model beside FSDP2's own.
 
-- Before the forward pass of each unit, in inference mode: make the memory of gathered parameters outside of it.
-- Before the forward pass of blocks and other modules with shards, under mixed precision: cast their inputs. FSDP2
-  itself would cast the inputs of the root, with labels, token counts and masks.
-- Around the forward pass of the root, under mixed precision: autocast, which computes losses in fp32; not in the
-  modules that compute with shards, whose dtype is that of their gathered weights. After it: outputs in fp32.
-- Around the forward pass of modules that PEFT trains whole (`modules_to_save`) in fp32 on a base of 16 bits, without
-  mixed precision: inputs in fp32, outputs in the dtype of the base, whose modules take no other.
-- Around the forward pass of modules with whole parameters, under mixed precision: weights in the dtype of computation,
-  as FSDP2 gathers those of shards.
-- Around the forward pass of batch norms, under mixed precision: weights in the dtype of the running statistics.
-- Before the forward pass of each unit, on one rank: use frozen weights where they lie (`use_frozen_in_place`).
-- After a forward pass without gradients: reshard the units.
-- After the forward pass of a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees
-  their memory.
-- After the forward pass of a list of experts: make every expert part of the result, so that all ranks reduce the same
-  gradients, whichever experts their tokens chose.
-- Before the forward pass of the root: count it (`distributed.liveness`).
-- Before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
-  the last module of a unit; 2.13 runs them at each module, and completes the unit after the pass of the whole model
-  (`_register_group_forward_hooks`, `_force_complete_incomplete_states`). Delete this with the support of 2.11 and 2.12.
+- before a unit, in inference mode: make the memory of gathered parameters outside of it
+- before a unit, on one rank: use frozen weights where they lie
+- before modules that compute with shards, under mixed precision: cast their inputs. FSDP2 itself would cast the inputs
+  of the root, with labels, token counts and masks
+- around the root, under mixed precision: autocast, which computes losses in fp32, but not in the modules that compute
+  with shards; after it, outputs in fp32
+- around modules with replicated parameters, under mixed precision: weights in the dtype of computation; around batch
+  norms in that of their running statistics
+- around modules that PEFT trains whole in another dtype, without mixed precision: inputs and outputs in the right one
+- after a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees their memory
+- after a list of experts: make every expert part of the result, so that all ranks reduce the same gradients
+- after a forward pass without gradients: reshard the units
+- before the root: count the pass (`distributed.liveness`)
+- before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
+  the last module of a unit; 2.13 runs them at each (delete this with the support of 2.11 and 2.12)
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
 from hf_fsdp_tools.distributed.rounds import rounds_of
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     gathers,
@@ -58,46 +55,36 @@ def add_hooks(
     experts: Mapping[nn.Module, nn.Module] | None = None,
     shard_ranks: Sequence[int] = (),
 ) -> None:
-    """Give a model with all its units the hooks named above, each once; call again when units are made anew.
-
-    Nothing is communicated.
-    """
-    for module in model.modules():  # hooks of modules that are in no unit any more are removed
-        _drop_hooks(
-            module._forward_pre_hooks,
-            _make_gathered_memory, _use_frozen_in_place, cast_inputs, _use_dtype, _use_dtype_of_statistics,
-            _begin_autocast, _leave_autocast,
-        )  # fmt: skip
-        _drop_hooks(
-            module._forward_hooks,
-            _give_weights_back, _reach_experts, _part_from_weights, _cast_output, _end_autocast, _resume_autocast,
-            _return_fp32,
-        )  # fmt: skip
-        if isinstance(module, FSDPModule) and module is not model and module._parameters:
-            module.register_forward_hook(_part_from_weights, prepend=True)  # before FSDP2's own, which frees
-        if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(_make_gathered_memory, prepend=True)  # before FSDP2's own, which gathers
-            if len(shard_ranks) == 1:
-                module.register_forward_pre_hook(_use_frozen_in_place, prepend=True)
+    """Give a model with all its units the hooks named above; those of an earlier call are removed."""
+    for handle in note_of(model).hooks:
+        handle.remove()
+    units = {module for module in model.modules() if isinstance(module, FSDPModule)}
+    hooks: list[Any] = []
+    for module in units:
+        assert isinstance(module, nn.Module)
+        if module is not model and module._parameters:  # before FSDP2's own hook, which frees
+            hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
+        # before FSDP2's own hook, which gathers
+        hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
+        if len(shard_ranks) == 1:
+            hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
     if param_dtype is not None:
-        units = {module for module in model.modules() if isinstance(module, FSDPModule)}
-        whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        add_casts(model, param_dtype, units=units, whole=whole, device_type=device_type)
+        replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+        hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
         if output_dtype is None:
-            model.register_forward_hook(_return_fp32)
+            hooks.append(model.register_forward_hook(_return_fp32))
     else:
-        _cast_around_copies(model)
-    reach_experts(experts or {})
-    _drop_hooks(model._forward_pre_hooks, begin_pass)
-    _drop_hooks(model._forward_hooks, _explain_failure)
+        hooks += _cast_around_copies(model)
+    hooks += reach_experts(experts or {})
     if len(shard_ranks) > 1 and rounds_of() is not None:
-        model.register_forward_pre_hook(partial(begin_pass, group=group_of(shard_ranks), gathers=gathers), prepend=True)
-        model.register_forward_hook(_explain_failure, always_call=True)
-    # These must come after FSDP2's own hooks, which may be new.
-    _drop_hooks(model._forward_hooks, _complete_units, _reshard_after_evaluation)
+        begin = partial(begin_pass, group=group_of(shard_ranks), gathers=gathers)
+        hooks.append(model.register_forward_pre_hook(begin, prepend=True))
+        hooks.append(model.register_forward_hook(_explain_failure, always_call=True))
+    # after FSDP2's own hooks
     if _IS_BEFORE_2_13:
-        model.register_forward_hook(_complete_units)
-    model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept)))
+        hooks.append(model.register_forward_hook(_complete_units))
+    hooks.append(model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept))))
+    add_to_note(model, hooks=tuple(hooks))
 
 
 def add_casts(
@@ -105,31 +92,31 @@ def add_casts(
     param_dtype: torch.dtype,
     *,
     units: Collection[nn.Module],
-    whole: Collection[torch.Tensor],
+    replicated: Collection[torch.Tensor],
     device_type: str = "cpu",
-) -> None:
-    """Give the modules of a model the hooks of mixed precision. Nothing is communicated."""
-    casting = dict.fromkeys(_first_with_shards(model, units, whole))
+) -> list[Any]:
+    """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
+    hooks: list[Any] = []
+    casting = dict.fromkeys(_first_with_shards(model, units, replicated))
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
-                module.register_forward_pre_hook(_use_dtype_of_statistics)
-                module.register_forward_hook(_give_weights_back, always_call=True)
-        elif names := _whole_weights(module, whole):
-            module.register_forward_pre_hook(partial(_use_dtype, names=names, dtype=param_dtype))
-            module.register_forward_hook(_give_weights_back, always_call=True)
+                hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
+        elif names := _whole_weights(module, replicated):
+            hooks += _around(module, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
-        module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True)
-        module.register_forward_pre_hook(partial(_leave_autocast, device_type=device_type))
-        module.register_forward_hook(partial(_resume_autocast, device_type=device_type), always_call=True)
+        hooks.append(module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True))
+        # in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory
+        hooks += _around(module, partial(torch.autocast, device_type, enabled=False))
     if param_dtype in _LOWER:
-        model.register_forward_pre_hook(partial(_begin_autocast, device_type=device_type, dtype=param_dtype))
-        model.register_forward_hook(_end_autocast, always_call=True)
+        # the root's own code, which computes losses and the like in fp32, as under DDP
+        hooks += _around(model, partial(torch.autocast, device_type, param_dtype, cache_enabled=False))
+    return hooks
 
 
-def _cast_around_copies(model: nn.Module) -> None:
+def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
     """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
     for wrapper in model.modules():
         original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
@@ -137,8 +124,8 @@ def _cast_around_copies(model: nn.Module) -> None:
         for copy in copies.children() if copies is not None else ():
             own = _dtype_of(copy)
             if own is not None and stored is not None and own != stored:
-                copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
-                copy.register_forward_hook(partial(_cast_output, dtype=stored))
+                yield copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
+                yield copy.register_forward_hook(partial(_cast_output, dtype=stored))
 
 
 def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
@@ -147,10 +134,12 @@ def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
     return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
 
 
-def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> None:
-    """Let every expert be part of the result of the module that runs it."""
-    for runner, members in experts.items():  # before FSDP2's own hook, which reshards
+def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
+    """Let every expert be part of the result of the module that runs it; return the handles of the hooks."""
+    return [  # before FSDP2's own hook, which reshards
         runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
+        for runner, members in experts.items()
+    ]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
@@ -186,7 +175,7 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 
 
 def _first_with_shards(
-    root: nn.Module, units: Collection[nn.Module], whole: Collection[torch.Tensor]
+    root: nn.Module, units: Collection[nn.Module], replicated: Collection[torch.Tensor]
 ) -> Iterator[nn.Module]:
     """The outermost modules below the root that compute with shards: units, and owners of what the root unit holds.
 
@@ -201,7 +190,7 @@ def _first_with_shards(
                 continue
             seen.add(child)
             is_unit = child in units
-            has_shards = any(weight is not None and weight not in whole for weight in child._parameters.values())
+            has_shards = any(weight is not None and weight not in replicated for weight in child._parameters.values())
             if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
                 yield child
             if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
@@ -246,30 +235,22 @@ def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.d
     return _cast(output, dtype)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _begin_autocast(model: Any, args: object, *, device_type: str, dtype: torch.dtype) -> None:
-    """Run the root's own code under autocast, which computes losses and the like in fp32, as under DDP."""
-    model._autocast = torch.autocast(device_type, dtype, cache_enabled=False)
-    model._autocast.__enter__()
+def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
+    """Run the forward passes of a module in a context; yield the handles of the two hooks that enter and leave it."""
+    entered: list[AbstractContextManager[Any]] = []
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def enter(module: nn.Module, args: object) -> None:
+        entered.append(context())
+        entered[-1].__enter__()
 
-def _end_autocast(model: nn.Module, args: object, output: object) -> None:
-    if (context := model.__dict__.pop("_autocast", None)) is not None:  # nothing where an earlier hook raised
-        context.__exit__(None, None, None)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        if entered:  # nothing where an earlier hook raised
+            entered.pop().__exit__(None, None, None)
 
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _leave_autocast(module: Any, args: object, *, device_type: str) -> None:
-    """Compute in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory."""
-    if torch.is_autocast_enabled(device_type):
-        torch.set_autocast_enabled(device_type, False)
-        module._left_autocast = True
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _resume_autocast(module: nn.Module, args: object, output: object, *, device_type: str) -> None:
-    if module.__dict__.pop("_left_autocast", False):
-        torch.set_autocast_enabled(device_type, True)
+    yield module.register_forward_pre_hook(enter)
+    yield module.register_forward_hook(leave, always_call=True)
 
 
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
@@ -296,37 +277,28 @@ def _in_fp32(value: Any) -> Any:
     return value
 
 
-def _whole_weights(module: nn.Module, whole: Collection[torch.Tensor]) -> tuple[str, ...]:
-    """The names of the floating-point parameters of a module's own that every rank holds whole.
-
-    Without those of no dimension: what is computed with these has the dtype of the other operand.
-    """
+def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> tuple[str, ...]:
+    """The names of the floating-point parameters of a module's own that every rank holds whole."""
     return tuple(
         name
         for name, weight in module._parameters.items()
-        if weight is not None and weight in whole and weight.is_floating_point() and weight.dim()
+        if weight is not None and weight in replicated and weight.is_floating_point() and weight.dim()
     )
 
 
-def _use_dtype(module: Any, args: object, *, names: Collection[str], dtype: torch.dtype) -> None:
-    """Give a module its weights of these names in another dtype, until its forward pass ends."""
-    own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
-    if any(weight.dtype != dtype for weight in own.values()):
-        module._own_weights = own
-        module._parameters.update({name: weight.to(dtype) for name, weight in own.items()})
+@contextmanager
+def _weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
+    """Give a module its weights of these names in another dtype for a block.
 
-
-def _use_dtype_of_statistics(norm: Any, args: object) -> None:
-    """Give a batch norm its gathered weights in the dtype of its running statistics, which no other dtype goes with.
-
-    As autocast does it: inputs and outputs are in the lower precision, weights and statistics are not.
+    None for a batch norm: the dtype of its running statistics, which no other dtype goes with. As autocast does it,
+    inputs and outputs are in the lower precision, weights and statistics are not.
     """
-    _use_dtype(norm, args, names=("weight", "bias"), dtype=norm.running_mean.dtype)
-
-
-def _give_weights_back(module: Any, args: object, output: object) -> None:
-    """Give a module its own weights back."""
-    if (own := module.__dict__.pop("_own_weights", None)) is not None:
+    wanted = dtype or module.running_mean.dtype
+    own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
+    module._parameters.update({name: weight.to(wanted) for name, weight in own.items()})
+    try:
+        yield
+    finally:
         module._parameters.update(own)
 
 
@@ -393,9 +365,3 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
         if isinstance(module, FSDPModule):
             output = complete_unit(module, output)
     return output
-
-
-def _drop_hooks(hooks: MutableMapping[int, Any], *ours: Any) -> None:
-    """Remove ours from a module's hooks."""
-    for key in [key for key, found in hooks.items() if getattr(found, "func", found) in ours]:
-        del hooks[key]

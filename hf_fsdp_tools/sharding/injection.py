@@ -19,10 +19,12 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
-from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.module_tree import swap
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
-from hf_fsdp_tools.text import first_line, first_lines
+from hf_fsdp_tools.text import first_lines
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
@@ -40,10 +42,7 @@ _OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor",
 
 
 def guard_injection() -> None:
-    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before.
-
-    PEFT (0.19 to 0.21) has no hook for this. Called again, nothing changes.
-    """
+    """Let PEFT, if it is imported, make the adapters of sharded models as this package does; of others as before."""
     if "peft" not in sys.modules:
         return
     from peft import PeftModel
@@ -70,7 +69,7 @@ def guard_injection() -> None:
 @contextmanager
 def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
     """A block in which PEFT makes an adapter of a model, sharded or not."""
-    root = next((module for module in model.modules() if "_fsdp_sharding" in vars(module)), None)
+    root = next((module for module in model.modules() if note_of(module).sharding), None)
     if root is None:
         yield
         return
@@ -102,19 +101,13 @@ def refuse_for_shards(config: Any, model: nn.Module) -> None:
             "use_dora=False, or load the base without quantization_config."
         )
     start = getattr(config, "init_lora_weights", None)
-    if isinstance(start, str) and start.lower().startswith(_NEEDS_BASE):
-        raise ConfigError(
-            f"init_lora_weights={start!r} decomposes whole weights of the base, and no rank has them. Use True, "
-            f"'gaussian' or 'orthogonal'. Or: {_PLAIN} "
-            "Convert a saved one with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
-        )
-    if _kind(config) in _DECOMPOSE:
-        raise ConfigError(f"{_kind(config)} computes with whole weights of the base, and no rank has them. {_PLAIN}")
-    if getattr(config, "layer_replication", None):
-        raise ConfigError(
-            "layer_replication repeats layers, which then share their weights; this model's units were planned without "
-            f"the copies. {_PLAIN}"
-        )
+    needs = {
+        f"init_lora_weights={start!r}": isinstance(start, str) and start.lower().startswith(_NEEDS_BASE),
+        _kind(config): _kind(config) in _DECOMPOSE,
+        "layer_replication": bool(getattr(config, "layer_replication", None)),
+    }
+    if names := [name for name, is_needed in needs.items() if is_needed]:
+        raise ConfigError(f"{names[0]} needs whole weights of the base, and no rank has them. {_PLAIN}")
 
 
 def _kind(config: Any) -> str:
@@ -135,23 +128,18 @@ def errors_of_peft(config: Any) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
-        # PEFT's own code on tensors that it does not expect, or DTensor's for operations that it lacks
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise
-        if "size mismatch" in str(error):
-            raise ConfigError(
-                f"The adapter does not fit the model: {first_lines(error)}. Load the base that it was trained on."
-            ) from error
+        cure = "Load the base that it was trained on." if "size mismatch" in str(error) else _PLAIN
         raise ConfigError(
-            f"PEFT cannot make a {_kind(config)} adapter on a sharded model "
-            f"({type(error).__name__}: {first_line(error)}). {_PLAIN}"
+            f"PEFT cannot make a {_kind(config)} adapter on this model ({first_lines(error)}). {cure}"
         ) from error
 
 
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
-    mark_weights(model)
+    renew(model)
     shards = managed_parameters(model)
     mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
     if mesh.mesh_dim_names is None:
@@ -163,20 +151,12 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
         shard = parameter.detach()
         assert isinstance(shard, DTensor)
         view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
-        views[parameter] = nn.Parameter(view, requires_grad=parameter.requires_grad)
-    _replace_parameters(model, views)
-    mark_weights(model)
+        views[parameter] = with_data(parameter, view)
+    swap(model, views)
     try:
         yield
     finally:
         for parameter, shown in views.items():
             parameter.requires_grad_(shown.requires_grad)
-        _replace_parameters(model, {shown: parameter for parameter, shown in views.items()})
+        swap(model, {shown: parameter for parameter, shown in views.items()})
         renew(model)
-
-
-def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in new:
-                module._parameters[name] = new[parameter]

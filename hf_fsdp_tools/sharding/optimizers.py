@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.whole import by_kind
+from hf_fsdp_tools.sharding.replicated import by_kind
 
 _NOT_FOR_SHARDS = (
     "apollo_torch",
@@ -25,22 +25,23 @@ _NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer of tensors that are not the models' parameters, and one that cannot step sharded parameters.
-
-    The first would step without effect; the second fails in its first step, with a message that does not say why.
-    """
+    """Refuse an optimizer of other tensors than the models' parameters, and one that cannot step shards."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         own = getattr(optimizer, "optimizer", optimizer)
         check_kind(type(own))
-        _check_fused(own)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in known for parameter in held)
+        if isinstance(own, _NOT_FUSED) and any(group.get("fused") for group in own.param_groups):
+            raise ConfigError(
+                f"{type(own).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
+                "foreach=True works."
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in parameters)
         if strange:
             raise ConfigError(
-                f"{strange} of the {len(held)} parameters of {type(optimizer).__name__} belong to no prepared model: "
-                "it was made before the model was sharded, or between a forward and its backward pass. Make it from "
-                "model.parameters() right before prepare(model, optimizer)."
+                f"{strange} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to no prepared "
+                "model: it was made before the model was sharded, or between a forward and its backward pass. Make it "
+                "from model.parameters() right before prepare(model, optimizer)."
             )
 
 
@@ -51,14 +52,6 @@ def check_kind(kind: type) -> None:
             f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
             "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
             "optim='adamw_torch_8bit')."
-        )
-
-
-def _check_fused(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _NOT_FUSED) and any(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"{type(optimizer).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
-            "foreach=True works."
         )
 
 
@@ -81,9 +74,6 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
 
 
 def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank.
-
-    Nothing is communicated.
-    """
+    """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank."""
     for each in by_kind(parameters):
         nn.utils.clip_grad_value_(each, limit)

@@ -1,26 +1,29 @@
-"""What FSDP2 cannot shard is refused by name, or brought into a form that it can."""
+"""Checks of parameters: before they are sharded, and before the first training pass with their shards."""
 
+import warnings
 from collections.abc import Collection
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import listed
 
 
 def check_parameters(model: nn.Module, replicated: Collection[str]) -> None:
     """Refuse trained parameters that shards would change: complex ones, and several that share memory."""
-    whole = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
-    if numbers := [n for n, p in whole.items() if p.is_complex() and p.requires_grad and n not in replicated]:
+    plain = {n: p for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()}
+    if numbers := [n for n, p in plain.items() if p.is_complex() and p.requires_grad and n not in replicated]:
         raise ConfigError(
             f"{len(numbers)} trained parameter(s) are complex, whose gradients FSDP2 cannot reduce: {listed(numbers)}. "
             "Keep them as real numbers (torch.view_as_real) and make them complex in forward."
         )
     ranges = sorted(
-        (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in whole.items() if not p.is_meta
+        (str(p.device), p.data_ptr(), _end_of(p), name, p.requires_grad) for name, p in plain.items() if not p.is_meta
     )
     for (device, start, end, name, trained), (*where, _, other, other_trained) in pairwise(ranges):
         if start == 0:
@@ -42,10 +45,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Give the transposed, sliced and expanded parameters of a model, in place, memory in the order that FSDP2 takes.
-
-    Nothing is communicated; values stay the same.
-    """
+    """Give transposed, sliced and expanded parameters, in place, memory in the order that FSDP2 takes."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -62,3 +62,37 @@ def never_called(model: nn.Module, *, is_sharded: bool) -> str:
         "Use parameter.register_post_accumulate_grad_hook on the sharded model: the hook gets the parameter with "
         "this rank's shard of the gradient, summed up so far (parameter.grad, a DTensor)."
     )
+
+
+def check_first_pass(model: nn.Module, device: torch.device) -> None:
+    """Have shards checked once before the first training pass, before anything is gathered for it.
+
+    Shards that were moved from `device` are refused. A warning on rank 0 names fp16 master weights, and hooks that
+    nobody calls.
+    """
+    handle: Any = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def check(module: nn.Module, args: object) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        handle.remove()
+        parameters = list(module.parameters())
+        moved = {p.device.type for p in parameters if isinstance(p, DTensor)} - {device.type, "meta"}
+        if moved:
+            raise ConfigError(
+                f"Shards of {type(module).__name__} are on {' and '.join(sorted(moved))}, and its mesh is on "
+                f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
+                "model.cpu(); the mesh decides where shards are."
+            )
+        problems = [never_called(module, is_sharded=True)]
+        if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
+            problems.append(
+                f"The trained weights of {type(module).__name__} are float16: small updates of them vanish. Load them "
+                "in float32 and compute in float16: make_accelerator(mixed_precision='fp16')."
+            )
+        if rank_and_size()[0] == 0:
+            for problem in filter(None, problems):
+                warnings.warn(problem, stacklevel=2)
+
+    handle = model.register_forward_pre_hook(check, prepend=True)

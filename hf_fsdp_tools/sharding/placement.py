@@ -1,13 +1,14 @@
 """Choose the dimension along which a parameter is sharded: 0, unless it has too few indices for the ranks."""
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.rules import units_by_node
 
 _MOST_PADDING = 1.25
 """Padded bytes over bytes up to which a parameter is split along dimension 0. Padding costs bandwidth between ranks;
@@ -20,38 +21,31 @@ ratio. Sending them takes as long as starting a few kernels: 20 µs at 50 GB/s. 
 
 
 def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """The placement of a parameter, for `fully_shard(shard_placement_fn=…)`; None leaves it to FSDP2.
-
-    Only shapes and dtypes are read, so every rank gets the same. Parameters of tensor parallelism are left to FSDP2.
-
-    Args:
-        parameter: not sharded yet, on any device.
-        ranks: number of shards; replicas do not count.
-    """
-    if isinstance(parameter, DTensor) or not parameter.dim():
-        return None
-    if not is_much_padding(parameter.nbytes, padded_ratio(parameter.shape[0], ranks)):
-        return None
-    dim = sharded_dim(parameter.shape, ranks)
+    """The placement of a parameter, for `fully_shard(shard_placement_fn=…)`; None leaves it to FSDP2."""
+    is_parallel = isinstance(parameter, DTensor)
+    dim = 0 if is_parallel else split_dim(parameter.shape, parameter.nbytes, ranks)
     return Shard(dim) if dim else None
 
 
-def is_much_padding(num_bytes: int, ratio: float) -> bool:
-    """Whether padding costs more than it costs to avoid it."""
-    return num_bytes * (ratio - 1) > _MOST_PADDING_BYTES
-
-
-def sharded_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dimension to split: 0, or, where that pads more than a quarter, the first one that `ranks` divide.
+def split_dim(shape: Sequence[int], num_bytes: int, ranks: int) -> int:
+    """The dimension to split: 0, or, where that pads much, the first one that `ranks` divide; the same on every rank.
 
     Fused experts have one index of dimension 0 per expert: 8 experts on 64 ranks would be whole on 8 ranks, and every
     all-gather and reduction would carry 8 times their bytes. FSDP2 splits dimensions other than 0 only evenly. Early
     dimensions load faster: of the last one, a rank's columns are so short in the file that it reads its neighbours'
     too.
     """
-    if len(shape) < 2 or not math.prod(shape) or padded_ratio(shape[0], ranks) <= _MOST_PADDING:
+    if len(shape) < 2 or not num_bytes:
+        return 0
+    ratio = padded_ratio(shape[0], ranks)
+    if ratio <= _MOST_PADDING or not is_much_padding(num_bytes, ratio):
         return 0
     return next((dim for dim, size in enumerate(shape) if dim and size % ranks == 0), 0)
+
+
+def is_much_padding(num_bytes: int, ratio: float) -> bool:
+    """Whether padding costs more than it costs to avoid it."""
+    return num_bytes * (ratio - 1) > _MOST_PADDING_BYTES
 
 
 def padded_ratio(size: int, ranks: int) -> float:
@@ -68,28 +62,16 @@ def check_partial_resharding(model: nn.Module, plan: WrapPlan, ranks: int) -> No
     FSDP2 reshards over fewer ranks along dimension 0 only: with a parameter that is split along another one, the
     backward pass fails (torch 2.13: an IndexError in `foreach_all_gather_copy_out` of its `_fsdp_collectives.py`).
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    units = {name for unit in plan.units for name in unit.modules}
-    for unit in plan.units:
-        if isinstance(unit.reshard_after_forward, bool) or unit.reshard_after_forward is None:
-            continue
-        for name in unit.modules:
-            for fqn, parameter in _held(name, modules[name], units - {name}):
-                placement = None if fqn in plan.replicated else choose_placement(parameter, ranks)
-                if placement is not None:
-                    raise ConfigError(
-                        f"Unit {name or 'root'!r} has reshard_after_forward={unit.reshard_after_forward}, and {fqn!r} "
-                        f"of shape {tuple(parameter.shape)} is split along dimension {placement.dim}, having too few "
-                        f"rows for {ranks} ranks: FSDP2 reshards over fewer ranks along dimension 0 only. Use True or "
-                        "False for this unit: HybridPolicy(reshard_after_forward={…: True})."
-                    )
-
-
-def _held(name: str, module: nn.Module, others: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters at and below a module, without those of other units."""
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{name}.{key}".lstrip("."), parameter
-    for key, child in module.named_children():
-        if (fqn := f"{name}.{key}".lstrip(".")) not in others:
-            yield from _held(fqn, child, others)
+    tree = ModuleTree(model)
+    unit_of = units_by_node(tree, plan)
+    replicated = {tree.weight(name) for name in plan.replicated}
+    for weight in tree.weights:
+        unit = plan.units[unit_of[weight.owners[0]]]
+        is_partial = not isinstance(unit.reshard_after_forward, bool | None)
+        if weight not in replicated and is_partial and (dim := split_dim(weight.shape, weight.nbytes, ranks)):
+            raise ConfigError(
+                f"Unit {unit.modules[0] or 'root'!r} has reshard_after_forward={unit.reshard_after_forward}, and "
+                f"{weight.names[0]!r} of shape {weight.shape} is split along dimension {dim}, having too few rows for "
+                f"{ranks} ranks: FSDP2 reshards over fewer ranks along dimension 0 only. Use True or False for this "
+                "unit: HybridPolicy(reshard_after_forward={…: True})."
+            )

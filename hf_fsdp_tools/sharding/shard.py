@@ -18,21 +18,21 @@ from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
-from hf_fsdp_tools.sharding.first_pass import check_first_pass
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
-from hf_fsdp_tools.sharding.parameters import check_parameters, make_contiguous, never_called
+from hf_fsdp_tools.sharding.parameters import check_first_pass, check_parameters, make_contiguous, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
-from hf_fsdp_tools.sharding.whole import average_gradients
+from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import dtype_name
 
 
@@ -219,15 +219,9 @@ def sharded_module(model: nn.Module) -> nn.Module | None:
     return next((module for module, _ in _remembered(model)), None)
 
 
-def remember_sharding(module: nn.Module, sharding: Sharding) -> None:
-    """Note on a module how it is sharded, for `sharding_of`."""
-    module._fsdp_sharding = sharding  # type: ignore[assignment]  # a plain attribute of our own
-
-
 def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
     for module in model.modules():
-        sharding = module.__dict__.get("_fsdp_sharding")
-        if isinstance(sharding, Sharding):
+        if (sharding := note_of(module).sharding) is not None:
             yield module, sharding
 
 
@@ -237,7 +231,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
         if sharding.compile is None:
             check_options(options, sharding.mesh.device_type)
             compile_blocks(module, sharding.plan, options)
-            remember_sharding(module, replace(sharding, compile=dict(options)))
+            add_to_note(module, sharding=replace(sharding, compile=dict(options)))
 
 
 def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
@@ -333,7 +327,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     )
     made = count_units(model)
     assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
-    remember_sharding(model, sharding)
+    add_to_note(model, sharding=sharding)
     guard_injection()
 
 
@@ -349,28 +343,21 @@ def apply_again(
     Nothing is communicated, unless `fill` does.
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
-    places = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter not in kept
-    ]
-    blank: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, old in places:
-        if old not in blank:
-            data = torch.empty(old.shape, dtype=(dtypes or {}).get(old, old.dtype), device="meta")
-            blank[old] = nn.Parameter(data, requires_grad=old.requires_grad)
-        module._parameters[name] = blank[old]
+    places = [(s, name, old) for s, name, old in slots(model) if isinstance(old, nn.Parameter) and old not in kept]
+    on_meta = {old: _on_meta(old, (dtypes or {}).get(old, old.dtype)) for _, _, old in places}
+    swap(model, on_meta)
     apply_sharding(model, sharding)
     shards: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, old in places:
+    for store, name, old in places:
         if old not in shards:
-            made = module._parameters[name]
-            assert made is not None
-            shards[old] = fill(old, made)
-        module._parameters[name] = shards[old]
+            shards[old] = fill(old, store[name])
+        store[name] = shards[old]
     renew(model)
     return shards
+
+
+def _on_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -384,7 +371,6 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     sharding = sharding_of(model)
     assert sharding is not None
     reshard_units(model)
-    memo[id(sharding)] = sharding  # process groups cannot be copied
     twin = copy_released(model, memo)
     if sharding.compile is not None:
         compile_blocks(twin, sharding.plan, sharding.compile)

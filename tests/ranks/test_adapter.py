@@ -1,7 +1,4 @@
-"""Adapters on sharded models: the values, losses and files that PEFT alone gives, in the units of the base.
-
-The tests called `test_complaint_NN` each close one class of complaints about FSDP that users of other tools have made.
-"""
+"""Adapters on sharded models: the values, losses and files that PEFT alone gives, in the units of the base."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +44,7 @@ from hf_fsdp_tools import (
     shard_added,
     sharding_of,
 )
-from hf_fsdp_tools.modeling.peft_view import base_of
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from tests._checkpoints import full, full_state, make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_gradients, logged, train
@@ -331,10 +328,11 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
             )
 
 
-# ---- complaints ----
+# ---- mixed precision ----
 
 
 def _mixed_precision(folder, output):
+    size = sum(t.numel() * 2 for t in plain_base(folder).state_dict().values())
     accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
     config = lora(target_modules="all-linear", modules_to_save=["lm_head"])
     model, report = from_pretrained(folder, accelerator=accelerator, peft_config=config, output_loading_info=True)
@@ -343,89 +341,37 @@ def _mixed_precision(folder, output):
     for _ in range(2):
         accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
         optimizer.step()
-    parameters = dict(model.named_parameters())
-    held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
     assert not any(diagnose(model).findings), diagnose(model)
+    # the units of the base
+    plan = sharding_of(model).plan
+    names = [unit.modules for unit in plan.units]
+    assert {("model.layers.0",), ("model.layers.1",), ("model.norm", "lm_head")} <= {*names} and names[-1] == ("",)
+    units = sum(isinstance(module, FSDPModule) for module in base_of(model).modules())
+    assert units == sum(map(len, names)) and plan.units[-1].num_params == 0, "nothing is left in the root"
+    # dtypes, gradients, states and bytes
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    learned = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in frozen} == {torch.bfloat16} and {p.dtype for p in learned} == {torch.float32}
+    text = describe_sharding(model)
+    assert "frozen       bfloat16" in text and "trained      float32" in text
+    assert not any(p.grad is not None for p in frozen) and all(p.grad is not None for p in learned)
+    assert len(optimizer.state) == len(learned)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes() for p in frozen)
+    assert held < 0.6 * size, "half of the base, padding included, in its stored dtype"
+    assert report.bytes_read <= 0.51 * size
+    # the rows of every rank in the file
     save_pretrained(model, output)
     dist.barrier()
-    return {
-        "units": sum(isinstance(module, FSDPModule) for module in base_of(model).modules()),
-        "plan": sharding_of(model).plan,
-        "text": describe_sharding(model),
-        "frozen dtypes": {str(p.dtype) for p in parameters.values() if not p.requires_grad},
-        "trained dtypes": {str(p.dtype) for p in parameters.values() if p.requires_grad},
-        "frozen gradients": [name for name, p in parameters.items() if not p.requires_grad and p.grad is not None],
-        "trained without": [name for name, p in parameters.items() if p.requires_grad and p.grad is None],
-        "states": len(optimizer.state),
-        "trained": sum(p.requires_grad for p in parameters.values()),
-        "frozen bytes": sum(
-            t.untyped_storage().nbytes() for name, t in held.items() if not parameters[name].requires_grad
-        ),
-        "bytes read": report.bytes_read,
-        "adapter": {name: full(p) for name, p in parameters.items() if p.requires_grad},
-    }
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    folder = make_checkpoint("llama", tmp_path_factory.mktemp("base") / "base", dtype=torch.bfloat16)
-    output = tmp_path_factory.mktemp("adapter")
-    size = sum(t.numel() * 2 for t in plain_base(folder).state_dict().values())
-    return size, output, run_ranks(_mixed_precision, 2, folder, output)
-
-
-def test_complaint_01_lora_keeps_the_units_of_the_base(mixed):
-    for rank in mixed[2]:
-        plan = rank["plan"]
-        names = [unit.modules for unit in plan.units]
-        assert ("model.layers.0",) in names and ("model.layers.1",) in names
-        assert ("model.norm", "lm_head") in names and names[-1] == ("",)
-        assert rank["units"] == sum(len(unit.modules) for unit in plan.units)
-        assert plan.units[-1].num_params == 0, "nothing is left in the root"
-
-
-def test_complaint_12_an_adapter_checkpoint_holds_the_rows_of_every_rank(mixed):
-    _, output, ranks = mixed
     stored = load_file(output / "adapter_model.safetensors")
     assert {name.split(".")[-2] for name in stored} == {"lora_A", "lora_B", "lm_head"}
-    for rank in ranks:
-        for name, value in rank["adapter"].items():
-            assert torch.equal(stored[name.replace(".default", "").replace(".modules_to_save", "")], value), name
+    for name, value in trained(model).items():
+        assert torch.equal(stored[name.replace(".default", "").replace(".modules_to_save", "")], value), name
     assert json.loads((output / "adapter_config.json").read_text())["r"] == 3
 
 
-def test_complaint_14_frozen_weights_have_no_gradient_storage_and_no_optimizer_full_state(mixed):
-    size, _, ranks = mixed
-    for rank in ranks:
-        assert rank["frozen gradients"] == [] and rank["trained without"] == []
-        assert rank["states"] == rank["trained"]
-        assert rank["frozen bytes"] < 0.6 * size, "half of the base, padding included, in its stored dtype"
-        assert rank["bytes read"] <= 0.51 * size
-
-
-def test_complaint_15_fp32_adapters_and_a_bf16_base_share_a_unit(mixed):
-    for rank in mixed[2]:
-        assert rank["frozen dtypes"] == {"torch.bfloat16"}
-        assert rank["trained dtypes"] == {"torch.float32"}, "the copied head too"
-
-
-def test_complaint_16_the_dtype_of_frozen_and_of_master_weights_is_shown(mixed):
-    for rank in mixed[2]:
-        assert "frozen       bfloat16" in rank["text"]
-        assert "trained      float32" in rank["text"]
-
-
-def _quantised(folder):
-    from_pretrained(folder, peft_config=lora())
-
-
-def test_complaint_17_a_quantised_base_is_refused_with_the_reason(tmp_path):
-    folder = make_checkpoint("llama", tmp_path / "base")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(AssertionError, match=r"quanti[sz]ed.*bitsandbytes"):
-        run_ranks(_quantised, 2, folder)
+def test_fp32_adapters_train_on_a_bf16_base_in_its_units(tmp_path):
+    folder = make_checkpoint("llama", tmp_path / "base", dtype=torch.bfloat16)
+    run_ranks(_mixed_precision, 2, folder, tmp_path / "adapter")
 
 
 # ---- resuming, other meshes, refusals ----
@@ -462,8 +408,15 @@ def test_a_saved_adapter_is_read_into_shards_and_hsdp_gives_the_same(tmp_path):
 
 
 def weights_that_need_whole_matrices(folder, adapter):
-    with pytest.raises(ConfigError, match=r"pissa.*whole weights.*gaussian"):
+    with pytest.raises(ConfigError, match=r"pissa.*needs whole weights"):
         from_pretrained(folder, peft_config=lora(init_lora_weights="pissa"))
+
+
+def a_quantised_base(folder, adapter):
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    with pytest.raises((CheckpointError, ConfigError), match=r"quanti[sz]ed.*bitsandbytes"):
+        from_pretrained(folder, config=config, peft_config=lora())
 
 
 def modules_that_are_not_there(folder, adapter):
@@ -499,6 +452,7 @@ def write_adapter(folder: Path, base: Path | None) -> None:
 
 REFUSALS = (
     weights_that_need_whole_matrices,
+    a_quantised_base,
     modules_that_are_not_there,
     an_adapter_without_a_base,
     an_adapter_and_another,

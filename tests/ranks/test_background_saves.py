@@ -201,7 +201,7 @@ def nobody_reads_what_rank_0_says(source: Path, target: Path) -> None:
     model = loaded(source / "llama")
     save_pretrained(model, target, blocking=False)
     wait_for_saves()
-    closed = patch.object(background, "_tell", side_effect=BrokenPipeError("nobody reads"))
+    closed = patch.object(background, "_print", side_effect=BrokenPipeError("nobody reads"))
     with closed, pytest.raises((BrokenPipeError, CheckpointError), match="nobody reads"):
         save_pretrained(model, target, blocking=False)
         wait_for_saves()

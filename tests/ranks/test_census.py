@@ -10,9 +10,8 @@ from functools import partial
 import torch
 from transformers import CONFIG_MAPPING
 
-from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures
-from benchmarks.architectures.cases import make_case
-from benchmarks.architectures.run import judged
+from benchmarks.architectures.agree import PRECISIONS, examine_sharded
+from benchmarks.architectures.run import examine_on_ranks, examine_plain, judged
 from tests._dist import run_alone, run_cases, run_ranks
 
 SAMPLE = {
@@ -54,30 +53,18 @@ THERE = [model_type for model_type in SAMPLE if model_type in CONFIG_MAPPING]
 
 
 def _plain(model_type, folder):
-    """Leave a case and the plain model's figures behind."""
-    case, _ = make_case(model_type, folder / model_type)
     precisions = ("fp32",) if model_type in ONLY_FP32 else tuple(PRECISIONS)
-    figures = {precision: plain_figures(case, precision, RANKS) for precision in precisions}
-    torch.save((case, figures), folder / f"{model_type}.pt")
-
-
-def _case(folder, model_type):
-    return torch.load(folder / f"{model_type}.pt", weights_only=False)
-
-
-def _row(case, plain):
-    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"]) for precision in plain}
-    return judged([{f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}])
+    assert examine_plain(model_type, folder / model_type, precisions)["verdict"] == "plain"
 
 
 def _agrees(folder, model_type):
-    row = _row(*_case(folder, model_type))
+    row = judged([examine_on_ranks(folder / model_type)])
     assert row["verdict"] == "agrees", row["why"]
     assert 1 <= row["fp32_gathered"] <= row["fp32_allowed"]
 
 
 def _notices_what_differs(folder):
-    case, plain = _case(folder, "llama")
+    case, plain = torch.load(folder / "llama" / "plain.pt", weights_only=False)
     figures = plain["fp32"]
     name = "model.layers.1.mlp.up_proj.weight"
     figures.gradients[name][0, 0] += 0.01 * figures.gradients[name].abs().max()

@@ -1,14 +1,11 @@
-"""Training states as checkpoints: the files that the training itself writes, from any state, by several processes; and
-what becomes of the command when it is stopped."""
+"""Training states as checkpoints: the files that the training itself writes, from any state, by one or several ranks;
+and the command."""
 
-import atexit
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,8 @@ from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import (
-    CheckpointError,
     ConfigError,
     HybridFSDPPlugin,
-    RanksError,
     export_checkpoint,
     from_pretrained,
     load_weights,
@@ -36,12 +31,9 @@ from hf_fsdp_tools import (
     save_pretrained,
 )
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
-from hf_fsdp_tools.distributed.processes import run_on_processes
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.report import MemoryWatch
-from hf_fsdp_tools.saving import export
-from hf_fsdp_tools.saving.parts import plan_parts
+from hf_fsdp_tools.saving import rewrite
 from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -159,7 +151,7 @@ def test_a_state_becomes_the_files_that_its_training_writes(states: Path, tmp_pa
     assert set(report.files) == {file for file in expected if file.endswith(".safetensors")}
 
 
-# ---- several processes, and memory ----
+# ---- several ranks, and memory ----
 
 
 def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> list[tuple[int, int, int]]:
@@ -174,8 +166,8 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
         with (
-            patch.object(plan_parts, "__kwdefaults__", {"part_bytes": 4 * 2**20}),
-            patch.object(export, "_STAGING_BYTES", 8 * 2**20),
+            patch.object(rewrite, "_PART_BYTES", 4 * 2**20),
+            patch.object(rewrite, "STAGING_BYTES", 8 * 2**20),
         ):
             report = road(source, root / name, max_shard_size=SIZE if name == "state" else "90MB", dtype=CAST.get(name))
         found.append((report.bytes_written, report.total_bytes, watch.above(0)))
@@ -207,7 +199,7 @@ def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
     assert merged.keys() == expected.keys() and all(torch.equal(merged[key], expected[key]) for key in expected)
 
 
-def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
+def test_ranks_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
     """220 MB in bf16, of which the embedding is 33 MB and the largest adapted module 6 MB, in parts of 4 MiB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
@@ -238,103 +230,50 @@ def test_processes_share_the_work_in_bounded_memory(states: Path, tmp_path: Path
         assert merged_rise <= total // 2 + adapter_bytes
 
 
-# ---- processes that the command starts ----
-
-
-def killed_on_rank_1() -> None:
-    wait_for_all_ranks()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # interrupted; the command would succeed otherwise
-
-
-def test_a_killed_process_ends_the_command() -> None:
-    with pytest.raises(RanksError, match=r"Process 1 of 2 was ended \(SIGKILL\)\. Nothing was changed"):
-        run_on_processes(killed_on_rank_1, 2)
-    assert not dist.is_initialized() and "RANK" not in os.environ
-
-
-def damaged_and_rank_1_ends_late() -> None:
-    if dist.get_rank() == 1:
-        atexit.register(time.sleep, 2)
-    with agreed("reading"):
-        raise CheckpointError("damaged")
-
-
-def test_processes_end_by_themselves_and_in_silence_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"^damaged$"):
-        run_on_processes(damaged_and_rank_1_ends_late, 2)
-    out, err = capfd.readouterr()
-    assert out == "" and "SystemExit" not in err and "Traceback" not in err
-
-
-class Fatal:
-    """Ends the process that receives it, before there is a group."""
-
-    def __call__(self) -> None:
-        pytest.fail("there is no group")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os._exit, (3,)
-
-
-def test_a_process_that_ends_before_there_is_a_group_ends_the_command() -> None:
-    with pytest.raises(RanksError, match=r"Process 1 of 2 was ended \(exit code 3\)"):
-        run_on_processes(Fatal(), 2)
-    assert not dist.is_initialized() and "RANK" not in os.environ
+# ---- the command ----
 
 
 WAITING = """
 import sys, time
 from unittest.mock import patch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.saving import export
+from hf_fsdp_tools.saving.rewrite import Rewrite
 
 def wait(*arguments, **options):
     print("begun", flush=True)
     time.sleep(120)
 
-with patch.object(export, "make_parts", wait):
+with patch.object(Rewrite, "write", wait):
     sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("sent", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
-    folders: dict[str, Path], tmp_path: Path, sent: signal.Signals, processes: int
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
     former = shutil.copytree(folders["llama"], tmp_path / "former")
     before = files_of(former)
-    words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former), f"--processes={processes}"]
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
+    words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     assert len(list(former.glob(".save-*"))) == 1
-    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert (processes > 1) == bool(started)
-    process.send_signal(sent)
-    said = process.communicate(timeout=200)
-    assert (process.returncode, *said) == (130, "", "hf-fsdp: interrupted\n")
+    process.send_signal(signal.SIGTERM)
+    assert (*process.communicate(timeout=200), process.returncode) == ("", "hf-fsdp: interrupted\n", 130)
     assert files_of(former) == before and not list(former.glob(".save-*"))
-    end_s = time.monotonic() + 60  # Python's own tracker of resources ends after the command
-    while left := [each for each in started if Path("/proc", each).exists()]:
-        assert time.monotonic() < end_s, left
-        time.sleep(0.05)
 
 
-def test_the_command_on_two_processes(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    state = states / "a_trainers_checkpoint" / "state"
-    options = ["--max-shard-size", SIZE, "--processes", "2"]
-    assert main(["export", str(state), str(tmp_path / "out"), *options]) == 0
+def test_the_command(states: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    state, expected = states / "a_trainers_checkpoint" / "state", states / "a_trainers_checkpoint" / "saved"
+    assert main(["export", str(state), str(tmp_path / "out"), "--max-shard-size", SIZE]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split()[0] for line in out.splitlines()] == ["wrote", "beside", "took"]
-    assert "(4 weight files, 183.7 kB)" in out and "2 processes" in out
-    assert files_of(tmp_path / "out") == files_of(states / "a_trainers_checkpoint" / "saved")
+    assert "(4 weight files, 183.7 kB)" in out and "1 process" in out
+    assert files_of(tmp_path / "out") == files_of(expected)
     file = next(state.glob("pytorch_model_fsdp_0/*.distcp"), None) or next(state.glob("*.safetensors"))
     damaged = shutil.copytree(state, tmp_path / "damaged")
     (damaged / file.relative_to(state)).write_bytes(b"")
-    assert main(["export", str(damaged), str(tmp_path / "out"), *options]) == 1
+    assert main(["export", str(damaged), str(tmp_path / "out")]) == 1
     out, err = capfd.readouterr()
     assert out == "" and err.count("hf-fsdp: error:") == 1 and "Traceback" not in err
-    assert files_of(tmp_path / "out") == files_of(states / "a_trainers_checkpoint" / "saved")
+    assert files_of(tmp_path / "out") == files_of(expected)

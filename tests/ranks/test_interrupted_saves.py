@@ -30,8 +30,8 @@ from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pr
 from hf_fsdp_tools.loading.io.files import write_transfers
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.saving import publish
-from hf_fsdp_tools.saving.draft import Draft
+from hf_fsdp_tools.saving import hidden_folder, publish
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from tests._checkpoints import full_state, make_checkpoint, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 
@@ -137,9 +137,9 @@ def by_index(folder: Path) -> PreTrainedModel:
 
 def begin_and_end(folder: Path) -> Path:
     """What the next save does first."""
-    draft = Draft(folder, "0123abcd")
-    draft.begin()
-    draft.end()
+    hidden = HiddenFolder(folder)
+    hidden.begin()
+    hidden.end()
     assert not list(folder.glob(".*")) and not [path for path in folder.rglob("*") if path.is_symlink()]
     return folder
 
@@ -287,7 +287,10 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert len(renamed) == 2 and len(list(left.glob("*.safetensors"))) == 2
     assert which(lambda: build_and_load(target), {"old": make_model("llama", seed=OLD)}, False) == "old"
     model, free = build_and_load(source), []
-    look = patch("hf_fsdp_tools.saving.save.create_files", side_effect=lambda *_: free.append(left.exists()))
+    look = patch(
+        "hf_fsdp_tools.saving.hidden_folder.HiddenFolder.create_files",
+        side_effect=lambda *_: free.append(left.exists()),
+    )
     with look, pytest.raises(CheckpointError):
         save_pretrained(model, target)
     assert free == [False], "its space is free before files are made"
@@ -303,12 +306,12 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(tmp_path: Path) -> None:
     source, target = make_checkpoint("llama", tmp_path / "source", seed=NEW), tmp_path / "saved"
     model = build_and_load(source)
-    other = Draft(target, "0123abcd")
+    other = HiddenFolder(target)
     other.begin()
     try:
         with pytest.raises(CheckpointError, match=rf"Another job is saving .*process {os.getpid()} on .*of its own"):
             save_pretrained(model, target)
-        assert [path.name for path in target.iterdir()] == [other.path.name] and other.beside.is_dir()
+        assert [path.name for path in target.iterdir()] == [other.path.name] and other.new.is_dir()
     finally:
         other.end()
     assert not target.exists(), "nothing was saved, so nothing is left"
@@ -325,11 +328,11 @@ def test_leftovers_whose_owner_cannot_be_asked_are_removed_after_an_hour(tmp_pat
         (left / "owner.json").write_text(json.dumps({"boot": boot, "process": 1, "host": "other"}))
 
     def begin() -> None:
-        draft = Draft(tmp_path, "4567abcd")
+        hidden = HiddenFolder(tmp_path)
         no_locks = patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "Function not implemented"))
         with no_locks if why == "no locks" else nullcontext():
-            draft.begin()
-        draft.end()
+            hidden.begin()
+        hidden.end()
 
     begin()
     assert left.exists()
@@ -455,7 +458,7 @@ def folder_is_removed_meanwhile(model: Any, _: Any, target: Path) -> str:
             shutil.rmtree(target / "new")
 
     with patch("hf_fsdp_tools.saving.save.sync", remove):
-        return refused(lambda: save_pretrained(model, target / "new"), "Cannot finish .*No such file")
+        return refused(lambda: save_pretrained(model, target / "new"), "No such file")
 
 
 def folder_is_removed_while_bytes_are_synced(model: Any, _: Any, target: Path) -> str:
@@ -466,6 +469,28 @@ def folder_is_removed_while_bytes_are_synced(model: Any, _: Any, target: Path) -
 
     with patch("hf_fsdp_tools.saving.save.write_transfers", write):
         return refused(lambda: save_pretrained(model, target / "new"), "No such file")
+
+
+def disk_is_full(model: Any, _: Any, target: Path) -> str:
+    at_once = patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC)
+    with at_once if dist.get_rank() == 0 else nullcontext():
+        refused(lambda: save_pretrained(model, target), "Cannot save to .*No space left on .*bytes are to be written")
+    on_one_rank = patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with on_one_rank if dist.get_rank() == 1 else nullcontext():
+        return refused(lambda: save_pretrained(model, target), "rank 1: .*cannot be written: .*No space left.*Check")
+
+
+def folder_is_another_on_each_rank(model: Any, _: Any, target: Path) -> None:
+    own = target / f".{dist.get_rank()}"
+    own.mkdir()
+    refused(lambda: save_pretrained(model, own), "rank 1: .*not the same folder on this rank as on .*absent.*all ranks")
+    own.rmdir()
+
+
+def folder_is_a_file(model: Any, _: Any, target: Path) -> str:
+    file = target / "config.json"
+    refused(lambda: save_pretrained(model, file / "saved"), "Cannot save to .*Not a directory.*Check space, permission")
+    return refused(lambda: save_pretrained(model, file), "is a file; give the name of a folder")
 
 
 def name_is_too_long(model: Any, _: Any, target: Path) -> str:
@@ -510,6 +535,9 @@ FAULTS = [
     tokenizer_cannot_be_saved,
     folder_is_removed_meanwhile,
     folder_is_removed_while_bytes_are_synced,
+    disk_is_full,
+    folder_is_another_on_each_rank,
+    folder_is_a_file,
     name_is_too_long,
     mount_is_read_only,
     dtype_has_no_name,

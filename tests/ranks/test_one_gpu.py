@@ -1,7 +1,7 @@
 """What only a GPU can break: pinned copies on side streams, NCCL beside gloo, loss scaling, compilation.
 
-Each test runs on the CPU, and the same function on a GPU where there is one: one rank is enough. With two GPUs it runs
-sharded. All ranks train on the same rows, so the numbers do not depend on how many there are.
+All cases run on the CPU, and the same on a GPU where there is one: one rank is enough. With two GPUs they run sharded.
+All ranks train on the same rows, so the numbers do not depend on how many there are.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -45,21 +46,6 @@ def _needs(gpus: int) -> Any:
     return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
 
 
-on_each = pytest.mark.parametrize(
-    ("device", "ranks"),
-    [
-        pytest.param("cpu", 1, id="cpu"),
-        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
-        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
-    ],
-)
-
-
-@pytest.fixture
-def folder(folders: dict[str, Path]) -> Path:
-    return folders["llama"]
-
-
 def _is_gpu() -> bool:
     return local_device().type == "cuda"
 
@@ -75,10 +61,13 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, cou
     return train(model.train(), optimizer, [_batch()] * count, clip=0.5)
 
 
-def _expected(folder: Path, count: int = STEPS) -> list[float]:
+def _expected(folder: Path, count: int = STEPS, config: Any = None) -> list[float]:
     """The same steps without any of this, on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    if config is not None:
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+    optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=1e-2)
     return train(model, optimizer, [{"input_ids": IDS, "labels": IDS}] * count, clip=0.5)
 
 
@@ -90,7 +79,7 @@ def _close(found: list[float], expected: list[float], rtol: float = 1e-4) -> Non
 # ---- loading ----
 
 
-def _loading(folder: Path, out: Path) -> list[float]:
+def _loading(folder: Path, out: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder)
     here = local_device().type
     before = torch.random.get_rng_state(), torch.cuda.get_rng_state() if _is_gpu() else None
@@ -103,23 +92,17 @@ def _loading(folder: Path, out: Path) -> list[float]:
     # cast on the way, and saved again in the dtype of the files
     half = from_pretrained(folder, dtype=torch.bfloat16)
     assert_same_model(half, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-    losses = _steps(model)
+    _close(_steps(model), _expected(folder))
     save_pretrained(model, out / "saved")
     assert_same_model(model, AutoModelForCausalLM.from_pretrained(out / "saved"))
     load_weights(model, folder)  # over weights that are there
     assert_same_model(model, plain)
     others = set(range(torch.cuda.device_count())) - {torch.cuda.current_device()} if _is_gpu() else set()
     assert not any(torch._C._cuda_hasPrimaryContext(other) for other in others), "half a gigabyte of another rank's GPU"
-    return losses
-
-
-@on_each
-def test_load_train_save(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
-    for losses in run_ranks(_loading, ranks, folder, tmp_path, device=device):
-        _close(losses, _expected(folder))
 
 
 def _held(folder: Path) -> None:
+    """Ten loads hold no more than one, pinned or beside the shards: one segment of each size, 2 and 20 MiB."""
     seen = []
     for _ in range(10):
         model = from_pretrained(folder, dtype=torch.float32, load_kwargs={"staging_bytes": 2**20})
@@ -131,13 +114,6 @@ def _held(folder: Path) -> None:
     in_use, kept, unused = zip(*seen, strict=True)
     assert max(kept) <= 2**20 and max(unused) <= 22 * 2**20, seen
     assert not any(in_use) or not hasattr(torch.accelerator, "empty_host_cache"), seen
-
-
-@pytest.mark.gpu
-@_needs(1)
-def test_ten_loads_hold_no_more_memory_than_one(folder: Path) -> None:
-    """Neither pinned memory, nor memory of the device beside the shards: one segment of each size, 2 and 20 MiB."""
-    run_ranks(_held, 1, folder, device="cuda")
 
 
 def _packed(folder: Path) -> None:
@@ -155,12 +131,6 @@ def _packed(folder: Path) -> None:
     scales = {name: m.weight.quant_state.absmax for name, m in plain.named_modules() if isinstance(m, Linear4bit)}
     for name, module in packed_linears(model).items():
         assert torch.equal(module.quant_state.absmax.cpu(), scales[name.removesuffix(".weight")].cpu()), name
-
-
-@on_each
-def test_4_bit_weights_are_those_of_plain_from_pretrained(device: Any, ranks: int, folder: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    run_ranks(_packed, ranks, folder, device=device)
 
 
 def _staged(folder: Path) -> None:
@@ -197,18 +167,13 @@ def _staged(folder: Path) -> None:
         read_transfers([Transfer(**every_second, memory=memory)], staging_bytes=2**20)
 
 
-@on_each
-def test_files_reach_memory_and_come_back_through_staging_buffers(device: Any, ranks: int, tmp_path: Path) -> None:
-    run_ranks(_staged, ranks, tmp_path, device=device)
-
-
 # ---- precision ----
 
 
 WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
 
 
-def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> list[float]:
+def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> None:
     """Offloaded shards, on the CPU, stand in one group with whole parameters, on the device."""
     plugin = HybridFSDPPlugin(policy=WHOLE if offload else None, cpu_offload=offload)
     accelerator = new_accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
@@ -223,6 +188,8 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> li
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses = train(model, optimizer, [_batch()] * STEPS, accelerator=accelerator, clip=0.5)
+    # bf16 keeps 8 bits of a number (4e-3), fp16 11; three steps
+    _close(losses, _expected(folder), rtol=1e-4 if mixed_precision == "no" else 2e-2)
     text = model.eval().generate(IDS[:1, :3], max_new_tokens=3, do_sample=False)  # shards may be on the CPU, as the ids
     assert text.shape == (1, 6)
     model.train()
@@ -233,79 +200,44 @@ def _mixed(folder: Path, mixed_precision: str, offload: bool, fused: bool) -> li
         optimizer.step()
         assert optimizer.step_was_skipped and accelerator.scaler.get_scale() == 2.0**15
         assert apart(full_parameters(model), before) == 0
-    return losses
-
-
-@on_each
-@pytest.mark.parametrize(
-    ("mixed_precision", "offload"),
-    [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)],
-    ids=["bf16", "fp16", "fp32 offloaded", "bf16 offloaded", "fp16 offloaded"],
-)
-def test_precision_and_offload(device: Any, ranks: int, mixed_precision: str, offload: bool, folder: Path) -> None:
-    cases = {str(fused): partial(_mixed, folder, mixed_precision, offload, fused) for fused in (False, True)}
-    for found in run_ranks(run_cases, ranks, cases, device=device):
-        for losses in found.values():
-            # bf16 keeps 8 bits of a number (4e-3), fp16 11; three steps
-            _close(losses, _expected(folder), rtol=1e-4 if mixed_precision == "no" else 2e-2)
 
 
 # ---- compiled, adapted ----
 
 
-def _compiled(folder: Path) -> list[float]:
+def _compiled(folder: Path) -> None:
     # the code that inductor makes for CPUs takes minutes to build; on GPUs it is what users get
-    return _steps(from_pretrained(folder, compile={} if _is_gpu() else {"backend": "aot_eager"}))
+    model = from_pretrained(folder, compile={} if _is_gpu() else {"backend": "aot_eager"})
+    _close(_steps(model), _expected(folder))
 
 
-@on_each
-def test_compiled_blocks(device: Any, ranks: int, folder: Path) -> None:
-    for losses in run_ranks(_compiled, ranks, folder, device=device):
-        _close(losses, _expected(folder))
-
-
-def _compiled_without_graphs(folder: Path) -> list[float]:
+def _compiled_without_graphs(folder: Path) -> None:
     with pytest.raises(ConfigError, match="records CUDA graphs"):
         from_pretrained(folder, compile={"mode": "max-autotune"})
-    return _steps(from_pretrained(folder, compile={"mode": "max-autotune-no-cudagraphs"}))
+    model = from_pretrained(folder, compile={"mode": "max-autotune-no-cudagraphs"})
+    _close(_steps(model), _expected(folder))
 
 
-@pytest.mark.gpu
-@_needs(1)
-def test_cuda_graphs_are_refused_and_the_same_mode_without_them_trains(folder: Path) -> None:
-    (losses,) = run_ranks(_compiled_without_graphs, 1, folder, device="cuda")
-    _close(losses, _expected(folder))
-
-
-def _adapted(folder: Path, out: Path) -> list[float]:
-    from peft import LoraConfig
-
+def _adapted(folder: Path, out: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
     model = from_pretrained(folder, peft_config=config)
     assert {p.device.type for p in model.parameters()} == {local_device().type}
     losses = _steps(model, count=5)
+    _close(losses, _expected(folder, 5, config))
+    assert losses[-1] < losses[0]
     save_pretrained(model, out / "adapter")
     save_pretrained(model, out / "merged", merge_adapters=True)
     again = from_pretrained(out / "adapter")
     loss, merged = (m.eval()(**_batch()).loss.item() for m in (again, from_pretrained(out / "merged")))
     assert loss == pytest.approx(model.eval()(**_batch()).loss.item(), rel=1e-5)
     assert merged == pytest.approx(loss, rel=1e-4)
-    return losses
-
-
-@on_each
-def test_adapters(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    (expected,) = run_ranks(_adapted, 1, folder, tmp_path / "expected")
-    assert expected[-1] < expected[0]
-    for losses in run_ranks(_adapted, ranks, folder, tmp_path, device=device):
-        _close(losses, expected)
 
 
 # ---- Accelerate and the Trainer ----
 
 
-def _resumed(folder: Path, out: Path, offload: bool) -> list[float]:
+def _resumed(folder: Path, out: Path, offload: bool) -> None:
     plugin = HybridFSDPPlugin(cpu_offload=offload)
     accelerator = new_accelerator(fsdp_plugin=plugin)
 
@@ -326,17 +258,14 @@ def _resumed(folder: Path, out: Path, offload: bool) -> list[float]:
         _close(again, on, rtol=1e-5)
     else:
         assert again == on, "the same steps, to the last bit"
-    return losses + on
+    _close(losses + on, _expected(folder, 2 * STEPS), rtol=1e-3)
 
 
-@on_each
-@pytest.mark.parametrize("offload", [False, True])
-def test_save_state_and_resume(device: Any, ranks: int, offload: bool, folder: Path, tmp_path: Path) -> None:
-    for losses in run_ranks(_resumed, ranks, folder, tmp_path, offload, device=device):
-        _close(losses, _expected(folder, 2 * STEPS), rtol=1e-3)
+_losses: list[list[float]] = []
+"""Of the Trainer's runs on this rank, one after the other."""
 
 
-def _train(folder: Path, out: Path, plain: bool, resume: bool) -> list[float]:
+def _train(folder: Path, out: Path, plain: bool, resume: bool) -> None:
     args = arguments(
         out, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
         train_sampling_strategy="sequential", dataloader_pin_memory=_is_gpu(),
@@ -351,19 +280,9 @@ def _train(folder: Path, out: Path, plain: bool, resume: bool) -> list[float]:
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
     trainer.model.generate(IDS[:1, :3].to(local_device()), max_new_tokens=3, do_sample=False)
     trainer.save_model(str(out / "final"))
-    return logged(trainer)
-
-
-@on_each
-@pytest.mark.parametrize("plain", [False, True])
-def test_the_trainer(device: Any, ranks: int, plain: bool, folder: Path, tmp_path: Path) -> None:
-    for losses, resumed in zip(
-        run_ranks(_train, ranks, folder, tmp_path, plain, False, device=device),
-        run_ranks(_train, ranks, folder, tmp_path, plain, True, device=device),
-        strict=True,
-    ):
-        assert len(losses) == 4 and losses[-1] < losses[0]
-        assert resumed == pytest.approx(losses, rel=1e-3), "also in the steps after the checkpoint"
+    _losses.append(logged(trainer))
+    assert len(_losses[-1]) == 4 and _losses[-1][-1] < _losses[-1][0]
+    assert not resume or _losses[-1] == pytest.approx(_losses[-2], rel=1e-3), "also in the steps after the checkpoint"
 
 
 # ---- plain groups ----
@@ -382,6 +301,39 @@ def _groups() -> None:
     assert not _is_gpu() or torch.cuda.current_device() == dist.get_rank()
 
 
-@on_each
-def test_a_group_for_gpus_talks_between_cpus_too(device: Any, ranks: int) -> None:
-    run_ranks(_groups, ranks, device=device)
+def _all_cases(folder: Path, out: Path) -> None:
+    precisions = [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)]
+    cases: dict[str, Any] = {
+        "load, train, save": partial(_loading, folder, out / "loading"),
+        "4-bit weights": partial(_packed, folder),
+        "staging buffers": partial(_staged, out),
+        **{
+            f"{kind}, offload {offload}, fused {fused}": partial(_mixed, folder, kind, offload, fused)
+            for kind, offload in precisions
+            for fused in (False, True)
+        },
+        "compiled blocks": partial(_compiled, folder),
+        "adapters": partial(_adapted, folder, out / "adapters"),
+        **{f"state, offload {off}": partial(_resumed, folder, out / f"state {off}", off) for off in (False, True)},
+        **{
+            f"trainer, plain {plain}, resumed {resumed}": partial(_train, folder, out / f"run {plain}", plain, resumed)
+            for plain in (False, True)
+            for resumed in (False, True)
+        },
+        "groups": _groups,
+    }
+    if _is_gpu() and dist.get_world_size() == 1:
+        cases |= {"memory": partial(_held, folder), "CUDA graphs": partial(_compiled_without_graphs, folder)}
+    run_cases(cases)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [
+        pytest.param("cpu", 1, id="cpu"),
+        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
+        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
+    ],
+)
+def test_every_road_on_this_device(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(_all_cases, ranks, folders["llama"], tmp_path, device=device, timeout_s=500)

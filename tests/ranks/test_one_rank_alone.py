@@ -2,7 +2,6 @@
 within seconds, on all ranks."""
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -83,21 +82,6 @@ def rank_0_alone_generates(folder: Path) -> None:
             accelerator.wait_for_everyone()
 
 
-def a_model_that_was_not_prepared_is_named(folder: Path) -> None:
-    """Its loader gives both ranks the same rows; of a prepared one, and of a second pass, nothing is said."""
-    accelerator = make_accelerator()
-    for is_prepared in (False, True):
-        model = from_pretrained(folder, accelerator=accelerator).train()
-        if is_prepared:
-            model = accelerator.prepare(model)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(IDS, labels=IDS).loss.backward()
-        said = [str(warning.message) for warning in told if "has not prepared it" in str(warning.message)]
-        assert len(said) == (not is_prepared and dist.get_rank() == 0), said
-
-
 def a_rank_that_ends_is_in_the_error_of_the_pass(folder: Path) -> None:
     """gloo's own error names nobody."""
     model = from_pretrained(folder)
@@ -142,7 +126,6 @@ def cases(folder: Path) -> None:
                 rank_0_alone_saves,
                 rank_0_alone_gathers_the_state_dict,
                 rank_0_alone_saves_the_state_and_evaluates,
-                a_model_that_was_not_prepared_is_named,
                 a_rank_that_ends_is_in_the_error_of_the_pass,
                 passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
                 rank_0_alone_generates,

@@ -11,21 +11,18 @@ import transformers
 from accelerate import Accelerator
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
-from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, make_wrap_plan, shard_model
+from hf_fsdp_tools import from_pretrained, make_accelerator, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from tests._checkpoints import make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, logged
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IDS = torch.randint(3, 131, (5, 60), generator=torch.Generator().manual_seed(0))
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    """As a user writes it."""
 
 
 def counts_are_exact(folder):
@@ -215,13 +212,9 @@ CASES = (
 )
 
 
-def _cast_nothing_else(folder):
-    run_cases({case.__name__: lambda case=case: case(folder) for case in CASES})
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_what_is_computed_with_is_cast(tmp_path, ranks):
-    run_ranks(_cast_nothing_else, ranks, make_checkpoint("llama", tmp_path))
+    run_ranks(run_cases, ranks, CASES, make_checkpoint("llama", tmp_path))
 
 
 class _Rows(Dataset):
@@ -267,15 +260,13 @@ def _smoothed(out, kind):
 
 def _trained(model, rows, out, kind, *, data_collator=None, **settings):
     """Losses of four steps and of an evaluation."""
-    args = TrainingArguments(
-        output_dir=str(out), bf16=True, use_cpu=True, max_steps=4, per_device_train_batch_size=11,
-        per_device_eval_batch_size=11, learning_rate=1e-3, logging_steps=1, report_to="none", save_strategy="no",
-        disable_tqdm=True, max_grad_norm=1.0, dataloader_pin_memory=False, **settings,
+    args = arguments(
+        out, bf16=True, max_steps=4, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
+        lr_scheduler_type="linear", max_grad_norm=1.0, **settings,
     )  # fmt: skip
     trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=data_collator)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*losses, trainer.evaluate()["eval_loss"]]
+    return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
 
 def _batches():

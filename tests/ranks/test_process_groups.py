@@ -18,7 +18,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, one_gloo_thread, timeout_of
 from hf_fsdp_tools.distributed.mesh import ParallelDims, _name_of, local_device, shared_devices
 from hf_fsdp_tools.integrations import pushing
-from hf_fsdp_tools.saving.gather import gather_to_first
+from hf_fsdp_tools.saving.transfers import gather_to_first
 from tests._dist import num_gpus, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
 

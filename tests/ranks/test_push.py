@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,18 +75,15 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
 def a_model_uploads_itself(main: Path, out: Path) -> None:
     model: Any = from_pretrained(main)
     os.environ["HF_TOKEN"] = "secret"
-    with patch.dict(os.environ, {"TMPDIR": str(out)}):
-        url = model.push_to_hub("short", tags=["tiny", "llama"], commit_message="as in every tutorial")
-    assert "/me/short/commit/" in url
-    assert_opens("me/short", model)
+    with pytest.raises(ConfigError, match=r"Call model\.save_pretrained.*repo_id='short'"):
+        model.push_to_hub("short")
     model.save_pretrained(out / "named", push_to_hub=True, max_shard_size="100KB")
     assert_opens("me/named", model)
-    assert not list(out.glob("push_to_hub-*"))
 
 
 def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
     adapted: Any = from_pretrained(main, peft_config=lora())
-    adapted.push_to_hub("org/adapter", **TOKEN)
+    adapted.save_pretrained(out / "adapter", push_to_hub=True, repo_id="org/adapter", **TOKEN)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(main), "org/adapter", **TOKEN)
     tokens = torch.arange(24).reshape(2, 12)
     expected = adapted(tokens).logits
@@ -124,11 +120,6 @@ def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> No
         assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
         assert all(part in message for part in said), message
         assert_opens(str(folder), model)
-    with patch.dict(os.environ, {"TMPDIR": str(out)}), patch("tempfile.tempdir", None):
-        message = refusal(partial(model.push_to_hub, "org/down", **TOKEN))
-    (kept,) = out.glob("push_to_hub-*")
-    assert f"hf upload org/down {kept}" in message
-    assert_opens(str(kept), model)
 
 
 def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out: Path) -> None:

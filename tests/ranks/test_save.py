@@ -4,7 +4,6 @@ back."""
 import errno
 import json
 import os
-import re
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_fsdp_tools.background import wait_for_saves
+from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
@@ -31,11 +31,11 @@ from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.saving import outgoing, reserve, save
+from hf_fsdp_tools.saving import hidden_folder, save, transfers
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import full_state, make_checkpoint, plain_model, randomize, sharded_meta_model, stored_tensors
-from tests._dist import run_ranks
+from tests._dist import run_cases, run_ranks
 from tests.ranks.test_load import last_even_dim
 
 
@@ -87,7 +87,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     load_weights(model, folders["mixtral"])
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patch.object(outgoing, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+    with patch.object(transfers, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
         save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
         later = wait_for_saves()
@@ -173,39 +173,19 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
     return found
 
 
-def test_what_cannot_be_written_in_place_is_gathered_and_counted(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=96, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-    )
-    randomize(LlamaForCausalLM(config)).save_pretrained(tmp_path / "stored")
-    per_rank = run_ranks(save_what_cannot_be_written_in_place, 2, tmp_path / "stored", tmp_path)
-    down = 2 * 96 * 96 * 4
-    for name, rows in zip(("doubled", "transposed"), zip(*per_rank, strict=True), strict=True):
-        assert [row[1] for row in rows] == [down, down]
-        assert rows[0][0] == (down if name == "doubled" else 0)
-        theirs = stored_tensors(tmp_path / f"{name} theirs")
-        for way in ("ours", "flat"):
-            ours = stored_tensors(tmp_path / f"{name} {way}")
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
-
-
 def save_twice(folder: Path, target: Path) -> None:
     """Many files, then one, then many again: what is there afterwards is the last save and nothing else."""
     model = sharded_meta_model("llama", folder)
     load_weights(model, folder)
     for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
-        report = save_pretrained(model, target, max_shard_size=size)
+        with patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange:
+            report = save_pretrained(model, target, max_shard_size=size)
+        assert exchange.call_count <= 5, "rounds of agreement"
         assert len(report.files) == expected
         weights = {p.name for p in target.iterdir() if "safetensors" in p.name and not p.name.endswith(".json")}
         assert weights == set(report.files)
         assert (target / "model.safetensors.index.json").exists() == (expected > 1)
         assert (target / "notes.txt").read_text() == "mine"
-
-
-def test_a_save_replaces_an_earlier_one_whole(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    run_ranks(save_twice, 2, folders["llama"], tmp_path)
-    assert_same_checkpoint("llama", tmp_path, folders["llama"])
 
 
 def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -222,11 +202,39 @@ def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     return full_state(model)
 
 
-def test_a_trained_model_is_saved_with_its_update(folders: dict[str, Path], tmp_path: Path) -> None:
-    trained = run_ranks(save_after_a_step, 2, folders["tied"], tmp_path)[0]
-    saved, before = (plain_model("tied", f).state_dict() for f in (tmp_path, folders["tied"]))
+def on_two_ranks(folders: dict[str, Path], root: Path) -> dict[str, Any]:
+    return run_cases(
+        {
+            "twice": lambda: save_twice(folders["llama"], root / "twice"),
+            "after a step": lambda: save_after_a_step(folders["tied"], root / "after a step"),
+            "gathered": lambda: save_what_cannot_be_written_in_place(root / "stored", root),  # every llama has it then
+        }
+    )
+
+
+def test_saves_are_replaced_whole_hold_updates_and_gather_what_cannot_be_written_in_place(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "notes.txt").write_text("mine")
+    sizes = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=2)
+    randomize(LlamaForCausalLM(config)).save_pretrained(tmp_path / "stored")
+    per_rank = run_ranks(on_two_ranks, 2, folders, tmp_path)
+    assert_same_checkpoint("llama", tmp_path / "twice", folders["llama"])
+    trained = per_rank[0]["after a step"]
+    saved, before = (plain_model("tied", f).state_dict() for f in (tmp_path / "after a step", folders["tied"]))
     assert all(torch.equal(saved[key], tensor) for key, tensor in trained.items())
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
+    down = 2 * 96 * 96 * 4
+    gathered = zip(*(results["gathered"] for results in per_rank), strict=True)
+    for name, rows in zip(("doubled", "transposed"), gathered, strict=True):
+        assert [row[1] for row in rows] == [down, down]
+        assert rows[0][0] == (down if name == "doubled" else 0)
+        theirs = stored_tensors(tmp_path / f"{name} theirs")
+        for way in ("ours", "flat"):
+            ours = stored_tensors(tmp_path / f"{name} {way}")
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
 
 
 # ---- room on the disk ----
@@ -237,71 +245,23 @@ def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkey
     size = 2**20 + 1
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("posix_fallocate may write every block"))
     with open(tmp_path / "reserved", "wb") as stream:
-        can = reserve._fallocate(stream.fileno(), size) == 0
-        reserve._reserve(stream.fileno(), size)
-    with open(tmp_path / "bare", "wb") as stream, patch.object(reserve, "_fallocate", lambda *_: errno.EOPNOTSUPP):
-        reserve._reserve(stream.fileno(), size)
+        can = hidden_folder._fallocate(stream.fileno(), size) == 0
+        hidden_folder._reserve(stream.fileno(), size)
+    with (
+        open(tmp_path / "bare", "wb") as stream,
+        patch.object(hidden_folder, "_fallocate", lambda *_: errno.EOPNOTSUPP),
+    ):
+        hidden_folder._reserve(stream.fileno(), size)
     reserved, bare = ((tmp_path / name).stat() for name in ("reserved", "bare"))
     assert reserved.st_size == bare.st_size == size
     assert bare.st_blocks * 512 < size, "nothing was written"
     assert not can or reserved.st_blocks * 512 >= size
     with (
         open(tmp_path / "full", "wb") as stream,
-        patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC),
+        patch.object(hidden_folder, "_fallocate", lambda *_: errno.ENOSPC),
         pytest.raises(OSError, match="No space left"),
     ):
-        reserve._reserve(stream.fileno(), size)
-
-
-# ---- faults ----
-
-
-def save_with_fault(folder: Path, target: Path, fault: str) -> str:
-    model = sharded_meta_model("llama", folder)
-    load_weights(model, folder)
-
-    if fault == "another folder":
-        target = target / str(dist.get_rank())
-        target.mkdir()
-    at_once = patch.object(reserve, "_fallocate", lambda *_: errno.ENOSPC)
-    broken = {("disk full at once", 0): at_once, ("disk full on one rank", 1): patch.object(os, "pwritev", no_space)}
-    with (
-        broken.get((fault, dist.get_rank()), nullcontext()),
-        pytest.raises(CheckpointError) as caught,
-    ):
-        save_pretrained(model, target)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("folder is a file", "is a file; give the name of a folder"),
-        ("parent is a file", "Cannot save to .*Not a directory.*Check space, permissions and names"),
-        ("disk full at once", "Cannot save to .*No space left on device.*bytes are to be written there"),
-        ("disk full on one rank", "rank 1: .*cannot be written: .*No space left on device.*Check space"),
-        ("another folder", "rank 1: .*not the same folder on this rank as on rank 0: .*absent.*that all ranks share"),
-    ],
-)
-def test_faults_are_the_same_error_on_all_ranks_and_leave_an_earlier_save(
-    folders: dict[str, Path], tmp_path: Path, fault: str, said: str
-) -> None:
-    target = tmp_path / "saved"
-    if fault == "folder is a file":
-        target.write_text("")
-    elif fault == "parent is a file":
-        tmp_path.joinpath("file").write_text("")
-        target = tmp_path / "file" / "saved"
-    else:
-        make_checkpoint("llama", target, seed=5)
-        before = stored_tensors(target)
-    first, second = run_ranks(save_with_fault, 2, folders["llama"], target, fault)
-    assert re.search(said, first, re.DOTALL), first
-    if fault != "another folder":
-        assert first == second
-        after = stored_tensors(target) if target.is_dir() else {}
-        assert not target.is_dir() or all(torch.equal(after[k], t) for k, t in before.items())
-    assert not list(tmp_path.rglob("*.incomplete"))
+        hidden_folder._reserve(stream.fileno(), size)
 
 
 def test_one_process_without_a_group_saves_too_with_its_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
-from hf_fsdp_tools.saving import reserve
+from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
@@ -309,7 +309,10 @@ def a_folder_of_each_rank(source: Path, out: Path) -> None:
     """Each node has a disk of its own: said before the first step, not after an hour at the first save."""
     own = out / f"{dist.get_rank()}"
     trainer = _trainer(source, own)
-    with patch.object(reserve, "_APPEARS_S", 0.5), pytest.raises(CheckpointError, match="that all ranks share") as said:
+    with (
+        patch.object(hidden_folder, "_APPEARS_S", 0.5),
+        pytest.raises(CheckpointError, match="that all ranks share") as said,
+    ):
         trainer.train()
     assert "failed on 1 of 2 ranks" in str(said.value)
     assert trainer.state.global_step == 0 and not [path for path in own.rglob("*") if path.is_file()]

@@ -1,17 +1,25 @@
 """A sharded model computes what the plain one does, and refuses what would hang or be wrong."""
 
 import copy
+import os
 import re
+import shutil
+import sys
+import warnings
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, set_seed
 
+from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -19,11 +27,12 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
-from tests._checkpoints import full, make_model
-from tests._dist import run_ranks
+from tests._checkpoints import full, make_checkpoint, make_model
+from tests._dist import run_cases, run_ranks
 from tests._training import clip_loss, tiny_clip
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe")
+IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def _batches(ranks: int) -> torch.Tensor:
@@ -44,9 +53,8 @@ def _plain_gradients(kind: str, ranks: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
+def gradients_equal_the_plain_ones(kinds, checkpointing=False, replicate=1):
     mesh = ParallelDims(dp_replicate_size=replicate).build_mesh("cpu")
-    counts = {}
     for kind in kinds:
         model = _model(kind)
         plan = make_wrap_plan(model)
@@ -54,8 +62,7 @@ def _gradients_equal_the_plain_ones(kinds, checkpointing, replicate):
         assert same is model
         assert sum(isinstance(m, FSDPModule) for m in model.modules()) == sum(len(u.modules) for u in plan.units)
         model.train(checkpointing)  # transformers checkpoints in training mode only; these models have no dropout
-        counts[kind] = _compare_gradients(model, kind)
-    return counts
+        assert _compare_gradients(model, kind) > 5
 
 
 def _compare_gradients(model: nn.Module, kind: str) -> int:
@@ -68,14 +75,8 @@ def _compare_gradients(model: nn.Module, kind: str) -> int:
     return len(expected)
 
 
-@pytest.mark.parametrize(("ranks", "checkpointing"), [(2, False), (3, True)])
-def test_gradients_equal_the_plain_ones(ranks, checkpointing):
-    kinds = KINDS if not checkpointing else tuple(kind for kind in KINDS if kind != "gpt2")  # gpt2 has dropout
-    for counts in run_ranks(_gradients_equal_the_plain_ones, ranks, kinds, checkpointing, 1):
-        assert all(count > 5 for count in counts.values())
-
-
-def _inference_first(kinds, other_dims):
+def inference_first(kinds, other_dims=False):
+    """FSDP2 alone stops in training; on one rank, and for dimensions other than 0, in inference mode itself."""
     for kind in kinds:
         model, plain = _model(kind), _model(kind)
         with patch.object(placement, "_MOST_PADDING_BYTES", 0) if other_dims else nullcontext():
@@ -87,17 +88,8 @@ def _inference_first(kinds, other_dims):
         assert _compare_gradients(model, kind) > 5
 
 
-def test_a_model_can_be_trained_after_it_ran_in_inference_mode():
-    """FSDP2 alone stops in training; on one rank, and for dimensions other than 0, in inference mode itself."""
-    for ranks, kinds in ((1, ("llama",)), (2, ("tied", "llama")), (3, ("mixtral",))):
-        run_ranks(_inference_first, ranks, kinds, ranks == 3)
-
-
-def test_hsdp_gradients_equal_the_plain_ones():
-    run_ranks(_gradients_equal_the_plain_ones, 4, ("llama",), False, 2)
-
-
-def _scalar_parameters_are_averaged(with_hook):
+def scalar_parameters_are_averaged(with_hook):
+    """Also where a user's own hook is on the gradient."""
     plain = tiny_clip()
     for _ in range(2):  # two micro-batches: averaging must not be undone by accumulation
         for rank in range(2):
@@ -113,28 +105,15 @@ def _scalar_parameters_are_averaged(with_hook):
         clip_loss(model, dist.get_rank()).backward()
     assert len(seen) == 2 * with_hook
     torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
-    return float(model.logit_scale.grad)
+    assert model.logit_scale.grad
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged(with_hook):
-    """Also where a user's own hook is on the gradient."""
-    first, second = run_ranks(_scalar_parameters_are_averaged, 2, with_hook)
-    assert first == second != 0
-
-
-def _ranks_with_different_plans_stop():
+def ranks_with_different_plans_stop():
     model = make_model("llama")
     policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(group_tail=False)
-    with pytest.raises(ConfigError, match=r"different arguments: plan.digest is .* on rank 1. Give the same") as caught:
+    with pytest.raises(ConfigError, match=r"different arguments: plan.digest is .* on rank 1. Give the same"):
         shard_model(model, make_wrap_plan(model, policy=policy), mesh=ParallelDims().build_mesh("cpu"))
     assert not isinstance(model, FSDPModule), "stopped before anything was sharded"
-    return str(caught.value)
-
-
-def test_ranks_with_different_plans_stop_with_the_same_message():
-    first, second = run_ranks(_ranks_with_different_plans_stop, 2)
-    assert first == second
 
 
 class Awkward(nn.Module):
@@ -154,7 +133,7 @@ class Awkward(nn.Module):
         return x @ (self.transposed + self.sliced + self.expanded).t()
 
 
-def _awkward() -> None:
+def awkward_parameters_train_or_are_refused_by_name() -> None:
     torch.manual_seed(0)
     plain = Awkward()
     model = copy.deepcopy(plain)
@@ -176,11 +155,7 @@ def _awkward() -> None:
         shard_model(plain, make_wrap_plan(plain))
 
 
-def test_awkward_parameters_train_as_plain_ones_or_are_refused_by_name():
-    run_ranks(_awkward, 2)
-
-
-def _alone():
+def alone():
     model = make_model("llama")
     plan = make_wrap_plan(model)
     shard_model(model, plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -203,14 +178,162 @@ def _alone():
     shard_model(without_reduce_dtype, plan, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     usual = "bfloat16" if torch.__version__ < "2.15" else "in the dtype of the weights"
     assert f"reduction    {usual}" in describe_sharding(without_reduce_dtype)
-    return describe_sharding(model)
-
-
-def test_a_world_of_one_works_and_is_described():
-    (text,) = run_ranks(_alone, 1)
-    assert re.search(r"weights +float32, 183\.7 kB on this rank", text)
+    text = describe_sharding(model)
+    assert re.search(r"weights +float32, 183\.7 kB on this rank", text) and "LlamaDecoderLayer" in text
     assert re.search(r"computation +bfloat16", text) and re.search(r"reduction +float32", text)
-    assert "LlamaDecoderLayer" in text
+
+
+def added_rows_are_equal_in_all_replicas(folder):
+    """Each rank drew the rows of added tokens by its own seed; they are the last 1/64 of the embedding, and less."""
+    torch.manual_seed(dist.get_rank())
+    accelerator = make_accelerator(cpu=True)
+    accelerator.state.fsdp_plugin.policy = HybridPolicy()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(132, mean_resizing=False)
+    mine = model.lm_head.weight.detach()[-1].clone()
+    drawn = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(drawn, mine)
+    assert not torch.equal(drawn[0], drawn[1])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = accelerator.prepare(model)
+    assert any("differ between ranks" in str(w.message) for w in told) == (dist.get_rank() == 0)
+    assert torch.equal(full(model.lm_head.weight)[-1], drawn[0])
+
+
+def half_of_the_ranks_can_shard_a_model(folder):
+    """Two models on two halves of the ranks, with different plans; and plans that differ within a half."""
+    rank = dist.get_rank()
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
+    model = make_model("llama")
+    plan = make_wrap_plan(model, policy=HybridPolicy(group_tail=rank < 2))
+    shard_model(model, plan, mesh=halves["shard"])
+    assert torch.equal(full(model.lm_head.weight), make_model("llama").lm_head.weight)
+    if rank < 2:  # the others are in no call
+        other = make_model("llama")
+        with pytest.raises(ConfigError, match=r"plan\.digest is .* on rank 1\. Give the same"):
+            shard_model(other, make_wrap_plan(other, policy=HybridPolicy(group_tail=rank == 0)), mesh=halves["shard"])
+
+
+def a_new_head_follows_the_seed(folder):
+    heads = {}
+    for seed in (1, 2, 1):
+        set_seed(seed)
+        before = torch.get_rng_state()
+        model = from_pretrained(folder, auto_class=AutoModelForSequenceClassification, num_labels=5)
+        assert torch.equal(before, torch.get_rng_state()), "loading draws nothing of the user's"
+        head = full(model.score.weight).detach()
+        assert torch.equal(heads.setdefault(seed, head), head)
+    assert not torch.equal(heads[1], heads[2])
+    torch.manual_seed(dist.get_rank())  # rank 0's counts
+    model = from_pretrained(folder, auto_class=AutoModelForSequenceClassification, num_labels=5)
+    seen = [torch.empty(5, 48) for _ in range(2)]
+    dist.all_gather(seen, full(model.score.weight).detach())
+    assert torch.equal(*seen)
+
+
+def kept_units_stay_gathered_between_tokens(folder):
+    """ZeRO-2, as it is asked for to generate: only what is gathered anew in each pass costs."""
+    gathered = []
+
+    for reshard in (False, True):
+        model = from_pretrained(folder, policy=HybridPolicy(reshard_after_forward={"*": reshard}))
+        with torch.no_grad():
+            model(IDS)
+            units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            gathered.append(sum(not isinstance(p, DTensor) for unit in units for p in unit.parameters()))
+    assert gathered[0] > 0 and gathered[1] == 0
+
+
+def of_units_that_are_kept_only_the_users_stay_gathered(folder):
+    """Whatever word the reason begins with; the tail is kept for a backward pass, which does not come."""
+    for reason in ("backward begins here", "head of the stack"):
+
+        def first(fqn, module, reason=reason):
+            return {"reshard_after_forward": False, "reason": reason} if fqn == "model.layers.0" else None
+
+        model = from_pretrained(folder, policy=HybridPolicy(units=(first,)))
+        with torch.no_grad():
+            model(IDS)
+        gathered = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+        assert gathered and all(name.startswith("model.layers.0.") for name in gathered), (reason, gathered)
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+class ToyForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def code_of_the_user_is_saved_with_the_model(folder):
+    """The saved folder opens with plain transformers, by the code that came with the checkpoint."""
+    config = LlamaConfig.from_pretrained(folder)
+    config.auto_map = {"AutoModelForCausalLM": "modeling_toy.ToyForCausalLM"}
+    custom = folder.with_name("custom")
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, custom)
+        config.save_pretrained(custom)
+        (custom / "modeling_toy.py").write_text(CODE)
+    dist.barrier()
+    model = from_pretrained(custom, trust_remote_code=True)
+    assert type(model).__mro__[2].__name__ == "ToyForCausalLM"
+    saved = folder.with_name("saved")
+    save_pretrained(model, saved)
+    assert (saved / "modeling_toy.py").read_text().strip() == CODE.strip()
+    assert not list(saved.glob("_fsdp*.py"))
+    sys.modules.pop("transformers_modules", None)
+    again = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+    assert type(again).__name__ == "ToyForCausalLM"
+    assert torch.equal(again.lm_head.weight, full(model.lm_head.weight))
+
+
+# ---- the cases by number of ranks ----
+
+
+def on_one() -> None:
+    run_cases({"alone": alone, "inference first": partial(inference_first, ("llama",))})
+
+
+def on_two(folder) -> None:
+    of_folder = (
+        a_new_head_follows_the_seed,
+        kept_units_stay_gathered_between_tokens,
+        of_units_that_are_kept_only_the_users_stay_gathered,
+        code_of_the_user_is_saved_with_the_model,
+    )
+    with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
+        run_cases({
+            "gradients": partial(gradients_equal_the_plain_ones, KINDS),
+            "inference first": partial(inference_first, ("tied", "llama")),
+            "scalars": partial(scalar_parameters_are_averaged, False),
+            "scalars with a hook": partial(scalar_parameters_are_averaged, True),
+            "other plans": ranks_with_different_plans_stop,
+            "awkward parameters": awkward_parameters_train_or_are_refused_by_name,
+            **{case.__name__: partial(case, folder) for case in of_folder},
+        })  # fmt: skip
+
+
+def on_three() -> None:
+    kinds = tuple(kind for kind in KINDS if kind != "gpt2")  # gpt2 has dropout
+    checkpointed = partial(gradients_equal_the_plain_ones, kinds, checkpointing=True)
+    run_cases({"checkpointed": checkpointed, "inference first": partial(inference_first, ("mixtral",), True)})
+
+
+def on_four(folder) -> None:
+    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
+    run_cases({
+        "hsdp": partial(gradients_equal_the_plain_ones, ("llama",), replicate=2),
+        "added rows": partial(added_rows_are_equal_in_all_replicas, folder),
+        "halves": partial(half_of_the_ranks_can_shard_a_model, folder),
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, on_one), (2, on_two), (3, on_three), (4, on_four)])
+def test_a_sharded_model_computes_what_the_plain_one_does(ranks, cases, tmp_path):
+    folder = (make_checkpoint("llama", tmp_path / "model"),) if ranks in (2, 4) else ()
+    run_ranks(cases, ranks, *folder)
 
 
 def test_degrees_that_make_no_sense_are_refused():

@@ -84,7 +84,7 @@ def test_a_config_by_name_and_another_shape(folder, tmp_path):
         ({"dtype": torch.int8}, "dtype=torch.int8 is no floating-point dtype"),
         ({"dtype": torch.float8_e4m3fn}, "cannot be built in float8_e4m3fn"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "two names of one thing"),
-        ({"nonsense": 3}, "nonsense fits neither the config nor the model"),
+        ({"nonsense": 3}, "nonsense: neither the config nor the model"),
         ({"acelerator": None}, r"no argument 'acelerator': did you mean accelerator\?"),
         ({"seed": 1}, r"load_weights has: pass load_kwargs={'seed': …}\."),
         ({"load_kwargs": {"stagin_bytes": 3}}, "load_weights has no argument stagin_bytes"),

@@ -78,7 +78,10 @@ def test_help_imports_nothing_heavy(words):
         (["config", "--mixed-precision", "fp8"], "invalid choice: 'fp8'"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
         (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
-        (["plan", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num-"),
+        (
+            ["doctor", "model", "--num-proceses", "3"],
+            "--num-proceses is no option of this command: did you mean --num-",
+        ),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys, words, message):
@@ -100,7 +103,7 @@ def test_plan_prints_the_table_and_what_repeats(capsys, llama):
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
-    words = [command, llama, "--num-processes", "64"]
+    words = [command, llama, *(["--num-processes", "64"] if command == "doctor" else [])]
     wide = run(capsys, *words)[1]
     monkeypatch.setenv("COLUMNS", "66")
     narrow = run(capsys, *words)[1]
@@ -241,8 +244,8 @@ def test_config_options_reach_the_config(capsys, on_cpu):
 
     words = (
         "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
-        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params --activation-checkpointing "
-        "--no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
+        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params "
+        "--activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
     )
     assert config(*words.split()) == says(
         num_processes=16,
@@ -257,12 +260,6 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         reshard_after_forward=False,
         state_dict_type="FULL_STATE_DICT",
     )
-<<<<<<< HEAD
-    assert config("--gpu", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
-    assert config("--gpu", "--num-processes", "2")["mixed_precision"] == "bf16"
-=======
-    assert config("--gpu", "a100-40gb", "--num-processes", "2", "--gpu-ids", "0,1")["gpu_ids"] == "0,1"
->>>>>>> 29ece1f (Tests of the command line in its new words; mistakes once per kind)
 
 
 @pytest.mark.parametrize(
@@ -323,10 +320,7 @@ def test_doctor_of_a_model(capsys, llama):
     root = report["units"]["groups"][0]
     blocks = next(group for group in root["inside"] if group["modules"] == "model.layers.{0..1}")
     assert (blocks["count"], blocks["classes"], root["classes"]) == (2, ["LlamaDecoderLayer"], ["LlamaForCausalLM"])
-    assert report["share"]["num_processes"] == 8 and report["share"]["splits"][0]["dim"] == 0
-    planned = json.loads(run(capsys, "plan", llama, "--json", "--num-processes", "8")[1])
-    assert planned["share"] == report["share"] and WrapPlan.from_json(json.dumps(planned)).num_params
-    assert "each of 8 ranks keeps" in run(capsys, "plan", llama, "--num-processes", "8")[1]
+    assert WrapPlan.from_json(run(capsys, "plan", llama, "--json")[1]).num_params
 
 
 def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
@@ -348,13 +342,6 @@ def test_doctor_of_a_config(capsys, llama, tmp_path, on_cpu):
     assert "is a folder; name a file" in run(capsys, "doctor", "--config_file", tmp_path)[2]
     code, out, err = run(capsys, "doctor", llama, "--config_file", path)
     assert (code, out) == (1, "") and "not both" in err
-<<<<<<< HEAD
-    text = FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml()
-    path.write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
-    code, out, _ = run(capsys, "doctor", "--config_file", path)
-    assert code == 0 and "warning: fsdp1" in out, "a warning alone is no error"
-=======
->>>>>>> 29ece1f (Tests of the command line in its new words; mistakes once per kind)
 
 
 def test_a_launch_with_a_file_says_what_the_file_leaves_open(capsys, tmp_path, on_cpu, monkeypatch):

@@ -63,7 +63,7 @@ def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
     model = Model(nn.ModuleList(Counting() for _ in range(3)))
     compile_blocks(model, make_wrap_plan(model), {"backend": backend})
     blocks = model.layers
-    add_casts(model, torch.bfloat16, units=set(blocks), whole=())  # type: ignore[arg-type]
+    add_casts(model, torch.bfloat16, units=set(blocks), replicated=())  # type: ignore[arg-type]
     model.to(torch.bfloat16)
     for length in (2, 3, 4, 5):
         for block in blocks:  # type: ignore[union-attr]
@@ -95,16 +95,16 @@ def test_a_cast_takes_few_kernels(value: torch.Tensor, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"mode": "max-autotune"}, r"mode='max-autotune' records CUDA graphs.*Use mode='max-autotune-no-cudagraphs'\."),
-        ({"mode": "reduce-overhead", "backend": "inductor"}, r"mode='reduce-overhead'.*Use mode='default'\."),
-        ({"options": {"triton.cudagraphs": True}}, r"triton\.cudagraphs.*Use False there\."),
-        ({"backend": "cudagraphs"}, r"backend='cudagraphs'.*Use backend='inductor'\."),
+        {"mode": "max-autotune"},
+        {"mode": "reduce-overhead"},
+        {"options": {"triton.cudagraphs": True}},
+        {"backend": "cudagraphs"},
     ],
 )
-def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
         check_options(options, "cuda")
     check_options(options, "cpu")
 

@@ -106,7 +106,12 @@ def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
     new, became = translate(tmp_path, config.to_accelerate_yaml())
     assert new == yaml.safe_load(config.to_accelerate_yaml())
     assert {"kept"} >= {became[key] for key in ("num_processes", "fsdp_min_num_params", "fsdp_version")}
-    assert translate(tmp_path, config.to_accelerate_yaml(), "--gpus", "32", "--offload")[0]["num_processes"] == 32
+    assert (
+        translate(
+            tmp_path, config.to_accelerate_yaml(), "--gpu", "h100-80gb", "--num-processes", "32", "--offload-params"
+        )[0]["num_processes"]
+        == 32
+    )
 
 
 def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
@@ -134,7 +139,9 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
 def test_plain_data_parallelism_becomes_fsdp(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
     file = {"distributed_type": kind, "mixed_precision": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    new, became = translate(tmp_path, file | {"num_processes": 2} | extra, *["--gpus", "1"][: 2 * (kind == "NO")])
+    new, became = translate(
+        tmp_path, file | {"num_processes": 2} | extra, *["--num-processes", "1"][: 2 * (kind == "NO")]
+    )
     count = {"MULTI_GPU": 4, "NO": 1, "MULTI_CPU": 2}[kind]
     assert new == says(num_processes=count, use_cpu=kind == "MULTI_CPU")
     assert became["distributed_type"].startswith("FSDP") and "--torch_compile" in became["dynamo_config"]
@@ -190,23 +197,21 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_deepspeeds_json_alone_and_stage_2(tmp_path: Path) -> None:
-    new, _ = translate(tmp_path, json.dumps(ZERO3), "--gpus", "8")
+    new, _ = translate(tmp_path, json.dumps(ZERO3), "--gpu", "h100-80gb", "--num-processes", "8")
     assert new == says(num_processes=8, mixed_precision="bf16", offload_params=True)
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
     new, _ = translate(tmp_path, file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5}})
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
 
 
-def test_offload_on_a_machine_without_gpus_names_what_was_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     (tmp_path / "old.yaml").write_text(json.dumps(old))
     assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
-    said = capsys.readouterr().err
-    assert "the file keeps weights" in said and "--gpus" in said and "drop" not in said
-    assert translate(tmp_path, old, "--gpus", "2")[0]["fsdp_config"]["fsdp_offload_params"] is True
-    assert translate(tmp_path, old, "--no-offload")[0] == says(num_processes=2, use_cpu=True)
+    assert "drop offload_params" in capsys.readouterr().err
+    new, _ = translate(tmp_path, old, "--gpu", "h100-80gb", "--num-processes", "2")
+    assert new["fsdp_config"]["fsdp_offload_params"] is True
+    assert translate(tmp_path, old, "--no-offload-params")[0] == says(num_processes=2, use_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(r=10**9),
         r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
-    "another shape": (of_other_shape, r"The adapter does not fit the model: .*size mismatch.*Load the base that it"),
+    "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
 }
 
 

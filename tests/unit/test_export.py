@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, merge_adapter
-from hf_fsdp_tools.saving import parts
+from hf_fsdp_tools.saving import rewrite
 from tests._checkpoints import (
     KINDS,
     dequantized_by_transformers,
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
     folders: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     """Parts of 2 kB cut every matrix into slabs, also those that are stacked or transposed on the way."""
-    with patch.object(parts.plan_parts, "__kwdefaults__", {"part_bytes": 2000}):
+    with patch.object(rewrite, "_PART_BYTES", 2000):
         report = export_checkpoint(folders[kind], tmp_path / "out", max_shard_size="60KB")
     assert_same_checkpoint(tmp_path / "out", folders[kind])
     assert report.total_bytes == sum(t.nbytes for t in stored_tensors(folders[kind]).values())
@@ -127,7 +127,7 @@ def _check(kind: str, config: Callable[[], Any], dtype: torch.dtype, tmp_path: P
     again = partial(model_of, folder, dtype, **options)
     adapter = adapter_on(again(), config(), tmp_path / "adapter")
     merged_by_peft(again(), adapter, tmp_path / "theirs")
-    with patch.object(parts.plan_parts, "__kwdefaults__", {"part_bytes": 2000}):
+    with patch.object(rewrite, "_PART_BYTES", 2000):
         merge_adapter(adapter, tmp_path / "ours")
     assert_same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
 

@@ -50,11 +50,6 @@ def test_modules_that_transformers_keeps_in_fp32_are_fp32():
     assert {d for n, d in dtypes.items() if not n.endswith("wo.weight")} == {torch.float16}
 
 
-def test_a_model_class_serves_as_auto_class():
-    model = build_meta_model(LlamaConfig(**TINY), auto_class=transformers.LlamaForSequenceClassification)
-    assert type(model) is transformers.LlamaForSequenceClassification
-
-
 def test_errors_name_the_cure(tmp_path):
     with pytest.raises(CheckpointError, match=r"No such folder.*/nowhere.*Give an existing"):
         build_meta_model(tmp_path / "nowhere")
@@ -66,11 +61,9 @@ def test_errors_name_the_cure(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     with pytest.raises(ConfigError, match="unheard_of"):
         build_meta_model(tmp_path)
-    with pytest.raises(ConfigError, match="its usual class, AutoModelForMaskedLM, as auto_class"):
+    with pytest.raises(ConfigError, match="cannot make a model of this"):
         build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
-    with pytest.raises(ConfigError, match=r"load_in_4bit=True .*quantization_config=BitsAndBytesConfig"):
-        build_meta_model(LlamaConfig(**TINY), load_in_4bit=True)
-    with pytest.raises(ConfigError, match=r"flash fits neither the config nor the model"):
+    with pytest.raises(ConfigError, match="flash: neither the config nor the model"):
         build_meta_model(LlamaConfig(**TINY), flash=True)
 
 

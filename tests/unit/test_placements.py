@@ -1,5 +1,7 @@
 """Which dimension of a parameter is split: the padding that FSDP2 would store and send decides."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
     choose_placement,
     padded_ratio,
-    sharded_dim,
+    split_dim,
 )
 
 
@@ -36,12 +38,12 @@ from hf_fsdp_tools.sharding.placement import (
     ],
 )
 def test_dim(shape, ranks, dim):
-    assert sharded_dim(shape, ranks) == dim
+    assert split_dim(shape, math.prod(shape) * 1_000_000, ranks) == dim
 
 
 @given(st.lists(st.integers(0, 300), max_size=4), st.integers(1, 130))
 def test_other_dimensions_are_split_evenly_and_only_where_rows_would_be_padded(shape, ranks):
-    dim = sharded_dim(shape, ranks)
+    dim = split_dim(shape, math.prod(shape) * 2**22, ranks)
     if dim:
         assert shape[dim] % ranks == 0 < shape[dim]
         assert padded_ratio(shape[0], ranks) > 1.25

@@ -44,7 +44,6 @@ class OptimizerStep:
     """A step of an optimizer that has its state."""
 
     events: tuple[Event, ...]
-    """Temporary memory, and work."""
     state: tuple[int, ...]
     """Bytes of each tensor of its state on the device."""
     num_bytes: float

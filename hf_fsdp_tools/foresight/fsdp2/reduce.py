@@ -28,10 +28,8 @@ class Reducer:
         self._dtype = DTYPES[setup.reduce_dtype]
         self._inputs: list[tuple[int, int]] = []
         """`reduce_scatter_states`: the input of the last reduction, and the event of its end."""
-        self._last: dict[Stream, int] = {}
-        """`_last_post_reduce_events`."""
-        self._reduced: dict[str, int] = {}
-        """`_post_reduce_event`, by unit."""
+        self._last: dict[Stream, int] = {}  # `_last_post_reduce_events`
+        self._reduced: dict[str, int] = {}  # `_post_reduce_event`, by unit
         self._all_reduced: dict[str, tuple[int, int]] = {}
         """`_all_reduce_state` by unit: a buffer that is freed once the event has come."""
         self._gradients: dict[str, int] = {}
@@ -51,9 +49,8 @@ class Reducer:
         """The compute stream waits for all reductions; what a unit kept for its own is freed."""
         for event in self._last.values():
             self._writer.wait(event, "compute")
-        if self._setup.offload:
-            for event in self._last.values():
-                self._writer.wait_on_host(event)
+        for event in self._last.values() if self._setup.offload else ():
+            self._writer.wait_on_host(event)
         self._last.clear()
         self._reduced.pop(unit, None)
         if unit in self._all_reduced:
@@ -143,21 +140,18 @@ class Reducer:
         before torch 2.15 that of the reduction, since then one for this loop alone.
         """
         writer, result = self._writer, list(gradients)
-        copied: int | None = None
+        copied: set[int] = set()
         for at, (shard, block) in enumerate(gradients):
-            if not shard.dim:
-                continue
-            if copied is not None:
-                writer.free(copied)
-            num_bytes = shard.gathered_bytes * self._setup.dp_shard_size
-            result[at] = (shard, writer.take(num_bytes, "reduce buffers"))
-            writer.work("memory", 2 * num_bytes)
-            copied = block
-        if not BEFORE_2_15:
-            if copied is not None:
-                writer.free(copied)
-            return result, set()
-        return result, {gradients[-1][1]} | ({copied} if copied is not None else set())
+            if shard.dim:
+                writer.free(*copied)
+                num_bytes = shard.gathered_bytes * self._setup.dp_shard_size
+                result[at] = (shard, writer.take(num_bytes, "reduce buffers"))
+                writer.work("memory", 2 * num_bytes)
+                copied = {block}
+        if BEFORE_2_15:
+            return result, {gradients[-1][1]} | copied
+        writer.free(*copied)
+        return result, set()
 
     def _divide(self, num_bytes: int, stream: Stream) -> None:
         """fp16 is divided before and after the reduction, in place (`_get_gradient_divide_factors`)."""

@@ -7,12 +7,9 @@ from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.trace import Parameter
 
-_REDUCED_ALONE = 2**22
-"""Elements from which `sharding/whole.py` reduces a gradient where it lies."""
-_FIRST_BUCKET = 2**20
-"""Bytes of DDP's first bucket (`_DEFAULT_FIRST_BUCKET_BYTES` of torch.distributed)."""
-_BUCKET = 25 * 2**20
-"""Bytes of its other buckets (`bucket_cap_mb=25` of `DistributedDataParallel`)."""
+_REDUCED_ALONE = 2**22  # Elements from which `sharding/whole.py` reduces a gradient where it lies
+_FIRST_BUCKET = 2**20  # Bytes of DDP's first bucket (`_DEFAULT_FIRST_BUCKET_BYTES` of torch.distributed)
+_BUCKET = 25 * 2**20  # Bytes of its other buckets (`bucket_cap_mb=25` of `DistributedDataParallel`)
 
 
 class AveragedGradients:
@@ -23,8 +20,7 @@ class AveragedGradients:
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
         self._writer = writer
         self._setup = setup
-        self.reduces = True
-        """Not read: `sharding/whole` averages after each backward pass."""
+        self.reduces = True  # Not read: `sharding/whole` averages after each backward pass
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self._gradients: dict[str, int] = {}
         self._pending: list[Parameter] = []
@@ -78,8 +74,7 @@ class BucketedGradients:
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
         self._writer = writer
         self._ranks = setup.num_gpus
-        self.reduces = True
-        """Whether the buckets of this backward pass are sent (False inside of DDP's `no_sync`)."""
+        self.reduces = True  # Whether the buckets of this backward pass are sent (False inside of DDP's `no_sync`)
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self._buckets: list[list[Parameter]] = [[]]
         for parameter in reversed([each for each in parameters if each.requires_grad]):

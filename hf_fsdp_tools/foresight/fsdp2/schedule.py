@@ -16,8 +16,7 @@ from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
 from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
-_State = Literal["idle", "forward", "pre_backward", "post_backward"]
-"""`TrainingState`."""
+_State = Literal["idle", "forward", "pre_backward", "post_backward"]  # `TrainingState`
 
 
 @dataclass(eq=False)
@@ -25,29 +24,21 @@ class _Unit:
     """One `FSDPState` with its `FSDPParamGroup`."""
 
     split: UnitShards
-    reshard: bool | int
-    """What `reshard_after_forward` comes to: False keeps the unit."""
-    state: _State = "idle"
-    """Of the parameter group."""
-    module_state: _State = "idle"
-    """Of the `FSDPState`."""
+    reshard: bool | int  # What `reshard_after_forward` comes to: False keeps the unit
+    state: _State = "idle"  # Of the parameter group
+    module_state: _State = "idle"  # Of the `FSDPState`
     to_run: set[str] = field(default_factory=set)
     """`_modules_to_run_forward`: modules of a unit of several that have not run in this pass."""
-    entry: str | None = None
-    """The module whose inputs trigger the unit's post-backward."""
-    exit: str | None = None
-    """The module whose output triggers its pre-backward."""
+    entry: str | None = None  # The module whose inputs trigger the unit's post-backward
+    exit: str | None = None  # The module whose output triggers its pre-backward
     gathered: list[int] = field(default_factory=list)
     """Memory of the gathered parameters; none while they are sharded."""
     partly: list[int] = field(default_factory=list)
     """Memory of the shards over fewer ranks (`reshard_after_forward` as a number)."""
     partly_event: int | None = None
-    pending: "_Gather | None" = None
-    """`_all_gather_result`: gathered, not yet copied out."""
-    gradients: dict[str, int] = field(default_factory=dict)
-    """Memory of the whole gradients, by parameter."""
-    uses: list[int] = field(default_factory=list)
-    """`_post_forward_indices`."""
+    pending: "_Gather | None" = None  # `_all_gather_result`: gathered, not yet copied out
+    gradients: dict[str, int] = field(default_factory=dict)  # Memory of the whole gradients, by parameter
+    uses: list[int] = field(default_factory=list)  # `_post_forward_indices`
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -62,8 +53,7 @@ class _Unit:
 class _Gather:
     """`AllGatherResult`."""
 
-    output: int | None
-    """The buffer; None on one rank, which has none."""
+    output: tuple[int, ...]  # The buffer; on one rank there is none
     event: int
     ranks: int
 
@@ -78,18 +68,13 @@ class Fsdp2Schedule:
         self._by_module = {module: unit for unit in self._units for module in unit.modules}
         self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
         self._reducer = Reducer(writer, setup)
-        self.reduces = True
-        """`set_requires_gradient_sync`: False keeps the gradients of a backward pass whole."""
-        self._running_root: _Unit | None = None
-        """`iter_forward_root`."""
+        self.reduces = True  # `set_requires_gradient_sync`: False keeps the gradients of a backward pass whole
+        self._running_root: _Unit | None = None  # `iter_forward_root`
         self._kept_gather: tuple[int, int] | None = None
         """`all_gather_state`: the buffer of the last gather of forward, and the event of its copy-out."""
-        self._order: list[_Unit] = []
-        """`post_forward_order`."""
+        self._order: list[_Unit] = []  # `post_forward_order`
         self._forced: list[_Unit] = []
         """Units that were completed after the pass of the whole model, whose pre-backward comes with the root's."""
-
-    # ---- what a trace tells ----
 
     def mark(self, mark: Mark) -> None:
         """A pass of a module begins or ends; modules that are in no unit's list do not matter."""
@@ -132,10 +117,9 @@ class Fsdp2Schedule:
                 if unit.state != "post_backward":
                     self._post_backward(unit)
                 self._reducer.finalize(unit.split.name)
-                if (gather := unit.pending) is not None:  # prefetched and not used
-                    writer.wait(gather.event, "compute")
-                    if gather.output is not None:
-                        writer.free(gather.output)
+                if unit.pending is not None:  # prefetched and not used
+                    writer.wait(unit.pending.event, "compute")
+                    writer.free(*unit.pending.output)
                     unit.pending = None
             unit.state = unit.module_state = "idle"
             unit.uses.clear()
@@ -147,14 +131,8 @@ class Fsdp2Schedule:
 
     def end_step(self, parameters: Iterable[str]) -> None:
         """Gradients are set to None in the order of parameters; a unit's memory goes with its last one."""
-        units: dict[str, None] = {}
-        for name in parameters:
-            if (unit := self._of_parameter.get(name)) is not None:
-                units.pop(unit.split.name, None)
-                units[unit.split.name] = None
-        self._reducer.drop_gradients(units)
-
-    # ---- hooks ----
+        units = [self._of_parameter[name].split.name for name in parameters if name in self._of_parameter]
+        self._reducer.drop_gradients(reversed(dict.fromkeys(reversed(units))))
 
     def _before_forward(self, unit: _Unit, mark: Mark) -> None:
         """`FSDPState._pre_forward`, `FSDPParamGroup.pre_forward`."""
@@ -164,12 +142,10 @@ class Fsdp2Schedule:
             return
         if len(unit.modules) > 1 and not unit.to_run:
             unit.to_run = set(unit.modules)
-        if unit.module_state != "forward":
-            unit.module_state = "forward"
-            if self._running_root is None:  # `_root_pre_forward`
-                self._running_root = unit
-                now = self._writer.record()
-                self._writer.wait(now, "copy_in", "all_gather")
+        if unit.module_state != "forward" and self._running_root is None:  # `_root_pre_forward`
+            self._running_root = unit
+            self._writer.wait(self._writer.record(), "copy_in", "all_gather")
+        unit.module_state = "forward"
         if unit.state != "forward":
             unit.entry = mark.module
         unit.state = "forward"
@@ -178,13 +154,10 @@ class Fsdp2Schedule:
 
     def _after_forward(self, unit: _Unit, mark: Mark) -> None:
         """`FSDPState._post_forward`, with `_register_group_forward_hooks` for units of several modules."""
-        if len(unit.modules) > 1:
-            if mark.module not in unit.to_run:
-                return
-            unit.to_run.remove(mark.module)
-            if unit.to_run:
-                return
-        if unit.module_state == "pre_backward":
+        if len(unit.modules) > 1 and mark.module not in unit.to_run:
+            return
+        unit.to_run.discard(mark.module)
+        if unit.to_run or unit.module_state == "pre_backward":
             return
         self._end_forward(unit, again=mark.again)
         if not mark.again:
@@ -240,8 +213,6 @@ class Fsdp2Schedule:
         if gradients:
             self._reducer.reduce(gradients, is_partial=is_partial)
 
-    # ---- gathering ----
-
     def _unshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.unshard`, `foreach_all_gather`."""
         if unit.pending is not None or unit.gathered or not unit.shards:
@@ -252,7 +223,7 @@ class Fsdp2Schedule:
             unit.partly_event = None
         ranks = int(unit.reshard) if unit.partly else self._setup.dp_shard_size
         if ranks == 1:
-            unit.pending = _Gather(None, writer.record(), 1)
+            unit.pending = _Gather((), writer.record(), 1)
             return
         apart = unit.state in ("forward", "pre_backward")  # `get_all_gather_streams`
         copy_in: Stream = "copy_in" if apart else "compute"
@@ -265,7 +236,7 @@ class Fsdp2Schedule:
         if apart:
             writer.wait_stream(stream, copy_in)
         writer.work("all_gather", own_bytes * ranks, stream, ranks=ranks)
-        unit.pending = _Gather(output, writer.record(stream), ranks)
+        unit.pending = _Gather((output,), writer.record(stream), ranks)
         writer.free(*inputs)
 
     def _gather_inputs(self, unit: _Unit, stream: Stream, ratio: int) -> Iterator[int]:
@@ -275,8 +246,7 @@ class Fsdp2Schedule:
         same.
         """
         if self._setup.offload and not unit.partly:
-            for shard in unit.shards:
-                yield self._copy_to_device(shard, stream)
+            yield from (self._on_device(shard, stream) for shard in unit.shards)
             return
         cast = [shard for shard in unit.shards if shard.is_cast]
         if cast:
@@ -285,19 +255,18 @@ class Fsdp2Schedule:
             read = to if unit.partly else sum(shard.num_bytes for shard in cast)
             self._writer.work("memory", read + to, stream)
 
-    def _copy_to_device(self, shard: Shard, stream: Stream) -> int:
-        """`FSDPParam.all_gather_inputs` under CPU offload."""
-        writer = self._writer
-        copied = writer.take(shard.num_bytes, "gather buffers", stream)
-        writer.work("host_to_device", shard.num_bytes, stream)
-        return self._cast(shard, copied, stream) if shard.is_cast else copied
-
-    def _cast(self, shard: Shard, copied: int | None, stream: Stream) -> int:
-        """A shard in the dtype in which it is gathered."""
-        cast = self._writer.take(shard.gathered_bytes, "gather buffers", stream)
-        self._writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
-        if copied is not None:
-            self._writer.free(copied)
+    def _on_device(self, shard: Shard, stream: Stream) -> int:
+        """`FSDPParam.all_gather_inputs`: a shard copied from the host under CPU offload, and cast."""
+        writer, copied = self._writer, 0
+        if self._setup.offload:
+            copied = writer.take(shard.num_bytes, "gather buffers", stream)
+            writer.work("host_to_device", shard.num_bytes, stream)
+            if not shard.is_cast:
+                return copied
+        cast = writer.take(shard.gathered_bytes, "gather buffers", stream)
+        writer.work("memory", shard.num_bytes + shard.gathered_bytes, stream)
+        if self._setup.offload:
+            writer.free(copied)
         return cast
 
     def _wait_for_unshard(self, unit: _Unit) -> None:
@@ -316,12 +285,11 @@ class Fsdp2Schedule:
         writer.free(*unit.partly)
         unit.partly, unit.pending = [], None
         event = writer.record()
-        if gather.output is not None and unit.state == "forward":
-            self._kept_gather = (gather.output, event)
+        if gather.output and unit.state == "forward":
+            self._kept_gather = (gather.output[0], event)
         else:
             writer.wait(event, "copy_in", "all_gather")
-            if gather.output is not None:
-                writer.free(gather.output)
+            writer.free(*gather.output)
         if BEFORE_2_15:
             writer.free(*before)
 
@@ -332,30 +300,25 @@ class Fsdp2Schedule:
         for shard in unit.shards:
             gathered.append(writer.take(shard.gathered_bytes * ranks, "gathered parameters"))
             if shard.dim:
-                copies.append((writer.take(shard.gathered_bytes * ranks, "gather buffers"), shard))
+                copies.append(writer.take(shard.gathered_bytes * ranks, "gather buffers"))
         writer.work("memory", 2 * ranks * sum(shard.gathered_bytes for shard in unit.shards))
-        for _, shard in copies:
-            writer.work("memory", 2 * ranks * shard.gathered_bytes)
-        blocks = [block for block, _ in copies]
-        writer.free(*(blocks if BEFORE_2_15 else reversed(blocks)))  # since then with their list, from its end
+        for shard in unit.shards:
+            if shard.dim:
+                writer.work("memory", 2 * ranks * shard.gathered_bytes)
+        writer.free(*(copies if BEFORE_2_15 else reversed(copies)))  # since then with their list, from its end
         return gathered
 
     def _copy_alone(self, unit: _Unit) -> Iterator[int]:
         """On one rank nothing is gathered: each shard is cast and copied, one after the other."""
         writer = self._writer
-        last: int | None = None
+        last: list[int] = []
         for shard in unit.shards:
-            if self._setup.offload:
-                made: int | None = self._copy_to_device(shard, "compute")
-            else:
-                made = self._cast(shard, None, "compute") if shard.is_cast else None
-            if last is not None:
-                writer.free(last)
+            made = [self._on_device(shard, "compute")] if self._setup.offload or shard.is_cast else []
+            writer.free(*last)
             last = made
             yield writer.take(shard.gathered_bytes, "gathered parameters")
             writer.work("memory", 2 * shard.gathered_bytes)
-        if last is not None:
-            writer.free(last)
+        writer.free(*last)
 
     def _wait_for_kept_gather(self) -> list[int]:
         """[Note: Overlapping all-gather copy-in and all-gather]: the buffer that was kept until now, if one was."""
@@ -368,20 +331,18 @@ class Fsdp2Schedule:
 
     def _reshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.reshard`."""
-        writer = self._writer
-        if unit.state == "forward":
-            if unit.reshard is False:
-                return
-            if unit.reshard is not True and unit.gathered and unit.reshard != self._setup.dp_shard_size:
-                ratio = self._setup.dp_shard_size / unit.reshard
-                for shard, block in zip(unit.shards, unit.gathered, strict=True):
-                    num_bytes = int(shard.gathered_bytes * ratio)
-                    unit.partly.append(writer.take(num_bytes, "gathered parameters"))
-                    writer.work("memory", 2 * num_bytes)
-                    writer.free(block)
-                unit.gathered = []
-                unit.partly_event = writer.record()
-                return
+        writer, ranks = self._writer, self._setup.dp_shard_size
+        if unit.state == "forward" and unit.reshard is False:
+            return
+        if unit.state == "forward" and unit.reshard is not True and unit.gathered and unit.reshard != ranks:
+            for shard, block in zip(unit.shards, unit.gathered, strict=True):
+                num_bytes = int(shard.gathered_bytes * (ranks / unit.reshard))
+                unit.partly.append(writer.take(num_bytes, "gathered parameters"))
+                writer.work("memory", 2 * num_bytes)
+                writer.free(block)
+            unit.gathered = []
+            unit.partly_event = writer.record()
+            return
         writer.free(*unit.gathered, *unit.partly)
         unit.gathered, unit.partly = [], []
 

@@ -8,7 +8,7 @@ from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.sharding.placement import is_much_padding, padded_ratio, sharded_dim
+from hf_fsdp_tools.sharding.placement import split_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,6 @@ def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
     is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
     if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
         dtype = DTYPES[setup.master_dtype]
-    dim = 0
-    if is_much_padding(parameter.numel * dtype.itemsize, padded_ratio(shape[0], ranks)):
-        dim = sharded_dim(shape, ranks)
+    dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
     own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
     return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own)

@@ -46,13 +46,8 @@ class Step:
 def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state.
 
-    Gradients are None before the step and after it.
-
-    Args:
-        trace: of one micro-step of the model.
-        plan: its units; without FSDP (`wrapping="none"`) it is not read.
-        setup: as for the trace, with any number of GPUs, replicas, micro-steps and any optimizer, offload and
-            `reshard_after_forward`.
+    Gradients are None before the step and after it. The setup is that of the trace, with any number of GPUs, replicas,
+    micro-steps and any optimizer, offload and `reshard_after_forward`.
     """
     writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
     is_fsdp = setup.wrapping != "none"
@@ -113,13 +108,11 @@ class _MicroStep:
         end = len(events)
         while end and type(events[end - 1]) is Free and events[end - 1].block in inputs:  # type: ignore[union-attr]
             end -= 1
-        self._end = end
-        """Where the backward pass is over: inputs are given back after it."""
+        self._end = end  # Where the backward pass is over: inputs are given back after it
         for event in events:
             if type(event) is Free or type(event) is Gradient:
                 del alive[event.block]
-        self._left = tuple(alive)
-        """Blocks that the trace does not free: the loss, for example."""
+        self._left = tuple(alive)  # Blocks that the trace does not free: the loss, for example
         blocks = {event.block for event in events if type(event) is Gradient and event.parameter in lasting}
         self._lasting = {
             at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in blocks
@@ -135,16 +128,10 @@ class _MicroStep:
         is_last: bool,
     ) -> None:
         """Write one micro-step."""
-        events: Sequence[Event] = self._events
-        renamed: dict[int, int] = {}
-        if not is_last and self._lasting:
-            changed = list(events)
-            for at, block in self._lasting.items():
-                renamed[block] = writer.new_block()
-                taken = changed[at]
-                assert isinstance(taken, Alloc)
-                changed[at] = replace(taken, block=renamed[block])
-            events = changed
+        events = list(self._events)
+        renamed = {} if is_last else {block: writer.new_block() for block in self._lasting.values()}
+        for at, block in self._lasting.items() if renamed else ():
+            events[at] = replace(self._events[at], block=renamed[block])  # type: ignore[arg-type]  # an Alloc
         if isinstance(others, BucketedGradients):
             others.begin_forward()
         done = 0

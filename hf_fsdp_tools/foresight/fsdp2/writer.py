@@ -10,12 +10,9 @@ class EventWriter:
     """A list of events that grows."""
 
     def __init__(self, first_block: int = 0) -> None:
-        self.events: list[Event] = []
-        """What was written."""
-        self.phase: Phase = "forward"
-        """The part of the step that new work belongs to."""
-        self.unit = ""
-        """The unit that new memory and work belong to."""
+        self.events: list[Event] = []  # What was written
+        self.phase: Phase = "forward"  # The part of the step that new work belongs to
+        self.unit = ""  # The unit that new memory and work belong to
         self._block = first_block
         self._event = 0
 

@@ -41,14 +41,11 @@ _STEP_MICROSECONDS = {
 _POST_MICROSECONDS = (1.0, 1.0, 3.0)
 """What a step inside a machine takes at least where a ring leaves it, by protocol (`getNetOverhead`, Intel's CPUs)."""
 
-_RING_SHARE = (0.5, 0.92, 1.0)
-"""What the protocols leave of a ring's bandwidth."""
+_RING_SHARE = (0.5, 0.92, 1.0)  # What the protocols leave of a ring's bandwidth
 
-_TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
-"""What the protocols leave of a tree's bandwidth."""
+_TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)  # What the protocols leave of a tree's bandwidth
 
-_LL_NETWORK_BANDWIDTH = 20e9
-"""Bytes per second of LL between machines at most (`llMaxBws`: 19 to 22.5 GB/s)."""
+_LL_NETWORK_BANDWIDTH = 20e9  # Bytes per second of LL between machines at most (`llMaxBws`: 19 to 22.5 GB/s)
 
 
 @dataclass(frozen=True, slots=True)

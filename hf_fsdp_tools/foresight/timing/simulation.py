@@ -6,9 +6,10 @@ communicator one after another in the order of their launch, whatever their stre
 multiple NCCL communicators concurrently"); collectives that share a link take turns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -20,8 +21,7 @@ _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
 of a decoder layer of transformers, which has 30 to 40)"""
 
-_AUTOGRAD_SECONDS = 7e-6
-"""The same where autograd's C++ calls it, in the backward pass. (assumed)"""
+_AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
 
 _HOST_COLLECTIVE_SECONDS = 150e-6
 """Host time of a collective with FSDP2's Python around it: hooks, views of the buffers, streams. (assumed)"""
@@ -35,28 +35,20 @@ class _Task:
     """Work that a stream runs in one go: a collective, a copy, or kernels of the compute stream in a row."""
 
     stream: str
-    seconds: float = 0.0
-    """Alone on the GPU."""
-    memory_seconds: float = 0.0
-    """The part of these that the GPU's memory bounds."""
+    seconds: float = 0.0  # Alone on the GPU
+    memory_seconds: float = 0.0  # The part of these that the GPU's memory bounds
     host_seconds: float = 0.0
-    lead: float = 0.0
-    """Not before this time after the host has begun to issue it can the work run without gaps."""
+    lead: float = 0.0  # Not before this time after the host has begun to issue it can the work run without gaps
     works: list[tuple[int, float]] = field(default_factory=list)
     """Index of each `Work` in the list of events, and when it begins, counted from the task's begin."""
-    group: str = ""
-    """Of a collective: its communicator."""
+    group: str = ""  # The communicator of a collective
     link: str = ""
-    ticket: int = 0
-    """Its place in the order of launches on its communicator."""
-    memory_share: float = 0.0
-    """Of the GPU's memory bandwidth, while it runs."""
+    ticket: int = 0  # The place in the order of launches on the communicator
+    memory_share: float = 0.0  # Of the GPU's memory bandwidth, while it runs
     is_copy: bool = False
-    """Whether it moves bytes between GPU and host."""
     ready: float = 0.0
     start: float = 0.0
     left: float = 0.0
-    """Seconds of work that are left."""
 
 
 class _Stall(NamedTuple):
@@ -68,8 +60,11 @@ class _Stall(NamedTuple):
 class _HostTask(NamedTuple):
     """Work of the host's own processors."""
 
-    index: int
+    place: int  # Index in the list of events
     seconds: float
+
+
+_Item: TypeAlias = _Task | Record | Wait | _Stall | _HostTask
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def simulate(
     gpu, stalls = gpu_named(setup.gpu), stalls or {}
     durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
     program = _program(events, durations, _COMPILED_HOST if setup.compile else 1.0, stalls)
-    simulation = _Simulation(list(program))
+    simulation = _Simulation(program)
     seconds, spans = simulation.run(), simulation.spans
     parts = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
     communication = on_host = 0.0
@@ -137,21 +132,19 @@ def simulate(
 
 def _program(
     events: Sequence[Event], durations: Durations, host_factor: float, stalls: Mapping[int, float]
-) -> Iterator["_Task | Record | Wait | _Stall | _HostTask"]:
+) -> Iterator[_Item]:
     """What the host does, one after the other, with kernels in a row on the compute stream put together."""
     kernels: _Task | None = None
     tickets: dict[str, int] = {}
     known: dict[tuple[object, ...], float] = {}
     from_python, from_autograd = _HOST_SECONDS * host_factor, _AUTOGRAD_SECONDS * host_factor
     for index, event in enumerate(events):
+        if kernels is not None and index in stalls:
+            yield kernels
+            kernels = None
         if index in stalls:
-            if kernels is not None:
-                yield kernels
-                kernels = None
             yield _Stall(stalls[index])
-        kind = type(event)
-        if kind is Work:
-            assert isinstance(event, Work)
+        if isinstance(event, Work):
             operation = event.operation
             shape = event.flops, event.num_bytes, event.size, event.dtype_bytes
             key = operation, event.stream, event.phase, event.ranks, shape
@@ -170,23 +163,17 @@ def _program(
                 if operation == "memory":
                     kernels.memory_seconds += seconds
                 continue
-        elif kind is not Record and kind is not Wait:
+        elif not isinstance(event, Record | Wait):
             continue
         if kernels is not None:
             yield kernels
             kernels = None
-        if isinstance(event, Work):
-            yield _alone(index, event, seconds, durations, tickets)
-        else:
-            assert isinstance(event, (Record, Wait))
-            yield event
+        yield _alone(index, event, seconds, durations, tickets) if isinstance(event, Work) else event
     if kernels is not None:
         yield kernels
 
 
-def _alone(
-    index: int, work: Work, seconds: float, durations: Durations, tickets: dict[str, int]
-) -> "_Task | _HostTask":
+def _alone(index: int, work: Work, seconds: float, durations: Durations, tickets: dict[str, int]) -> _Task | _HostTask:
     """The task of a collective, a copy, a kernel of another stream than compute, or of the host."""
     if work.stream == "offload":
         return _HostTask(index, seconds)
@@ -208,38 +195,31 @@ def _alone(
 
 @dataclass(slots=True)
 class _Queue:
-    """What the host has issued to a stream, and how far the stream is."""
+    """What a stream runs, and what the host has issued to it besides."""
 
-    items: list["_Task | Record | Wait"] = field(default_factory=list)
-    at: int = 0
+    items: deque[_Task | Record | Wait] = field(default_factory=deque)
     running: _Task | None = None
 
-    def head(self) -> "_Task | Record | Wait | None":
-        return self.items[self.at] if self.running is None and self.at < len(self.items) else None
+    @property
+    def head(self) -> _Task | Record | Wait | None:
+        return self.items[0] if self.items and self.running is None else None
 
     @property
     def is_done(self) -> bool:
-        return self.running is None and self.at == len(self.items)
+        return self.running is None and not self.items
 
 
 class _Simulation:
     """The clock, the host and the streams."""
 
-    def __init__(self, program: "list[_Task | Record | Wait | _Stall | _HostTask]") -> None:
-        self._program = program
-        self._next = 0
-        """Index in the program of what the host does next."""
-        self._host = 0.0
-        """The host's clock."""
+    def __init__(self, program: Iterable[_Item]) -> None:
+        self._program = deque(program)
+        self._now = self._host = 0.0  # The clock of the GPU, and that of the host, which is ahead
         self._blocked: Wait | _Stall | None = None
         self._queues = {"compute": _Queue()}
-        self._done: set[int] = set()
-        """Events that have come."""
-        self._turn: dict[str, int] = {}
-        """Tickets that were served, by communicator."""
-        self._taken: set[str] = set()
-        """Links in use."""
-        self._now = 0.0
+        self._done: set[int] = set()  # Events that have come
+        self._turn: dict[str, int] = {}  # Tickets that were served, by communicator
+        self._taken: set[str] = set()  # Links in use
         self.spans: dict[int, tuple[float, float]] = {}
         """Start and end of each `Work`, by its index in the list of events."""
         self.exposed = self.exposed_copies = self.host_bound = 0.0
@@ -256,12 +236,10 @@ class _Simulation:
             if until is None:
                 break
             self._pass(until)
-        assert self._next == len(self._program) and self._blocked is None, "the list of events waits for itself"
+        assert not self._program and self._blocked is None, "the list of events waits for itself"
         seconds = max(self._now, self._host)
         self.host_bound += seconds - self._now
         return seconds
-
-    # ---- the host ----
 
     def _issue(self) -> None:
         """The host goes on until it has to wait."""
@@ -269,22 +247,19 @@ class _Simulation:
             self._host, self._blocked = max(self._host, self._now), None
         elif isinstance(self._blocked, _Stall) and all(queue.is_done for queue in self._queues.values()):
             self._host, self._blocked = max(self._host, self._now) + self._blocked.seconds, None
-        while self._blocked is None and self._next < len(self._program):
-            item = self._program[self._next]
-            self._next += 1
+        while self._blocked is None and self._program:
+            item = self._program.popleft()
             if isinstance(item, _Stall) or (isinstance(item, Wait) and item.stream == "host"):
                 self._blocked = item
                 self._issue()
             elif isinstance(item, _HostTask):
                 start, self._host = self._host, self._host + item.seconds
-                self.spans[item.index] = start, self._host
+                self.spans[item.place] = start, self._host
             else:
                 if isinstance(item, _Task):
                     item.ready = self._host + item.lead
                     self._host += item.host_seconds
                 self._queues.setdefault(item.stream, _Queue()).items.append(item)
-
-    # ---- the streams ----
 
     def _begin_all(self) -> bool:
         """Pass records and waits, and begin what can begin now; whether an event has come that the host waits for."""
@@ -292,13 +267,13 @@ class _Simulation:
         while is_changed:
             is_changed = False
             for queue in self._queues.values():
-                while (head := queue.head()) is not None and self._pass_head(queue, head):
+                while (head := queue.head) is not None and self._pass_head(queue, head):
                     is_changed = True
         if isinstance(self._blocked, Wait):
             return self._blocked.event in self._done
         return self._blocked is not None and all(queue.is_done for queue in self._queues.values())
 
-    def _pass_head(self, queue: _Queue, head: "_Task | Record | Wait") -> bool:
+    def _pass_head(self, queue: _Queue, head: _Task | Record | Wait) -> bool:
         """Whether a stream could go on with the first of its items."""
         if isinstance(head, Record):
             self._done.add(head.event)
@@ -314,7 +289,7 @@ class _Simulation:
                 self._taken.add(head.link)
             head.start, head.left = self._now, head.seconds
             queue.running = head
-        queue.at += 1
+        queue.items.popleft()
         return True
 
     def _rate(self) -> float:
@@ -340,7 +315,7 @@ class _Simulation:
                 rate = self._rate() if stream == "compute" else 1.0
                 if rate:
                     times.append(self._now + task.left / rate)
-            elif isinstance(head := queue.head(), _Task) and head.ready > self._now:
+            elif isinstance(head := queue.head, _Task) and head.ready > self._now:
                 times.append(head.ready)
         return min(times) if times else None
 

@@ -4,7 +4,7 @@ FSDP2's places are imitated by its own means, so that memory lives as long as in
 forward passes of the plan's modules, hooks on the gradients of their outputs, and an autograd function on their inputs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
@@ -173,9 +173,6 @@ def _dry_run(
     return recorder, bounds
 
 
-# ---- the model ----
-
-
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
     """Yield every parameter, tied ones once."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -197,10 +194,8 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
 
 
 def _bytes_of_scales(model: nn.Module) -> int:
-    """Bytes of the scales of 4-bit weights, which every rank holds whole; nested ones are bytes with fp32 of their own.
-
-    bitsandbytes has 256 nested scales to a block, and tables of 16 and 256 fp32 values for each layer.
-    """
+    """Bytes of the scales of 4-bit weights, which every rank holds whole; nested ones are bytes with fp32 of their own,
+    256 to a block, and tables of 16 and 256 fp32 values for each layer."""
     total = 0
     for layer in packed_linears(model).values():
         packing = packing_of(layer)
@@ -224,21 +219,20 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
     if setup.precision != "fp32":
-        add_casts(model, DTYPES[setup.precision], units=units, whole=whole)
+        add_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
     reach_experts(dict(runners_of_experts(ModuleTree(model))))
     imitate_4bit(model)
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     _watch_head(model, recorder)
-    for name, module in model.named_modules():
-        _watch_pass(module, name, recorder)
+    for name, module in model.named_modules():  # so that memory has a name
+        module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)
+        # also where checkpointing has computed all that it needs
+        module.register_forward_hook(recorder.leave, always_call=True)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-# ---- marks ----
 
 
 def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:
@@ -246,13 +240,17 @@ def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder.begin(name)
-        return _with_gradients((args, kwargs), lambda *inputs: _AfterBackward.apply(recorder, name, *inputs))  # type: ignore[no-untyped-call]
+        inputs = _needing_gradients((args, kwargs)) if torch.is_grad_enabled() else []
+        if not inputs:
+            return args, kwargs
+        watched = iter(_AfterBackward.apply(recorder, name, *inputs))  # type: ignore[no-untyped-call]
+        return tree_map_only(torch.Tensor, lambda one: next(watched) if one.requires_grad else one, (args, kwargs))
 
     def after(_: nn.Module, args: object, output: Any) -> None:
         recorder.end(name)
         if torch.is_grad_enabled():
             for tensor in _needing_gradients(output):
-                _when_gradient_is_there(tensor, lambda: recorder.begin_backward(name))
+                tensor.register_hook(lambda _: recorder.begin_backward(name))  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=is_grouped)
@@ -273,36 +271,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
-    leaves, _ = tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _when_gradient_is_there(tensor: torch.Tensor, act: Callable[[], None]) -> None:
-    tensor.register_hook(lambda _: act())  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _with_gradients(value: Any, change: Callable[..., Iterable[torch.Tensor]]) -> Any:
-    """A nested value with all tensors in it that need gradients changed at once."""
-    found = _needing_gradients(value) if torch.is_grad_enabled() else []
-    if not found:
-        return value
-    changed = iter(change(*found))
-    leaves, spec = tree_flatten(value)
-    new = [next(changed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves]
-    return tree_unflatten(new, spec)
-
-
-def _watch_pass(module: nn.Module, name: str, recorder: Recorder) -> None:
-    """Tell the recorder which module runs, so that memory has a name."""
-
-    def before(*_: object) -> None:
-        recorder.modules.append(name)
-
-    def after(*_: object) -> None:
-        recorder.modules.pop()
-
-    module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after, always_call=True)  # also where checkpointing has computed all that it needs
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
@@ -317,13 +286,10 @@ def _watch_head(model: nn.Module, recorder: Recorder) -> None:
 
     def after(_: nn.Module, args: object, output: Any) -> None:
         for tensor in _needing_gradients(output):
-            _when_gradient_is_there(tensor, partial(setattr, recorder, "in_loss", False))
+            tensor.register_hook(lambda _: setattr(recorder, "in_loss", False))  # type: ignore[no-untyped-call]
 
     head.register_forward_pre_hook(before)
     head.register_forward_hook(after)
-
-
-# ---- the step ----
 
 
 def run_backward(loss: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 # Of the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
@@ -28,8 +28,7 @@ from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
 
-_SIDE = 512
-"""Height and width of a picture where neither the setup nor the configuration says one. (assumed)"""
+_SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
 
 _SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
 """Settings of image processors that configurations call by another name."""
@@ -71,8 +70,8 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     """
     takes = inspect.signature(type(model).forward).parameters
     if "pixel_values" not in takes and (setup.images or setup.image_size):
-        given = f"images={setup.images}" if setup.images else f"image_size={setup.image_size}"
-        raise ConfigError(f"{given}: {type(model).__name__} takes no images. Leave out images and image_size.")
+        setting = f"images={setup.images}" if setup.images else f"image_size={setup.image_size}"
+        raise ConfigError(f"{setting}: {type(model).__name__} takes no images. Leave out images and image_size.")
     if setup.images == 0 or "pixel_values" not in takes or getattr(model, "main_input_name", "") != "input_ids":
         return None
     config: Any = model.config
@@ -82,47 +81,43 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     if (count, height, width) not in looks:
         looks[count, height, width] = _look(model, count, (height, width))
     made, tokens = looks[count, height, width]
-    found = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
-    token_id = next((one for one in found if isinstance(one, int)), 0)
+    ids = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
+    token_id = next((one for one in ids if isinstance(one, int)), 0)
     tensors = {name: _repeated(value, setup.batch_size) for name, value in made.items() if name in takes}
     images = Images(tensors, count, tokens, token_id)
     if (needed := count * (tokens + 2) + 1) > setup.seq_len:
-        said = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
+        fact = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
         if setup.images is None:
-            raise NoImagesError(said)
-        raise ConfigError(f"{said}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
+            raise NoImagesError(fact)
+        raise ConfigError(f"{fact}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
     return images
 
 
-def _look(model: nn.Module, count: int, size: tuple[int, int]) -> Look:
+def _look(model: Any, count: int, size: tuple[int, int]) -> Look:
+    config = model.config
     try:
-        made = _processed(_processor(model.config), count, size)
-        tokens, rest = divmod(_rows(model, made), count)
+        from PIL import Image
+
+        name = getattr(config, "name_or_path", "")
+        processor = (_saved_processor(name) if name else None) or _usual_processor(config)
+        made = processor([[Image.new("RGB", size[::-1])] * count], return_tensors="pt")
+        tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+        for name, value in tensors.items():
+            if value.is_floating_point():  # pixels are 1, since models leave out those that are 0
+                tensors[name] = value[:0].new_ones(()).expand_as(value)
+        tokens, rest = divmod(_rows(model, tensors), count)
     except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
         raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
     if rest:
         raise NoImagesError(f"{count} equal images have {count * tokens + rest} features")
-    return made, tokens
-
-
-# ---- pictures ----
-
-
-def _vision_config(config: PreTrainedConfig) -> Any:
-    return getattr(config, "vision_config", None) or config
+    return tensors, tokens
 
 
 def _side(config: PreTrainedConfig) -> int | None:
     """Height and width of the images for which a vision tower was made; None if it takes any."""
-    side = getattr(_vision_config(config), "image_size", None)
+    side = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
     side = max(side) if isinstance(side, list | tuple) else side
     return side if isinstance(side, int) and side > 0 else None
-
-
-def _processor(config: PreTrainedConfig) -> Any:
-    """The checkpoint's image processor, or that of the kind of model with the sizes of the configuration."""
-    name = getattr(config, "name_or_path", "")
-    return (_saved_processor(name) if name else None) or _usual_processor(config)
 
 
 @lru_cache(maxsize=8)
@@ -142,17 +137,17 @@ def _usual_processor(config: PreTrainedConfig) -> Any:
     name = names.get("pil") or next(iter(names.values()))
     kind: Any = get_image_processor_class_from_name(name)
     plain = kind()
-    parts = (config, _vision_config(config))
-    given: dict[str, Any] = {}
+    configs = (config, getattr(config, "vision_config", None) or config)
+    settings: dict[str, Any] = {}
     for name in _NAMED:
-        said = [getattr(part, own, None) for part in parts for own in (name, _SAME.get(name, name))]
-        value = next((one for one in said if one is not None), None)
+        values = [getattr(each, own, None) for each in configs for own in (name, _SAME.get(name, name))]
+        value = next((one for one in values if one is not None), None)
         if hasattr(plain, name) and value is not None:
             is_pair = isinstance(getattr(plain, name), dict) and isinstance(value, int)
-            given[name] = {"height": value, "width": value} if is_pair else value
+            settings[name] = {"height": value, "width": value} if is_pair else value
     if (side := _side(config)) is not None and "image_grid_thw" not in plain.model_input_names:
-        given |= _sizes(plain, side)
-    return kind(**given)
+        settings |= _sizes(plain, side)
+    return kind(**settings)
 
 
 def _sizes(plain: Any, side: int) -> dict[str, dict[str, int]]:
@@ -167,25 +162,11 @@ def _sizes(plain: Any, side: int) -> dict[str, dict[str, int]]:
     }  # fmt: skip
 
 
-def _processed(processor: Any, count: int, size: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """What a processor makes of pictures of one sequence; pixels are 1, since models leave out those that are 0."""
-    from PIL import Image
-
-    picture = Image.new("RGB", size[::-1])
-    made = processor([[picture] * count], return_tensors="pt")
-    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-    return {name: value[:0].new_ones(()).expand_as(value) if value.is_floating_point() else value
-            for name, value in tensors.items()}  # fmt: skip
-
-
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
     """A tensor of one sequence for several."""
     if tensor.is_floating_point():
         return tensor.new_ones(()).expand(times * tensor.shape[0], *tensor.shape[1:])
     return tensor.repeat(times, *[1] * (tensor.dim() - 1))
-
-
-# ---- their features ----
 
 
 def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
@@ -199,12 +180,11 @@ def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
         give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
         imitate_4bit(twin)
         with followed_values() as values:
-            given = {name: values.as_fake(value) for name, value in made.items() if name in takes}
-            found = twin.get_image_features(**given)
-        found = getattr(found, "pooler_output", found)
-        width = twin.get_input_embeddings().weight.shape[-1]
-        features: int = sum(one.numel() for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
-        return features // int(width)
+            batch = {name: values.as_fake(value) for name, value in made.items() if name in takes}
+            output = twin.get_image_features(**batch)
+        features = tree_leaves(getattr(output, "pooler_output", output))
+        width = int(twin.get_input_embeddings().weight.shape[-1])
+        return sum(one.numel() for one in features if isinstance(one, torch.Tensor)) // width
 
 
 def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

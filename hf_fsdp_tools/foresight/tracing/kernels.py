@@ -35,14 +35,11 @@ class AsOnCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _rms_norm(
-    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
+def _rms_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """One kernel, where inputs and weight have one dtype."""
     if weight is None or weight.dtype != input.dtype:
         return functional.rms_norm(input, normalized_shape, weight, eps)
-    result: torch.Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
-    return result
+    return torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -61,7 +58,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Any:
     """The kernel that torch (2.14) chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient.
 
     Earlier versions have no efficient kernel for fewer heads of keys than of queries, and take plain operations.
@@ -69,16 +66,11 @@ def _attention(
     ops: Any = torch.ops.aten
     low = query.dtype in (torch.bfloat16, torch.float16)
     if low and attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
-        flash: torch.Tensor = ops._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return flash
+        return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     keep = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
     mask = None if attn_mask is None else _additive(attn_mask, query, key)
-    efficient: torch.Tensor = ops._scaled_dot_product_efficient_attention(
-        query, key, value, mask, keep, dropout_p, is_causal, scale=scale
-    )[0]
-    return efficient
+    efficient = ops._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, mask, keep, dropout_p, is_causal, scale=scale)[0]
 
 
 @contextmanager
@@ -111,8 +103,8 @@ def flash_attention() -> Iterator[None]:
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the efficient kernel takes it: added to the scores, rows of a multiple of 8 elements."""
     if mask.dtype == torch.bool:
-        nothing, all_of_it = torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype)
-        mask = torch.where(mask, nothing, all_of_it)
+        allowed, masked = (torch.full((), value, dtype=query.dtype) for value in (0.0, -torch.inf))
+        mask = torch.where(mask, allowed, masked)
     if rest := -mask.shape[-1] % 8:
         mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:-1], key.shape[-2])
@@ -135,11 +127,7 @@ def _layer_norm(hidden: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: f
 
 
 def _grouped_mm(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    offs: torch.Tensor,
-    bias: object = None,
-    out_dtype: torch.dtype | None = None,
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, bias: object = None, out_dtype: Any = None
 ) -> torch.Tensor:
     """The result of a product of matrices per group: experts, whose sizes are known on the GPU alone.
 

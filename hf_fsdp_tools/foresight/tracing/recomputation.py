@@ -1,7 +1,8 @@
 """Activation checkpointing in a dry run: which blocks compute again, and what runs for the second time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,7 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.shard import checkpoint_activations
 
-_COMPUTED_AGAIN = "computed_again"
-"""Attribute of a block during a dry run."""
+_COMPUTED_AGAIN = "computed_again"  # Attribute of a block during a dry run
 
 
 @contextmanager
@@ -41,14 +41,13 @@ def checkpoint_marked(model: nn.Module, recorder: Recorder) -> None:
     """Let the blocks of a copy compute again that are not marked otherwise, and the recorder know what does."""
     checkpoint_activations(model)
 
-    def count(change: int) -> Callable[..., None]:
-        def counted(*_: object) -> None:
-            recorder.repeated += change if recorder.phase == "backward" else 0
-
-        return counted
+    def count(change: int, *_: object) -> None:
+        recorder.repeated += change if recorder.phase == "backward" else 0
 
     for module in model.modules():
         if not module.__dict__.get(_COMPUTED_AGAIN, True):
             module.__dict__["gradient_checkpointing"] = False
-        module.register_forward_pre_hook(count(1), prepend=True)
-        module.register_forward_hook(count(-1), always_call=True)  # also where what is needed has been computed
+        module.register_forward_pre_hook(partial(count, 1), prepend=True)
+        module.register_forward_hook(
+            partial(count, -1), always_call=True
+        )  # also where what is needed has been computed

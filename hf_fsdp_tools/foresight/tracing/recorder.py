@@ -1,17 +1,19 @@
 """Record the events of operations on fake tensors: memory that comes and goes, and the work of every kernel."""
 
 import re
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
-from hf_fsdp_tools.foresight.tracing.sums import holders_of_a_sum, is_sum_in_place
 
 
 @dataclass(eq=False)
@@ -20,8 +22,7 @@ class _Pass:
 
     module: str
     unit: str
-    is_again: bool = False
-    """Whether activation checkpointing runs it, inside the backward pass."""
+    is_again: bool = False  # Whether activation checkpointing runs it, inside the backward pass
     is_over: bool = False
 
 
@@ -29,11 +30,9 @@ class _Pass:
 class _Block:
     """Memory that is in use."""
 
-    place: int
-    """Index of its `Alloc` in the list of events."""
+    place: int  # Index of its `Alloc` in the list of events
     made_in: _Pass
-    watch: Any = None
-    """The weak reference to the storage, which must live as long as the storage."""
+    watch: Any = None  # The weak reference to the storage, which must live as long as the storage
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -41,52 +40,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def __init__(self, units: dict[str, str], *, on_cuda: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        holders_of_a_sum()
+        _holders_of_a_sum()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
-        self.in_loss = False
-        """Whether what is taken now is logits, or made of them."""
+        self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
-        self.repeated = 0
-        """Above 0 where a backward pass computes for the second time what its forward pass did."""
-        self.modules: list[str] = []
-        """Fqns of the modules whose forward pass runs, the innermost last."""
+        self.repeated = 0  # Above 0 where a backward pass computes for the second time what its forward pass did
+        self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._sources: dict[tuple[str, str, str], str] = {}
         self._units = units
         self._on_cuda = on_cuda
         self._root = _Pass("", "")
         self._passes = [self._root]
-        self._blocks: dict[int, _Block] = {}
-        """By address of the storage."""
-        self._places: dict[int, int] = {}
-        """Index of the `Alloc` in `events`, by number of the block."""
-        self._known: set[int] = set()
-        """Addresses of storages that are no events: parameters and buffers."""
-        self._kept: list[torch.Tensor] = []
-        """Gradients, which stay until FSDP has reduced them."""
+        self._blocks: dict[int, _Block] = {}  # By address of the storage
+        self._places: dict[int, int] = {}  # Index of the `Alloc` in `events`, by number of the block
+        self._known: set[int] = set()  # Addresses of storages that are no events: parameters and buffers
+        self._kept: list[torch.Tensor] = []  # Gradients, which stay until FSDP has reduced them
         self._next = 0
-
-    # ---- what there is before ----
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count the memory of tensors that live longer than the list of events: parameters and buffers."""
         self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def take_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the batch."""
         for tensor in tensors:
             self._take(tensor, kind="inputs")
 
-    # ---- passes of modules ----
+    def enter(self, module: str, *_: object) -> None:
+        """The forward pass of any module begins."""
+        self.modules.append(module)
+
+    def leave(self, *_: object) -> None:
+        """It ends."""
+        self.modules.pop()
 
     def begin(self, module: str) -> None:
-        """A forward pass of one of the plan's modules begins."""
         again = self.phase == "backward"
         self.events.append(Mark("before_forward", module, again))
         self._passes.append(_Pass(module, self._units[module], again))
 
     def end(self, module: str) -> None:
-        """A forward pass ends."""
         self.events.append(Mark("after_forward", module, self.phase == "backward"))
         while len(self._passes) > 1:
             over = self._passes.pop()
@@ -95,15 +88,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 break
 
     def begin_backward(self, module: str) -> None:
-        """The gradient of a module's output is there."""
         self.events.append(Mark("before_backward", module))
-        while len(self._passes) > 1 and not _is_inside(module, self._passes[-1]):
+        while len(self._passes) > 1:
+            outer = self._passes[-1]  # passes of checkpointing are over where one begins
+            if not outer.is_again and (outer.module == module or module.startswith(f"{outer.module}.")):
+                break
             self._passes.pop().is_over = True
         if self._passes[-1].module != module:
             self._passes.append(_Pass(module, self._units[module]))
 
     def end_backward(self, module: str) -> None:
-        """The gradients of a module's inputs are there."""
         self.events.append(Mark("after_backward", module))
         if any(each.module == module for each in self._passes[1:]):
             while self._passes.pop().module != module:
@@ -125,24 +119,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Note nothing more: what is freed from now on outlives the micro-step."""
         self._blocks.clear()
 
-    # ---- operations ----
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note its memory and its work."""
         if func is torch.ops.prim.device.default:  # autograd asks several times for each operation
             return args[0].device
         self.last_operation = str(func)
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and is_sum_in_place(*args):
+        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and _is_sum_in_place(*args):
             func = torch.ops.aten.add_.Tensor
         result = run_on(func, args, kwargs, on_cuda=self._on_cuda)
-        made = list(_tensors(result))
+        made = _tensors(result)
         new = [tensor for tensor in made if self._take(tensor)]
-        schema = func._schema
-        if not new and not schema.is_mutable:
-            return result  # a view
-        if packet.__name__ in MAKES_NOTHING:
+        is_view = not new and not func._schema.is_mutable
+        if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
         if self._on_cuda:
@@ -152,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
-        read = list(_tensors((args, kwargs)))
+        read = _tensors((args, kwargs))
         # an autograd function of a model runs without gradients, also where its module is computed again
         again = self.phase == "backward" and (self.repeated > 0 or bool(self.modules) or torch.is_grad_enabled())
         self.events.append(
@@ -164,12 +152,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
-                size=_smallest(read) if flops else 0,
+                size=min((size for t in read if t.dim() > 1 for size in t.shape[-2:]), default=0) if flops else 0,
                 model_flops=0.0 if again else model_flops,
             )
         )
-
-    # ---- memory ----
 
     def _take(self, tensor: torch.Tensor, kind: Kind | None = None) -> bool:
         """Note the memory of a tensor; whether it is new."""
@@ -211,19 +197,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.events.append(Free(number))
 
 
-def _is_inside(module: str, outer: _Pass) -> bool:
-    """Whether a module is below that of a backward pass; passes of checkpointing are over where one begins."""
-    return not outer.is_again and (outer.module == module or module.startswith(f"{outer.module}."))
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _touched(tensor: torch.Tensor) -> int:
@@ -231,7 +206,42 @@ def _touched(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _smallest(read: Sequence[torch.Tensor]) -> int:
-    """The smallest dimension of a product of matrices."""
-    matrices = [tensor.shape[-2:] for tensor in read if tensor.dim() > 1]
-    return min((size for shape in matrices for size in shape), default=0)
+def _is_sum_in_place(first: Any, second: Any, *rest: object) -> bool:
+    """Whether an addition without gradients would be autograd's sum of two gradients, in the memory of the first.
+
+    Autograd adds to the gradient that came first where nothing else holds it or its memory, and both are plain tensors
+    (`can_accumulate_inplace` in torch's `input_buffer.cpp`). To be called from a dispatch mode with its arguments;
+    `_holders_of_a_sum` must have been called before, outside of it.
+    """
+    if torch.is_grad_enabled() or rest or not isinstance(second, torch.Tensor):
+        return False
+    return first.shape == second.shape and _holders(first) == _holders_of_a_sum()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many hold a tensor, its memory, and its Python object."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
+@cache
+def _holders_of_a_sum() -> tuple[int, int, int]:
+    """How many hold the first of two gradients, its memory and its object where autograd alone does; on this torch."""
+    counts: list[tuple[int, int, int]] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                observe(*args)
+            return func(*args, **(kwargs or {}))
+
+    def observe(first: Any, second: Any, *rest: object) -> None:
+        counts.append(_holders(first))
+
+    leaf = torch.ones(2, 2, device="meta", requires_grad=True)
+    with torch.enable_grad():
+        shared = leaf * 2
+        total = shared.sin() * shared.cos()
+    with Watch():  # type: ignore[no-untyped-call]  # torch's own
+        torch.autograd.backward(total, torch.ones_like(total))
+    return counts[0]

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks
 
@@ -34,7 +34,6 @@ class Stack:
     length: int
     """Blocks of a period."""
     periods: int
-    """Number of periods."""
     kept: int
     """Periods that are run."""
 
@@ -51,11 +50,8 @@ class Stack:
 
     def period_of(self, index: int) -> int | None:
         """The period of the block at an index of the shortened list; None for a block of no period."""
-        period, _ = divmod(index - self.first, self.length)
+        period = (index - self.first) // self.length
         return period if 0 <= period < self.kept else None
-
-
-# ---- what repeats ----
 
 
 def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
@@ -63,18 +59,18 @@ def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
     if any(hasattr(config, "deepstack_visual_indexes") for config in configs_of(model)):
         return []  # text layers of such models differ by their position alone
     tree = ModuleTree(model)
-    found = []
+    stacks = []
     for blocks in find_blocks(tree):
         for container in dict.fromkeys(block.parent for block in blocks):
-            if container is None or not isinstance(container.module, nn.ModuleList):
+            if container is None or not isinstance(modules := container.module, nn.ModuleList):
                 continue
             if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
                 continue
-            signs = _signatures(container.module, container.parent.module if container.parent else model)
-            stack = _best(container.fqn, signs, kept)
-            if stack is not None:
-                found.append(stack)
-    return found
+            config = getattr(container.parent.module if container.parent else model, "config", None)
+            signs = [_signature(block, config, index, len(modules)) for index, block in enumerate(modules)]
+            if (stack := _best(container.fqn, signs, kept)) is not None:
+                stacks.append(stack)
+    return stacks
 
 
 def _best(container: str, signs: Sequence[object], kept: int) -> Stack | None:
@@ -94,46 +90,24 @@ def _best(container: str, signs: Sequence[object], kept: int) -> Stack | None:
     return best
 
 
-def _signatures(blocks: nn.ModuleList, owner: nn.Module) -> list[object]:
-    """What decides about the events of each block, apart from its place."""
-    config = getattr(owner, "config", None)
-    return [(_signature(block), _said_of(config, index, len(blocks))) for index, block in enumerate(blocks)]
-
-
-def _signature(block: nn.Module) -> object:
-    return tuple(
-        (name, type(module), _scalars(module), _tensors_of(module._parameters), _tensors_of(module._buffers))
-        for name, module in block.named_modules()
-    )
-
-
-def _scalars(module: nn.Module) -> object:
-    """Attributes that are numbers or words; of a rate, whether it is 0."""
-    return tuple(
-        (key, value != 0 if isinstance(value, float) else value)
-        for key, value in sorted(vars(module).items())
-        if not key.startswith("_") and isinstance(value, bool | int | float | str) and not _POSITION.search(key)
-    )
-
-
-def _tensors_of(tensors: dict[str, Any]) -> object:
-    return tuple(
-        (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
-        for key, value in tensors.items()
-    )
-
-
-def _said_of(config: Any, index: int, size: int) -> object:
-    """What a configuration says of one block: entries of lists with one for each, and membership in lists of places."""
-    said: list[tuple[str, object]] = []
+def _signature(block: nn.Module, config: Any, index: int, size: int) -> list[object]:
+    """What decides about the events of a block, apart from its place: numbers and words in its attributes (of a rate,
+    whether it is 0), its tensors, entries of the configuration's lists, and membership in its lists of places."""
+    signs: list[object] = []
+    for name, module in block.named_modules():
+        signs.append((name, type(module)))
+        for key, value in sorted(vars(module).items()):
+            if isinstance(value, bool | int | float | str) and not key.startswith("_") and not _POSITION.search(key):
+                signs.append((key, value != 0 if isinstance(value, float) else value))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            signs.append((key, None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)))
     for key, value in sorted(vars(config).items()) if config is not None else ():
-        if not isinstance(value, list | tuple) or not all(isinstance(each, int | float | str) for each in value):
-            continue
-        if len(value) == size:
-            said.append((key, value[index]))
-        elif "layer" in key or "ind" in key:
-            said.append((key, index in value))
-    return tuple(said)
+        if isinstance(value, list | tuple) and all(isinstance(each, int | float | str) for each in value):
+            if len(value) == size:
+                signs.append((key, value[index]))
+            elif "layer" in key or "ind" in key:
+                signs.append((key, index in value))
+    return signs
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -141,9 +115,6 @@ def configs_of(model: nn.Module) -> list[Any]:
     found = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
     nested = [vars(config).get(key) for config in found.values() for key in getattr(config, "sub_configs", ())]
     return [*found.values(), *(config for config in nested if config is not None)]
-
-
-# ---- the short model ----
 
 
 def short_copy(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:

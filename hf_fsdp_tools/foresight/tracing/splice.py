@@ -5,8 +5,8 @@ neighbouring periods must have equal events, of forward and of backward pass, do
 which memory is given back. Where they have not, the caller runs the full depth.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,6 @@ from torch import nn
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, block_and_rest
-
-# ---- where passes begin and end ----
 
 
 class Bounds:
@@ -36,43 +34,38 @@ class Bounds:
                 self._watch(blocks[start], blocks[start + stack.length - 1], (stack.container, period))
 
     def _watch(self, first: nn.Module, last: nn.Module, key: tuple[str, int]) -> None:
+        events = self._recorder.events
+
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._recorder.phase == "backward":
                 return  # a block that is computed again
-            self.forward.setdefault(key, []).append(len(self._recorder.events))
-            for tensor in _hidden(*args, *kwargs.values()):
-                tensor.register_hook(lambda _: self._note_input(key))
+            self.forward.setdefault(key, []).append(len(events))
+            if (hidden := _hidden(*args, *kwargs.values())) is not None:
+                hidden.register_hook(lambda _: note_input())
 
         def end(_: nn.Module, args: object, output: Any) -> None:
             if self._recorder.phase == "backward":
                 return
-            self.forward.setdefault(key, []).append(len(self._recorder.events))
-            for tensor in _hidden(*(output if isinstance(output, tuple | list) else (output,))):
-                tensor.register_hook(lambda _: self.backward.setdefault(key, []).append(len(self._recorder.events)))
+            self.forward.setdefault(key, []).append(len(events))
+            if (hidden := _hidden(*(output if isinstance(output, tuple | list) else (output,)))) is not None:
+                hidden.register_hook(lambda _: self.backward.setdefault(key, []).append(len(events)))
+
+        def note_input() -> None:
+            place = len(events)
+            while isinstance(mark := events[place - 1], Mark) and mark.where == "before_backward":
+                place -= 1  # of what ran before, whose output this is
+            self.backward.setdefault(key, []).append(place)
 
         first.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         last.register_forward_hook(end, prepend=True)
 
-    def _note_input(self, key: tuple[str, int]) -> None:
-        events = self._recorder.events
-        place = len(events)
-        while isinstance(mark := events[place - 1], Mark) and mark.where == "before_backward":
-            place -= 1  # of what ran before, whose output this is
-        self.backward.setdefault(key, []).append(place)
 
-
-def _hidden(*values: Any) -> Iterator[Any]:
+def _hidden(*values: Any) -> Any:
     """The first tensor that needs a gradient: hidden states."""
-    for value in values:
-        if getattr(value, "requires_grad", False):
-            yield value
-            return
+    return next((value for value in values if getattr(value, "requires_grad", False)), None)
 
 
-# ---- the full list ----
-
-_Segment = tuple[str, str, int]
-"""Stack, pass ("forward" or "backward"), period."""
+_Segment = tuple[str, str, int]  # Stack, pass ("forward" or "backward"), period
 
 
 def expand(events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> list[Event] | None:
@@ -129,8 +122,10 @@ class _Expansion:
         return place
 
     def run(self) -> list[Event]:
-        for stack in self._stacks.values():
-            self._check(stack)
+        for container in self._stacks:
+            for direction in ("forward", "backward"):  # the period that is repeated, and the next: neither is at an end
+                if self._canonical((container, direction, 1)) != self._canonical((container, direction, 2)):
+                    raise _NotAlikeError
         made: list[Event] = []
         place = 0
         while place < len(self._events):
@@ -148,19 +143,10 @@ class _Expansion:
     def _shifts(self, key: _Segment) -> Sequence[int]:
         """By how many periods the events of a segment are moved, once for each time that they occur."""
         container, direction, period = key
-        stack = self._stacks[container]
-        more = stack.periods - stack.kept
+        more = self._stacks[container].periods - self._stacks[container].kept
         if period == 1:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
         return (0,) if period == 0 else (more,)
-
-    # ---- whether periods are alike ----
-
-    def _check(self, stack: Stack) -> None:
-        """Compare the period that is repeated with the next; neither is at an end of the short list."""
-        for direction in ("forward", "backward"):
-            if self._canonical((stack.container, direction, 1)) != self._canonical((stack.container, direction, 2)):
-                raise _NotAlikeError
 
     def _canonical(self, key: _Segment) -> list[object]:
         """Events of a segment, with names and memory told from the segment's own place."""
@@ -176,18 +162,14 @@ class _Expansion:
 
         def name(fqn: str) -> object:
             stack = self._stacks[container]
-            found = block_and_rest(fqn, stack)
-            if found is None:
-                return fqn
-            return found[0] - period * stack.length, found[1]
+            place = block_and_rest(fqn, stack)
+            return fqn if place is None else (place[0] - period * stack.length, place[1])
 
-        return [_with(event, number, name, _told) for event in self._events[start:end]]
-
-    # ---- moving ----
+        return [_changed(event, number, name) for event in self._events[start:end]]
 
     def _moved(self, event: Event, key: _Segment | None, shift: int) -> Event:
-        number = partial(self._number, key=key, shift=shift)
-        moved: Event = _with(event, number, partial(self._name, key=key, shift=shift), _rebuilt)
+        number, name = (partial(change, key=key, shift=shift) for change in (self._number, self._name))
+        moved: Event = _changed(event, number, name)
         return moved
 
     def _number(self, block: int, key: _Segment | None, shift: int) -> int:
@@ -225,35 +207,14 @@ class _Expansion:
         return fqn
 
 
-def _with(event: Event, number: Callable[[int], Any], name: Callable[[str], Any], build: Callable[..., Any]) -> Any:
-    """`build(event, …)` with the numbers and names of an event replaced."""
-    if isinstance(event, Alloc):
-        return build(event, number(event.block), name(event.unit))
-    if isinstance(event, Free):
-        return build(event, number(event.block))
-    if isinstance(event, Work):
-        return build(event, name(event.unit))
-    if isinstance(event, Mark):
-        return build(event, name(event.module))
-    assert isinstance(event, Gradient)
-    return build(event, name(event.parameter), number(event.block))
+_NAMES = {Alloc: "unit", Work: "unit", Mark: "module", Gradient: "parameter"}
+"""The field of each event that names a module or a parameter."""
 
 
-def _told(event: Event, *rest: object) -> object:
-    """What an event says beside names and numbers, and these."""
-    given = {field.name: getattr(event, field.name) for field in fields(event)}
-    own = {key: value for key, value in given.items() if key not in ("block", "unit", "module", "parameter")}
-    return type(event), tuple(own.items()), rest
-
-
-def _rebuilt(event: Event, *rest: Any) -> Event:
-    """The event with other names and numbers."""
-    if isinstance(event, Alloc):
-        return Alloc(rest[0], event.num_bytes, event.kind, rest[1], event.stream, event.source)
-    if isinstance(event, Free):
-        return Free(rest[0])
-    if isinstance(event, Work):
-        return event if event.unit == rest[0] else replace(event, unit=rest[0])
-    if isinstance(event, Mark):
-        return Mark(event.where, rest[0], event.again)
-    return Gradient(*rest)
+def _changed(event: Any, number: Callable[[int], Any], name: Callable[[str], Any]) -> Any:
+    """An event with the number of its memory and its name replaced."""
+    changes = {"block": number(event.block)} if isinstance(event, Alloc | Free | Gradient) else {}
+    if (field := _NAMES.get(type(event))) is not None:
+        changes[field] = name(getattr(event, field))
+    is_same = all(getattr(event, field) == value for field, value in changes.items())
+    return event if is_same else replace(event, **changes)

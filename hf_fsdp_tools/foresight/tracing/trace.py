@@ -13,9 +13,7 @@ class TensorSize:
     """How large a tensor is."""
 
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: torch.dtype
-    """Of its elements."""
 
     @cached_property
     def numel(self) -> int:

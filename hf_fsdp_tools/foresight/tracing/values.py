@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
@@ -52,10 +52,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, on values too where its inputs have them."""
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        is_known = self._follows(func) and all(self.of(one) is not None for one in given)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        follows = not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
+        is_known = follows and all(self.of(one) is not None for one in inputs)
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -64,21 +65,16 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return self.as_fake(self._real(func, args, kwargs))
         if not is_known:
             self._forget(func, args, kwargs)
-        elif _new_bytes(result, given) <= _MOST_BYTES:
+        elif _new_bytes(result, inputs) <= _MOST_BYTES:
             self._keep(result, self._real(func, args, kwargs))
         return result
-
-    def _follows(self, func: Any) -> bool:
-        """Whether the values of an operation's results follow from those of its inputs."""
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        return not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
 
     def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes():
             return func(*tree_map_only(torch.Tensor, self.of, args), **tree_map_only(torch.Tensor, self.of, kwargs))
 
     def _keep(self, fake: Any, real: Any) -> None:
-        for one, value in zip(tree_flatten(fake)[0], tree_flatten(real)[0], strict=True):
+        for one, value in zip(tree_leaves(fake), tree_leaves(real), strict=True):
             if isinstance(one, FakeTensor):
                 self._known[one] = value
 
@@ -89,7 +85,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for one in tree_flatten(named.get(argument.name))[0]:
+                for one in tree_leaves(named.get(argument.name)):
                     if isinstance(one, torch.Tensor) and (real := self.of(one)) is not None:
                         self._lost[real.untyped_storage()._cdata] = real.untyped_storage()
 
@@ -154,8 +150,8 @@ def _count(mask: torch.Tensor, shape: torch.Size) -> int:
         return int(mask.expand(shape).sum())
 
 
-def _new_bytes(result: Any, given: Sequence[torch.Tensor]) -> int:
+def _new_bytes(result: Any, inputs: Sequence[torch.Tensor]) -> int:
     """Bytes of results that are new memory."""
-    old = {one.untyped_storage()._cdata for one in given}
-    made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-    return sum(one.untyped_storage().nbytes() for one in made if one.untyped_storage()._cdata not in old)
+    old = {one.untyped_storage()._cdata for one in inputs}
+    storages = [one.untyped_storage() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in old)

@@ -1,8 +1,8 @@
-"""Parameters that every rank holds whole, trained beside shards: their gradients are averaged, clipped and stepped.
+"""Replicated parameters, which every rank holds whole: their gradients are averaged, clipped and stepped beside shards.
 
 Parameters that FSDP cannot shard (0-d), or that the policy keeps whole, stand beside shards in one model and in one
-group of an optimizer. Their gradients are reduced here, because FSDP2 reduces those of shards only. They are plain
-tensors, which torch's functions over lists of tensors do not mix with DTensors.
+group of an optimizer. FSDP2 reduces the gradients of shards only. They are plain tensors, which torch's functions over
+lists of tensors do not mix with DTensors.
 """
 
 import math
@@ -10,15 +10,17 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_fsdp_tools.distributed.shards import as_dtensor
 
 _REDUCED_ALONE = 2**22
 """Elements from which a gradient is reduced where it lies. Smaller ones are copied into one tensor, which takes 4 bytes
@@ -58,9 +60,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _replicated(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor of the same memory. `DTensor.from_local` would move a norm of offloaded gradients to the mesh."""
     local = _plain(gradient)
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return as_dtensor(local, local, mesh=mesh, placements=(Replicate(),) * mesh.ndim)  # type: ignore[arg-type]
 
 
 # ---- gradients ----
@@ -159,14 +159,17 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
     return list(kinds.values())
 
 
+_PARTED: WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = WeakKeyDictionary()
+"""By optimizer, during its step: its replicated parameters, and its groups as they were made, each with its parts."""
+
+
 @cache
 def step_kinds_apart() -> None:
-    """Let optimizers step shards and whole parameters of one group one after the other, from now on.
+    """Let optimizers that hold replicated parameters step these and shards one after the other, from now on.
 
-    torch's fused and foreach steps, which it prefers on GPUs, take a group in one call. The groups of a
-    `torch.optim.Optimizer`, or of a class that extends it, are parted for the time of a step: a scheduler, a state dict
-    and a user see the groups as they were made. Optimizers without such a group step as before. For all optimizers of
-    this process; called again, nothing changes.
+    torch's fused and foreach steps, which it prefers on GPUs, take a group in one call. The groups of such an optimizer
+    are parted for the time of a step: a scheduler, a state dict and a user see the groups as they were made. Other
+    optimizers step as before.
     """
     register_optimizer_step_pre_hook(_part)
     register_optimizer_step_post_hook(_join)
@@ -175,28 +178,25 @@ def step_kinds_apart() -> None:
 def _part(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Part the groups, and give the optimizer plain gradients, so that no state of it is made of our own class."""
     _join(optimizer, args, kwargs)  # a step that failed left them so
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    whole = [parameter for parameter in held if isinstance(parameter.grad, WholeGradient)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = [parameter for parameter in parameters if isinstance(parameter.grad, WholeGradient)]
+    if not whole and not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return
     for parameter in whole:
         parameter.grad = _plain(parameter.grad)
-    kinds = [by_kind(group["params"]) for group in optimizer.param_groups]
-    parted = None
-    if any(len(lists) > 1 for lists in kinds):
-        parted = [
-            (group, [{**group, "params": parameters} for parameters in lists])
-            for group, lists in zip(optimizer.param_groups, kinds, strict=True)
-        ]
-        optimizer.param_groups = [part for _, parts in parted for part in parts]
-    if whole or parted:
-        optimizer._as_made = whole, parted
+    parts = [
+        (group, [{**group, "params": kind} for kind in by_kind(group["params"])]) for group in optimizer.param_groups
+    ]
+    _PARTED[optimizer] = whole, parts
+    optimizer.param_groups = [part for _, of_group in parts for part in of_group]
 
 
 def _join(optimizer: Any, args: Any, kwargs: Any) -> None:
-    whole, parted = optimizer.__dict__.pop("_as_made", ((), None))
+    whole, parts = _PARTED.pop(optimizer, ([], []))
     for parameter in whole:
         if parameter.grad is not None:
             parameter.grad = parameter.grad.as_subclass(WholeGradient)
-    if parted is not None:
-        for group, parts in parted:  # some optimizers count their steps in the group
-            group.update({key: value for part in parts for key, value in part.items() if key != "params"})
-        optimizer.param_groups = [group for group, _ in parted]
+    for group, of_group in parts:  # some optimizers count their steps in the group
+        group.update({key: value for part in of_group for key, value in part.items() if key != "params"})
+    if parts:
+        optimizer.param_groups = [group for group, _ in parts]

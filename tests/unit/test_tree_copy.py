@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_fsdp_tools.modeling.clone import copy_tree
 from hf_fsdp_tools.modeling.module_tree import plain_name, way_inside
+from hf_fsdp_tools.modeling.tree_copy import copy_tree
 
 
 class Block(nn.Module):

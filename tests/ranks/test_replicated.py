@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import HybridPolicy, ParallelDims, from_pretrained
 from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.sharding.whole import WholeGradient
+from hf_fsdp_tools.sharding.replicated import WholeGradient
 from tests._checkpoints import full
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import apart, batches_of, full_gradients, full_parameters, make_rows

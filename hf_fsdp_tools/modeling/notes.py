@@ -1,0 +1,43 @@
+"""The note that this package keeps on a module of a user's model: one attribute for all that it must remember."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What is known of one module. A note is shared by copies of its module, and replaced where it changes."""
+
+    sharding: Any = None
+    """Of a model that `shard_model` sharded: its `Sharding`."""
+    hooks: tuple[Any, ...] = ()
+    """Of such a model: the handles of the hooks on its modules."""
+    is_prepared: bool = False
+    """Whether an Accelerator of FSDP2 has prepared the model."""
+    cache_is_off: bool = False
+    """Whether `use_cache` was turned off in the config for training."""
+    packing: Any = None
+    """Of a linear layer with 4-bit weights: its `Packing`."""
+    stored_quantization: Mapping[str, Any] | None = None
+    """How the checkpoint of a plain model is quantised, until it is loaded."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
+        return replace(self, hooks=())  # process groups cannot be copied, and a copy of a sharded model has no hooks
+
+
+_EMPTY = Note()
+
+
+def note_of(module: nn.Module) -> Note:
+    """The note on a module, an empty one where there is none."""
+    note = module.__dict__.get("_hf_fsdp_note", _EMPTY)
+    assert isinstance(note, Note)
+    return note
+
+
+def add_to_note(module: nn.Module, **values: Any) -> None:
+    """Replace the note on a module by one with these values."""
+    module.__dict__["_hf_fsdp_note"] = replace(note_of(module), **values)

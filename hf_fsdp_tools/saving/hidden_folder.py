@@ -1,0 +1,237 @@
+"""The hidden folder in which a save makes its files: locked while the save runs, removed when it has ended or died."""
+
+import ctypes
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.loading.io.durable import sync, try_lock
+from hf_fsdp_tools.saving.layout import Layout
+from hf_fsdp_tools.saving.switch import NEW, settle
+
+_HIDDEN = re.compile(r"\.save-[0-9a-f]{8}\.incomplete")
+"""Hidden folders of saves, by the mark of each."""
+
+_OWNER = "owner.json"
+
+_FORGOTTEN_S = 3600.0
+"""How long a save whose owner cannot be asked must not have written, to be taken for killed: six times as long as the
+ranks of a save that makes no progress wait for each other. (assumed)"""
+
+_APPEARS_S = 60.0
+"""How long a new file of another machine may be unseen: NFS keeps what it knows of a folder (`acdirmax` of nfs(5))."""
+
+
+class HiddenFolder:
+    """A hidden folder in which a save makes its files, within the folder in which they are to appear.
+
+    Every rank has one, of the mark of rank 0, which begins and ends it. From begin to end, rank 0 holds a lock
+    (`flock`) on a file in it, which the system takes back when the process ends, however it ends. So a hidden folder
+    whose lock is free was left by a killed save, and is removed by the next one. Where nobody can tell (the owner ran
+    on another machine, and many file systems have locks within one machine only or none), it is removed an hour after
+    its last change.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = secrets.token_hex(4)
+        self._lock: int | None = None
+        self._made: list[Path] = []
+
+    @property
+    def path(self) -> Path:
+        """For weight files."""
+        return self.folder / f".save-{self.mark}.incomplete"
+
+    @property
+    def new(self) -> Path:
+        """For all other files, under the names that they will have in the folder."""
+        return self.path / NEW
+
+    def begin(self) -> None:
+        """Make the folders, and remove what killed saves left there, so that its space is free."""
+        with storage_errors("save to", self.folder):
+            if self.folder.exists() and not self.folder.is_dir():
+                raise CheckpointError(f"{str(self.folder)!r} is a file; give the name of a folder to save to.")
+            absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+            for path in (*reversed(absent), self.path, self.new):
+                path.mkdir(exist_ok=path in absent)
+                self._made.append(path)
+            for path in absent:
+                sync(path.parent)
+            self._lock = _take_lock(self.path / _OWNER)
+            now_s = (self.path / _OWNER).stat().st_mtime  # by the clock of the file system, as the others
+            for path in self.folder.iterdir():
+                if _HIDDEN.fullmatch(path.name) and path != self.path:
+                    _remove_if_killed(path, now_s)
+
+    def create_files(self, layout: Layout) -> None:
+        """Make every weight file with its header and its full length."""
+        try:
+            for name, size in layout.sizes.items():
+                with open(self.path / name, "wb") as stream:
+                    stream.write(layout.headers[name])
+                    stream.flush()
+                    _reserve(stream.fileno(), size)
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot save to {str(self.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; "
+                "check space and permissions, or give another folder."
+            ) from None
+
+    def check_visible(self, layout: Layout) -> None:
+        """Refuse a folder in which this rank does not see the files that rank 0 made."""
+        for name, expected in layout.sizes.items():
+            path = self.path / name
+            size = path.stat().st_size if path.exists() else None
+            if size != expected:
+                fact = "absent" if size is None else f"{size} bytes long"
+                raise CheckpointError(
+                    f"{str(self.folder)!r} is not the same folder on this rank as on rank 0: "
+                    f"{path.relative_to(self.folder)} is {fact}, expected {expected} bytes. Save to a file system that "
+                    "all ranks share."
+                )
+
+    def new_names(self) -> tuple[str, ...]:
+        """Names that the files beside the weights will have in the folder."""
+        return tuple(sorted(f.relative_to(self.new).as_posix() for f in self.new.rglob("*") if f.is_file()))
+
+    def end(self) -> None:
+        """Remove the hidden folder, and what else `begin` made if nothing was saved there. Raises no `OSError`."""
+        if self.path in self._made:
+            _remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        for path in reversed(self._made):
+            with suppress(OSError):  # there is something in it, or it is gone
+                path.rmdir()
+        self._made.clear()
+
+
+def check_shared(folder: Path) -> None:
+    """Make a folder for later saves, and refuse one that rank 0 cannot write to or that some rank does not share.
+
+    Every rank must call; rank 0 makes an empty file there and removes it.
+    """
+    is_first = rank_and_size()[0] == 0
+    probe = folder / f".seen-by-all-{secrets.token_hex(4)}"
+    try:
+        with agreed("making the folder", folder), storage_errors("save to", folder):
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+            made = folder / all_ranks(probe.name, "making the folder")[0]
+            end_s = time.monotonic() + _APPEARS_S
+            while not made.exists():
+                if time.monotonic() > end_s:
+                    raise CheckpointError(
+                        f"{str(folder)!r} is not the same folder on this rank as on rank 0: a file that rank 0 made "
+                        "is absent. Save to a file system that all ranks share."
+                    )
+                time.sleep(0.1)
+    finally:
+        if is_first:
+            with suppress(OSError):  # on this rank alone: an empty file stays, and the first save says what is wrong
+                probe.unlink()
+
+
+# ---- files ----
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Give a file its length; where the file system can, also its blocks, so that a full disk shows before any work."""
+    os.ftruncate(descriptor, size)
+    code = _fallocate(descriptor, size)
+    if code not in (0, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
+
+
+def _fallocate(descriptor: int, size: int) -> int:
+    """Reserve the blocks of a file by the system call `fallocate`; the number of its error, 0 without one.
+
+    `os.posix_fallocate` is not that call alone: on file systems without it (FUSE, NFS before 4.2, mounts of object
+    stores) the C library writes a byte into every block instead, 34 million writes for 140 GB.
+    """
+    if sys.platform != "linux" or not size:
+        return 0
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    while fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            return code
+    return 0
+
+
+# ---- owners ----
+
+
+def _take_lock(file: Path) -> int:
+    """A descriptor of a new file that is locked until the descriptor is closed, if the file system has locks."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try_lock(descriptor)  # where there are no locks, the next save looks at the time
+    owner = {"host": socket.gethostname(), "boot": _boot(), "process": os.getpid(), "since": time.strftime("%F %T")}
+    os.write(descriptor, json.dumps(owner).encode())  # after the lock: what has no owner may be just about to lock
+    return descriptor
+
+
+def _remove_if_killed(path: Path, now_s: float) -> None:
+    """Remove the hidden folder of a save that was killed; refuse to go on beside a save that runs."""
+    owner: dict[str, Any] = {}
+    is_free = None
+    with suppress(OSError):  # it ended meanwhile, is another user's, or there are no locks
+        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with suppress(ValueError):
+                owner = json.loads(os.read(descriptor, 10_000))
+            is_free = try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    if is_free is False:
+        raise CheckpointError(
+            f"Another job is saving to {str(path.parent)!r}: process {owner.get('process')} on {owner.get('host')}, "
+            f"since {owner.get('since')}. Give each job a folder of its own. If that job has ended, remove {path.name} "
+            "there."
+        )
+    if not (is_free and owner.get("boot") == _boot()):
+        try:
+            changed_s = max(change.lstat().st_mtime for change in (path, *path.rglob("*")))
+        except OSError:  # it changes just now
+            return
+        if now_s - changed_s < _FORGOTTEN_S:
+            return
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a hidden folder to which nothing leads, its owner's file last: a process that ends meanwhile leaves who it
+    was."""
+    try:
+        settle(path.parent, path)
+    except OSError:  # what lies in it is still needed
+        return
+    with suppress(OSError):
+        for below in path.iterdir():
+            if below.is_dir() and not below.is_symlink():
+                shutil.rmtree(below, ignore_errors=True)
+            elif below.name != _OWNER:
+                below.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _boot() -> str:
+    """What is the same for all processes that share the locks of one running system, and no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

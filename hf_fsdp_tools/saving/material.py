@@ -1,0 +1,267 @@
+"""Models without values, and where their values are: in files alone, or in an adapter too."""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.loading.adapter_state import restore_adapter
+from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
+from hf_fsdp_tools.loading.fill import fill_shards
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
+from hf_fsdp_tools.loading.match import Match, match_checkpoint
+from hf_fsdp_tools.loading.opening import Checkpoint
+from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
+from hf_fsdp_tools.modeling.configs import set_generation_config
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
+from hf_fsdp_tools.modeling.model_class import model_class
+from hf_fsdp_tools.modeling.quantization import forget_quantization
+from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.saving.merged_model import adapted_parameters, mergeable, with_merged
+from hf_fsdp_tools.sharding.adapter_files import read_adapter_config
+from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.sharding.allocate import with_data
+from hf_fsdp_tools.text import listed, listed_lines
+
+FIT = (
+    "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
+    "(config)."
+)
+
+_TASKS = {
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+"""Auto class of the base by PEFT's `task_type`, as PEFT's own auto classes have it, where the head differs from that of
+language models."""
+
+_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
+"""Weights of heads of transformers' classifiers, with one row per label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """A model without values, and which files and adapters hold them."""
+
+    model: PreTrainedModel
+    """What is to be saved."""
+
+    match: Match
+    """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
+
+    wrappers: tuple[nn.Module, ...] = ()
+    """Adapted modules of the base."""
+
+    merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Parameter of an adapted module to the parameter of `model` that is its merged value."""
+
+    of_adapter: frozenset[str] = frozenset()
+    """Keys of the base whose values the adapter holds in place of the files."""
+
+
+def material_of_model(
+    checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Material:
+    """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored. No rank communicates."""
+    auto_class = model_class(checkpoint.config, auto_class, trust_remote_code=trust_remote_code, as_stored=True)
+    model = _build(checkpoint, auto_class, checkpoint.index.dtype, trust_remote_code)
+    match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+    rows = [shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)]
+    if rows:  # tokens were added, and the config is that of the original model
+        resize_vocabulary(model, rows[0], None)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+    _refuse_other_shapes(match)
+    if match.unexpected_keys:
+        fact = (
+            f"{match.index.name!r} holds {len(match.unexpected_keys)} tensors for which {type(model).__name__} has no "
+            f"place: {listed(sorted(match.unexpected_keys))}"
+        )
+        if match.index.is_model_state:
+            raise CheckpointError(f"{fact}. {FIT}")
+        if rank_and_size()[0] == 0:
+            warnings.warn(f"{fact}. They are left out.", stacklevel=2)
+    quantized = {key for key, stored in match.index.tensors.items() if isinstance(stored, QuantizedTensor)}
+    for key, stored in match.loaded.items():
+        dtypes = {match.index.source_dtype(source) for source in stored.sources}
+        own = dtype if dtype is not None and stored.sources & quantized else dtypes.pop() if len(dtypes) == 1 else None
+        tensor = match.state[key]
+        if own is not None and own.is_floating_point and own.itemsize > 1 and tensor.is_floating_point():
+            tensor.data = tensor.data.to(own)
+    set_conversions(model, match.load_map)
+    forget_quantization(model)
+    assume_conversions(model)
+    return Material(model=model, match=match)
+
+
+def material_of_adapter(
+    checkpoint: Checkpoint, adapter: str, hub_kwargs: Mapping[str, Any], auto_class: Any, trust_remote_code: bool
+) -> Material:
+    """The base of a PEFT adapter as it will be with the adapter merged into it; the adapter has its values.
+
+    Every rank must call. The ranks exchange errors, and digests of the adapter's config.
+    """
+    written, shapes = opened("opening the adapter", adapter, partial(_look_at, adapter), hub_kwargs)
+    with agreed("building the model"):
+        heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
+        model = _base(checkpoint, written, auto_class, trust_remote_code, **({"num_labels": heads[0]} if heads else {}))
+        if rows := [shapes[key][0] for key in _embeddings(model) if key in shapes]:
+            resize_vocabulary(model, max(rows), None)
+        of_adapter = persistent_tensors(model).keys() & shapes.keys()
+        _put_on_cpu(model, of_adapter)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+        _refuse_other_shapes(match, of_adapter)
+        set_conversions(model, match.load_map)
+    adapted = load_adapter(model, adapter, **hub_kwargs)
+    with agreed("preparing the adapter"):
+        wrappers = tuple(mergeable(adapted))
+        base = base_of(adapted)
+        merged = {
+            old: nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=False)
+            for wrapper in wrappers
+            for old in adapted_parameters(wrapper).values()
+        }
+        # What is trained whole has a copy for the adapter's values; the base keeps its own.
+        trained = {
+            key for key in of_adapter if "modules_to_save" in base.get_submodule(key.rpartition(".")[0])._modules
+        }
+        filled = {id(match.state[key]) for key in of_adapter - trained}
+        saved = with_merged(base, merged)
+    assert isinstance(saved, PreTrainedModel)
+    keys = frozenset(key for key, tensor in match.state.items() if id(tensor) in filled)  # with tied names
+    return Material(model=saved, match=match, wrappers=wrappers, merged=merged, of_adapter=keys)
+
+
+def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bool) -> Any:
+    """The `PeftModel` of a training state with an adapter in it: adapter and embeddings have values, all else has none.
+
+    Every rank must call. The ranks exchange errors, and digests of the adapter's config.
+    """
+    state = checkpoint.adapter_state
+    assert state is not None
+    with agreed("building the model"):
+        model = _base(checkpoint, read_adapter_config(Path(state.config)) or {}, auto_class, trust_remote_code)
+        embeddings = _embeddings(model)  # of which PEFT saves those that it adapts
+        _put_on_cpu(model, embeddings)
+        match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
+        own = {id(match.state[key]) for key in embeddings}
+        loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
+    fill_shards(
+        model,
+        replace(match, loaded=loaded),
+        doing="reading the embeddings",
+        staging_bytes=STAGING_BYTES,
+        in_flight=REQUESTS_IN_FLIGHT,
+        progress=False,
+    )
+    return restore_adapter(model, state, is_trainable=False)
+
+
+def _base(
+    checkpoint: Checkpoint, adapter_config: Mapping[str, Any], auto_class: Any, trust_remote_code: bool, **options: Any
+) -> PreTrainedModel:
+    """The base of an adapter, on meta: of the class for its task, of its base when it was made, or of its config."""
+    task = _TASKS.get(str(adapter_config.get("task_type")))
+    made_on = str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))
+    chosen = auto_class or getattr(transformers, task or made_on, None)
+    if not task and not auto_class and not (isinstance(chosen, type) and issubclass(chosen, PreTrainedModel)):
+        chosen = model_class(checkpoint.config, trust_remote_code=trust_remote_code, as_stored=True)
+    dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
+    return _build(checkpoint, chosen, dtype, trust_remote_code, **options)
+
+
+def _build(
+    checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool, **options: Any
+) -> PreTrainedModel:
+    model = build_meta_model(
+        checkpoint.config,
+        auto_class=auto_class,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
+    if packed_linears(model):
+        raise ConfigError(
+            f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
+            "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
+            "with --base (base)."
+        )
+    set_generation_config(model, checkpoint.generation_config)
+    return model
+
+
+def _look_at(adapter: str, hub_kwargs: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:
+    """An adapter's config, and the shapes of its tensors by the keys of the base."""
+    folder = fetched(adapter, hub_kwargs, ["adapter_*"])
+    written = read_adapter_config(folder)
+    if written is None:
+        raise CheckpointError(
+            f"No adapter_config.json in {str(folder)!r}. Give a folder that save_pretrained wrote for an adapter, or a "
+            "hub name."
+        )
+    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+    stored = next((CheckpointIndex.open(file, allow_pickle=True).tensors for file in files if file.is_file()), {})
+    return written, {
+        key.removeprefix("base_model.model.").replace(".base_layer.", "."): tuple(tensor.shape)
+        for key, tensor in stored.items()
+    }
+
+
+# ---- tensors ----
+
+
+def _refuse_other_shapes(match: Match, of_adapter: Collection[str] = ()) -> None:
+    wrong = [(key, list(a), list(b)) for key, a, b in match.mismatched if key not in of_adapter]
+    if wrong:
+        rows = listed_lines(f"{key}: {a} in the files, {b} by the config" for key, a, b in wrong)
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {match.index.name!r} have another shape than config and class say:\n{rows}\n{FIT}"
+        )
+
+
+def _embeddings(model: PreTrainedModel) -> list[str]:
+    """The keys of the input embedding's weight."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):
+        # transformers' answer for models of images and sound, which have no table of tokens
+        return []
+    return [key for key, tensor in persistent_tensors(model).items() if tensor is weight]
+
+
+def _put_on_cpu(model: nn.Module, filled: Collection[str]) -> None:
+    """Give meta tensors a place on the CPU, where PEFT adapts them: memory for those filled, one element for others."""
+    keys = {id(tensor) for key, tensor in persistent_tensors(model).items() if key in filled}
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    value = value.clone() if id(tensor) in keys else value
+                    made[tensor] = with_data(tensor, value) if isinstance(tensor, nn.Parameter) else value
+                tensors[name] = made[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
+
+
+def fetched(name: str, hub_kwargs: Mapping[str, Any], patterns: Iterable[str]) -> Path:
+    """The local folder of a name; of one on the hub, files of these patterns are fetched."""
+    path = local_path(name)
+    if path is None:
+        return fetch(name, *patterns, **hub_kwargs)[0]
+    return path.parent if path.is_file() else path / (hub_kwargs.get("subfolder") or "")

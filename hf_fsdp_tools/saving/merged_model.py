@@ -1,0 +1,147 @@
+"""Merge the adapters of a PEFT model into a second model, to be saved; the PEFT model stays as it is."""
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.shards import cut, gather_on_device
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, copy_tree, is_wrapper
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+
+T = TypeVar("T", bound=Hashable)
+
+
+def merged_model(model: nn.Module) -> nn.Module:
+    """The base of a PEFT model with the active adapters merged into it, sharded like the base.
+
+    Equals PEFT's `merge_and_unload` bit for bit: each rank gathers one adapted module at a time (those with a common
+    weight together, as a tied embedding and head), lets PEFT merge it whole, and keeps its shard. Merged weights are
+    new tensors, as large as this rank's shards of the adapted modules; all other tensors are the model's own. The
+    result is for saving: it has no FSDP2 hooks to run with.
+
+    Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
+    """
+    base = base_of(model)
+    wrappers = mergeable(model)
+    reshard_units(base)
+    merged: dict[nn.Parameter, nn.Parameter] = {}
+    failure: Exception | None = None
+    joined = connected([wrapper, *adapted_parameters(wrapper).values()] for wrapper in wrappers)
+    for group in {id(group): group for group in joined.values()}.values():
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        twins = {w: whole_copy(w, lambda p: gather_on_device(p).clone(), copies) for w in wrappers if w in group}
+        try:
+            for wrapper, twin in twins.items():
+                for old, whole in merged_tensors(wrapper, twin).items():
+                    shard = cut(whole, old.data) if isinstance(old.data, DTensor) else whole
+                    merged[old] = nn.Parameter(shard, requires_grad=False)
+        except Exception as error:  # the other ranks go on gathering
+            failure = failure or error
+    with agreed("merging the adapters"):
+        if failure is not None:
+            raise failure
+    return with_merged(base, merged)
+
+
+def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:
+    """The members of groups, each with all members of the groups that have a member in common, directly or not."""
+    joined: dict[T, set[T]] = {}
+    for group in groups:
+        members = list(group)
+        together = set(members).union(*(joined.get(member, ()) for member in members))
+        joined |= dict.fromkeys(together, together)
+    return joined
+
+
+def mergeable(model: nn.Module) -> list[nn.Module]:
+    """The outermost wrappers of a PEFT model whose adapters can be merged, without modules that are trained whole."""
+    base = base_of(model)
+    if packed_linears(base):
+        raise ConfigError(
+            "Adapters merged into 4-bit weights would be rounded to 4 bits. Save the adapter, load the base again "
+            "without quantization_config, load_adapter(model, folder), and save that with merge_adapters=True."
+        )
+    wrappers = list(_outermost(base))
+    if not wrappers:
+        raise ConfigError(
+            f"{type(model).__name__} has no adapter in its modules that could be merged: it works beside the base, as "
+            "prompts do. Save it as an adapter, without merge_adapters, and load it with PEFT."
+        )
+    check = getattr(getattr(model, "base_model", None), "_check_merge_allowed", None)
+    try:
+        if check is not None:
+            check()
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
+    return [wrapper for wrapper in wrappers if "modules_to_save" not in wrapper._modules]
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_wrapper(child):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def adapted_parameters(wrapper: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the module inside a wrapper, which merging changes, by their names in that module."""
+    return dict(bare_model(wrapper).model.named_parameters())
+
+
+def whole_copy(
+    wrapper: nn.Module,
+    whole: Callable[[nn.Parameter], torch.Tensor],
+    copies: dict[nn.Parameter, nn.Parameter],
+) -> Any:
+    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place.
+
+    Wrappers with a common parameter share `copies`, so that what one adapter changes, the next one changes further.
+    """
+
+    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        for p in module._parameters.values():
+            if p is not None and p not in copies:
+                copies[p] = nn.Parameter(whole(p), requires_grad=False)
+        return {key: None if p is None else copies[p] for key, p in module._parameters.items()}
+
+    return copy_tree(wrapper, parameters=parameters, hooks=False).model
+
+
+def merged_tensors(wrapper: nn.Module, twin: Any) -> dict[nn.Parameter, torch.Tensor]:
+    """The merged whole value of each parameter of the module inside a wrapper; `twin`, its whole copy, is changed."""
+    try:
+        with torch.no_grad():
+            if hasattr(twin, "unload_and_optionally_merge_module"):
+                merged = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                twin.merge(safe_merge=False, adapter_names=None)
+                merged = twin.get_base_layer()
+    except ValueError as error:
+        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
+    wholes = dict(merged.named_parameters())
+    return {old: wholes[name].detach() for name, old in adapted_parameters(wrapper).items()}
+
+
+def with_merged(base: nn.Module, merged: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """A second tree over the parameters of an adapted base, without adapters and with merged parameters in their place.
+
+    Its config no longer ties embeddings that differ, as PEFT does.
+    """
+    model: Any = bare_model(base, merged=merged, trained=True).model
+    config = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings"):
+        first, last = model.get_input_embeddings(), model.get_output_embeddings()
+        if last is not None and first.weight is not last.weight:
+            model.config = copy.deepcopy(config)
+            model.config.tie_word_embeddings = False
+            model.all_tied_weights_keys = {}
+    result: nn.Module = model
+    return result
