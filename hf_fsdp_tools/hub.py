@@ -111,12 +111,7 @@ def _cached_snapshot(name: str, revision: str | None, cache_dir: str | PathLike[
     try:
         return Path(snapshot_download(name, local_files_only=True, allow_patterns=[], **where))
     except (OSError, ValueError) as error:  # not there; not a name
-        at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(
-            f"No checkpoint {name!r}{at} in the cache of the hub, and the network is not to be used "
-            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and "
-            "give the folder."
-        ) from None
+        raise _refusal(name, revision, error) from None
 
 
 def _refusal(name: str, revision: str | None, error: Exception) -> CheckpointError:
