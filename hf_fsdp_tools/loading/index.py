@@ -110,9 +110,9 @@ class CheckpointIndex:
             CheckpointError: the chunk is not what the metadata says.
         """
         if source not in self._chunks:
-            whole = self.tensors[source]
-            assert not isinstance(whole, ChunkedTensor)
-            return whole
+            tensor = self.tensors[source]
+            assert not isinstance(tensor, ChunkedTensor)
+            return tensor
         chunk = self._chunks[source]
         if chunk.is_archive:
             chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
@@ -237,9 +237,9 @@ class CheckpointIndex:
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
         """Index all tensors of a DCP folder; `of_model` picks the model's later."""
-        found, num_bytes = parse_dcp(folder)
-        tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
-        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
+        saved, num_bytes = parse_dcp(folder)
+        tensors = MappingProxyType({tensor.key: tensor for _, tensor in saved})
+        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(saved))
 
     @classmethod
     def _from_files(
@@ -254,12 +254,12 @@ class CheckpointIndex:
         for file in files:
             try:
                 states[file] = stamp(file)
-                found, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
+                stored, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             header_bytes += num_bytes
-            for tensor in found:
+            for tensor in stored:
                 parts.setdefault(tensor.key, []).append(tensor)
         for key, several in parts.items():
             try:

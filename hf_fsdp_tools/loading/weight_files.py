@@ -87,7 +87,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [of_accelerate], None
     if (folder / PICKLED_INDEX).is_file():
         return [], folder / PICKLED_INDEX
-    found = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
+    names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
         cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
@@ -98,7 +98,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         )
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
-        f"allow_pickle=True, {PICKLED}), found {found}. {cure}"
+        f"allow_pickle=True, {PICKLED}), found {names}. {cure}"
     )
 
 

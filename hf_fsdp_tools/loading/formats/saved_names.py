@@ -98,9 +98,9 @@ def _other_names(where: str, paths: Iterable[SavedPath], model_keys: Collection[
             "These are torchtitan's own names. Convert it once by torchtitan's scripts/checkpoint_conversion/"
             "convert_to_hf.py, or let torchtitan save it so (last_save_in_hf=True)."
         )
-    found = f"holds {len(names)} tensors, as {quoted(min(names))}" if names else "holds no tensors"
+    fact = f"holds {len(names)} tensors, as {quoted(min(names))}" if names else "holds no tensors"
     return CheckpointError(
-        f"{where!r}: {found}, which are not named as the model's are, as {quoted(min(model_keys, default=''))}. {cure}"
+        f"{where!r}: {fact}, which are not named as the model's are, as {quoted(min(model_keys, default=''))}. {cure}"
     )
 
 
