@@ -42,7 +42,7 @@ def test_a_path_is_local_where_it_exists_or_can_be_no_name(home: Path, monkeypat
 
 def test_a_name_may_be_in_the_home_folder_and_not_empty(home: Path) -> None:
     load_adapter(from_pretrained("~/model"), "~/adapter")
-    assert load_weights(build_meta_model("~/model"), "~/model").files
+    assert not load_weights(build_meta_model("~/model"), "~/model").missing_keys
     for use in (from_pretrained, build_meta_model, CheckpointIndex.open):
         with pytest.raises(CheckpointError, match=r"name of a checkpoint is empty \(''\)\. Give a local folder"):
             use("")
