@@ -73,7 +73,8 @@ def fetch(
                 break
             except Exception as error:  # of huggingface_hub's HTTP library, which has changed twice
                 # It does not try again itself after a connection reset in the middle of a file, or a status of 5xx.
-                if pause_s is None or not (_status(error) >= 500 or type(error).__name__ == "ReadError"):
+                passes = _status(_root(error)) >= 500 or type(_root(error)).__name__ == "ReadError"
+                if pause_s is None or not passes:
                     raise _refusal(name, revision, error) from None
                 time.sleep(pause_s)
     with suppress(OSError):  # a read-only cache; huggingface_hub makes no folder where no file matches
