@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import shared_seed
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
@@ -122,7 +123,7 @@ def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         kept = [max(0, min(n, m - s)) for s, n, m in zip(box.start, box.length, old.shape, strict=True)]
-        source = whole[tuple(slice(s, s + n) for s, n in zip(box.start, kept, strict=True))]
+        source = whole[Box(start=box.start, length=tuple(kept)).slices]
         memory_view(local, start, kept).copy_(source)
 
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.loading.fill import check_ties
 from hf_fsdp_tools.loading.io.files import TransferStats
-from hf_fsdp_tools.loading.match import check_ties
 from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
