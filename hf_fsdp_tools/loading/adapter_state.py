@@ -84,23 +84,23 @@ def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
     names = {saved: own[id(tensor)] for saved, tensor in by_peft.items() if id(tensor) in own} | {
         key: key for key in state
     }
-    found = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
+    stored = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
     needed = [own[id(tensor)] for tensor in by_peft.values() if id(tensor) in own] or [
         key for key, tensor in state.items() if tensor.requires_grad
     ]
-    filled = {id(state[key]) for key in found}
+    filled = {id(state[key]) for key in stored}
     strange = sorted(index.tensors.keys() - names.keys())
     if lacking := [key for key in needed if id(state[key]) not in filled]:
-        others = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
+        unknown = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
         raise CheckpointError(
             f"{index.name!r} lacks {len(lacking)} of the adapter's {len(needed)} tensors: "
-            f"{listed(map(quoted, lacking))}{others}. Give the peft_config that it was trained with; with "
+            f"{listed(map(quoted, lacking))}{unknown}. Give the peft_config that it was trained with; with "
             "fsdp_version 1, Accelerate 1.15 does not save the adapters inside units (adapter_only): use version 2, "
             "or save_pretrained."
         )
     wrong = [
         f"{key}: {list(tensor.shape)} in the state, {list(state[key].shape)} in the model"
-        for key, tensor in found.items()
+        for key, tensor in stored.items()
         if tensor.shape != tuple(state[key].shape)
     ]
     if wrong:
@@ -114,7 +114,7 @@ def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
             f"{listed(map(quoted, strange))}.",
             stacklevel=3,
         )
-    return {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in found.items()}
+    return {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in stored.items()}
 
 
 def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:

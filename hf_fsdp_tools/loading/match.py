@@ -86,8 +86,8 @@ def match_checkpoint(
     if layers:
         load_map, weights_4bit = part_packed(layers, state, load_map, index)
     refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=dequantized is not None)
-    found, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
-    mismatched = _other_shapes(found, state)
+    stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
+    mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
@@ -98,9 +98,9 @@ def match_checkpoint(
     missing: set[str] = set()
     packed = weights_4bit.plain if weights_4bit else {}
     for tied in _tied_names({key: tensor for key, tensor in state.items() if key not in packed}):
-        there = [key for key in tied if key in found and key not in wrong]
+        there = [key for key in tied if key in stored and key not in wrong]
         if there:
-            loaded[there[0]] = found[there[0]]
+            loaded[there[0]] = stored[there[0]]
             tied_pairs += [(there[0], other) for other in there[1:]]
         else:
             to_initialize.add(tied[0])
@@ -124,16 +124,16 @@ def match_checkpoint(
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
         mismatched=mismatched,
-        resized=_other_shapes(load_map.tensors, found),
+        resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
 
 
-def _other_shapes(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[Mismatch, ...]:
-    """The keys of `found` that have another shape in `wanted`."""
+def _other_shapes(stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[Mismatch, ...]:
+    """The keys of `stored` that have another shape in `wanted`."""
     return tuple(
         (key, tuple(tensor.shape), tuple(wanted[key].shape))
-        for key, tensor in found.items()
+        for key, tensor in stored.items()
         if tensor.shape != wanted[key].shape
     )
 
@@ -150,7 +150,7 @@ def _resized(
     model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap
 ) -> tuple[dict[str, PieceTensor], dict[str, AddedRows]]:
     """The stored tensors by model key, cut or extended to the model's vocabulary; and where rows were added."""
-    found, added = dict(load_map.tensors), {}
+    stored, added = dict(load_map.tensors), {}
     dims = vocabulary_dims(model)
     for key, tensor in load_map.tensors.items():
         dim = dims.get(key)
@@ -159,10 +159,10 @@ def _resized(
         old, new = tensor.shape[dim], state[key].shape[dim]
         extended = tensor.extended(dim, new)
         if old != new and extended.shape == state[key].shape:
-            found[key] = extended
+            stored[key] = extended
             if new > old:
                 added[key] = AddedRows(dim=dim, start=old)
-    return found, added
+    return stored, added
 
 
 def _refuse_mismatched(mismatched: Collection[Mismatch], index: CheckpointIndex, resize_vocabulary: bool) -> None:

@@ -136,8 +136,8 @@ def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> No
 
 def _sum_of_old(tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
     """The sum of this rank's part of the old rows, zero elsewhere; of zeros on ranks other than the first replica."""
-    others = [d for d in range(tensor.dim()) if d != rows.dim]
-    total = torch.zeros([tensor.shape[d] for d in others], dtype=torch.float64)
+    other_dims = [d for d in range(tensor.dim()) if d != rows.dim]
+    total = torch.zeros([tensor.shape[d] for d in other_dims], dtype=torch.float64)
     if not is_first_replica(tensor):
         return total
     local = local_tensor(tensor)
@@ -147,7 +147,7 @@ def _sum_of_old(tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
             continue
         length = [count if d == rows.dim else n for d, n in enumerate(box.length)]
         by_token = memory_view(local, start, length).movedim(rows.dim, 0)
-        place = tuple(box.slices[d] for d in others)
+        place = tuple(box.slices[d] for d in other_dims)
         for slab in torch.split(by_token, max(1, _SLAB_ELEMENTS * by_token.shape[0] // by_token.numel())):
             total[place] += slab.double().sum(0).cpu()
     return total

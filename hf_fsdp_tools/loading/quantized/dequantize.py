@@ -125,8 +125,8 @@ class _Slab:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
         values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        beside = {name: scales.of_each_row() for name, scales in self.scales.items()}
-        floats = RULES[tensor.rule](values, beside, memory.dtype).contiguous()
+        scales_of_rows = {name: scales.of_each_row() for name, scales in self.scales.items()}
+        floats = RULES[tensor.rule](values, scales_of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]
@@ -171,14 +171,14 @@ class _ScalesOfRows:
         self._refuse_bad()
         dtype = self._memory.dtype
         stored = self._memory.view(torch.uint8) if dtype.itemsize == 1 else self._memory  # torch picks no 8-bit floats
-        found = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
+        scales = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
         if self._bits:
-            first_bits = (self._within.flatten() * self._bits).to(found)
-            found = unpacked(found, first_bits.unsqueeze(1), self._bits)
-        found = found.view(*found.shape[:-2], *self._blocks.shape, found.shape[-1])
+            first_bits = (self._within.flatten() * self._bits).to(scales)
+            scales = unpacked(scales, first_bits.unsqueeze(1), self._bits)
+        scales = scales.view(*scales.shape[:-2], *self._blocks.shape, scales.shape[-1])
         order = [*self._outer, *self._inner]
-        found = found.permute(*(order.index(d) for d in range(len(order))), found.dim() - 1)
-        return found.reshape(-1, found.shape[-1])
+        scales = scales.permute(*(order.index(d) for d in range(len(order))), scales.dim() - 1)
+        return scales.reshape(-1, scales.shape[-1])
 
     def _refuse_bad(self) -> None:
         """Refuse scales of which no quantisation gives any: damaged files hold such."""

@@ -199,16 +199,16 @@ def _checked_state(
     assert isinstance(weight, torch.Tensor)
     try:
         state = QuantState.from_dict(qs_dict=tensors, device=compute_device(weight))
-        found = (tuple(state.shape), state.absmax.numel())
+        actual = (tuple(state.shape), state.absmax.numel())
         expected = (packing.shape, -(-packing.numel // int(state.blocksize)))
     except (ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes "
             f"({type(error).__name__}: {error}). Download or save the checkpoint again."
         ) from error
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
-            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} "
+            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(actual[0])} with {actual[1]} "
             f"scales, expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
         )
     return state

@@ -57,10 +57,10 @@ def refuse_quantized(
     if not packed and not is_said:
         return
     if not packed:
-        found = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
+        dtypes = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
         raise CheckpointError(
             f"{index.name!r}: the config says that it is quantised ({quoted(method)[1:-1]}), but its files hold plain "
-            f"values ({found}). Remove quantization_config from the config to load these."
+            f"values ({dtypes}). Remove quantization_config from the config to load these."
         )
     rows = listed_lines(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"

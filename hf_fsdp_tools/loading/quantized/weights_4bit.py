@@ -59,9 +59,9 @@ def part_packed(
             "Use the config and the quantization_config that belong to the checkpoint, or leave these layers out "
             "with llm_int8_skip_modules."
         )
-    beside = tuple(f"{key}." for key in scales)
+    prefixes = tuple(f"{key}." for key in scales)
     known = {name for stored in scales.values() for name in stored.values()}
-    unexpected = frozenset(key for key in load_map.unexpected_keys - known if not key.startswith(beside))
+    unexpected = frozenset(key for key in load_map.unexpected_keys - known if not key.startswith(prefixes))
     rest = {key: tensor for key, tensor in load_map.tensors.items() if key not in plain}
     parted = replace(load_map, tensors=rest, unexpected_keys=unexpected)
     return parted, Weights4Bit(layers=layers, plain=plain, scales=scales)
