@@ -228,7 +228,7 @@ def _write(
             check_ties(material.match, staging_bytes=STAGING_BYTES)
             layout = plan_layout(material.model, dtype, max_shard_size)
             rewrite = Rewrite(material, layout)
-            parts = list(rewrite.parts())[rank::num_ranks]
+            parts = rewrite.parts_of(rank, num_ranks)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
     except BaseException:
         hidden.end()

@@ -35,6 +35,9 @@ _PART_BYTES = 64 * 2**20
 little beside what importing torch takes. (assumed)"""
 
 
+_COMPUTING = 4
+"""How much longer a byte takes that is computed than one that is moved, for dealing parts out. (assumed)"""
+
 Part = tuple[list[tuple[str, Box]], bool]
 """What one process makes at a time: boxes of tensors of the model, by key, and whether they are computed together."""
 
@@ -59,7 +62,17 @@ class Rewrite:
             for piece in place.tensor.pieces or ():
                 self._moved.setdefault(piece.source, []).append((place, piece))
 
-    def parts(self) -> Iterator[Part]:
+    def parts_of(self, rank: int, num_ranks: int) -> list[Part]:
+        """The parts of one rank: in the order of the files, each goes to the rank that has least to do by then."""
+        mine: list[Part] = []
+        loads = [0] * num_ranks
+        for part in self._parts():
+            least = loads.index(min(loads))
+            loads[least] += self.num_bytes(part) * (_COMPUTING if part[1] else 1)
+            mine += [part] if least == rank else []
+        return mine
+
+    def _parts(self) -> Iterator[Part]:
         """Yield all parts, in the order of the files."""
         order: dict[str, tuple[Path, int]] = {}
         for place in self._layout.places.values():
