@@ -231,10 +231,11 @@ def cast_where_computed(root: FullyShardedDataParallel) -> None:
     FSDP1 casts every float that enters the root: labels of a regression, token counts and masks. A model without mixed
     precision, and one whose policy says `cast_root_forward_inputs=False`, stays as it is. Nothing is communicated.
     """
-    if root.mixed_precision.param_dtype is None or not root.mixed_precision.cast_root_forward_inputs:
+    dtype = root.mixed_precision.param_dtype
+    if dtype is None or not root.mixed_precision.cast_root_forward_inputs:
         return
     root.mixed_precision = replace(root.mixed_precision, cast_root_forward_inputs=False)
-    dtypes = {module: root.mixed_precision.param_dtype for part in flat_parts(root) for module, _ in part.places}
+    dtypes = {module: dtype for part in flat_parts(root) for module, _ in part.places}
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     dtypes |= {unit: unit.mixed_precision.param_dtype for unit in units}
     for module, dtype in dtypes.items():
