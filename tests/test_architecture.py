@@ -259,8 +259,7 @@ PRIVATE = {
         _sharded_param_data init_all_gather_outputs padded_sharded_param_size""",
     "fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
-        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2
-        _use_full_prec_in_eval""",
+        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg""",
     "distributed.shards": "_get_root_mesh _spec",
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
