@@ -11,23 +11,21 @@ TRL, chunked loss          the same with `--loss_type chunked_nll`, which our re
 transformers native        TRL's SFTTrainer on `from_pretrained(distributed_config=DistributedConfig(fsdp_size=…))`
 
 Each begins from the same checkpoint (random weights in the shape of real models), trains the same rows in the same
-order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest; gradient
-checkpointing is on or off for all. `full` has fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs;
-`lora` a frozen bf16 base (fp32 on CPUs) and rank 16 on all linear layers. Contestants take turns (A B C, B C A, …) in
-processes of their own, started by `accelerate launch`; the scripts run as they are, with one callback more.
+order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest. `full` has
+fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs; `lora` a frozen bf16 base (fp32 on CPUs) and
+rank 16 on all linear layers. Contestants take turns in processes of their own, started by `accelerate launch`; the
+scripts run as they are, with one callback more.
 
 tokens/s       per rank, by the median step, after `--warm-up` steps
 ÷ ours         median, over rounds, of their step time over ours in the same round
-MFU            counted operations of the model's step over the time and the GPU's peak; blank on CPUs
 peak           `torch.cuda.max_memory_allocated` during training, and what the allocator reserved; on CPUs the most that
                was resident of the process, whole
 ready          seconds from the first import to the first step, the load included
 losses         of the first and the last step: the same data in the same order gives nearly the same
-
-What each of 8 or 64 ranks takes is measured on one GPU by `benchmarks/foresight.py memory --device cuda --gpus 8 64`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -43,21 +41,17 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring.bars import Bar, at_least, over
-
 from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
 from benchmarks.measuring.tables import Page, table_of
 from hf_fsdp_tools import make_demo_model
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from tests._dist import num_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "benchmarks/training.py"
 TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
+LIMIT_S = 600
 SMALL = {"hidden_size": 384, "num_layers": 8, "num_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
-AUTOMODEL = 12_473
-"""Tokens/s of LoRA on Llama 3.1 8B at 4,096 tokens on one H100: NVIDIA NeMo Automodel's published figure."""
 
 
 def main() -> None:
@@ -85,12 +79,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--seq-len", type=int, help="512 on CPUs, 4,096 on GPUs")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=600, help="of one training")
-    parser.add_argument("--tiny", action="store_true", help="tiny layers, to try the programs")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf_fsdp_tools-training"))
     parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
     parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
@@ -110,7 +101,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         data = dataset(args, folder)
         for tuning in args.tuning:
             cell = {"model": model, "tuning": tuning, "seq_len": args.seq_len, "ranks": args.ranks}
-            cell |= {"device": args.device, "recompute": args.gradient_checkpointing, "tiny": args.tiny}
+            cell |= {"device": args.device}
             rows: dict[str, Row] = {}
             for name in in_turn(args.contestants, args.runs):
                 if "failed" in rows.get(name, {}):
@@ -120,24 +111,22 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 row |= found
                 if "failed" not in row:
                     row["seconds"] = [*row["seconds"], found["step"]]
-            utilize(rows, cell, folder)
             ordered = {name: rows[name] for name in args.contestants}
             yield {"cell": cell, "rows": ordered, "about": {"where": where(args.device), "command": command(SCRIPT)}}
 
 
 def checkpoint(model: str, args: argparse.Namespace) -> Path:
     """A folder with weights and the demo's tokenizer."""
-    folder: Path = args.folder / (f"{model}-tiny" if args.tiny else model)
+    folder: Path = args.folder / model
     if model == "small":
-        shape = {} if args.tiny else SMALL
-        return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **shape))
+        return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **SMALL))
     if not folder.is_dir():
-        words = ["-m", "benchmarks.measuring.random_models", model, str(folder), *(["--small"] if args.tiny else [])]
+        words = ["-m", "benchmarks.measuring.random_models", model, str(folder)]
         subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
-        words = make_demo_model(args.folder / "tokenizer")
+        tokenizer = make_demo_model(args.folder / "tokenizer")
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (words / name).is_file():
-                shutil.copy(words / name, folder)
+            if (tokenizer / name).is_file():
+                shutil.copy(tokenizer / name, folder)
     return folder
 
 
@@ -145,20 +134,20 @@ def dataset(args: argparse.Namespace, folder: Path) -> Path:
     """Rows of text that are all longer than the sequence, so that every row is cut to the same number of tokens."""
     from transformers import AutoTokenizer
 
-    from hf_fsdp_tools.scripting.demo import demo_text
+    from hf_fsdp_tools.scripting.demo import demo_passages
 
     path = args.folder / f"text-{folder.name}-{args.seq_len}"
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    passages = [(text, len(tokenizer(text)["input_ids"])) for text in demo_text()]
-    wanted, at = args.ranks * (args.steps + 2), 0
+    passages = [(text, len(tokenizer(text)["input_ids"])) for _, text in demo_passages()]
+    endless = itertools.cycle(passages)
     with (path / "train.jsonl").open("w") as stream:
-        for row in range(wanted):
-            parts, length, at = [f"Row {row}."], 0, at
+        for row in range(args.ranks * (args.steps + 2)):
+            texts, length = [f"Row {row}."], 0
             while length < args.seq_len + 16:
-                text, tokens = passages[at % len(passages)]
-                parts, length, at = [*parts, text], length + tokens, at + 1
-            stream.write(json.dumps({"text": "\n\n".join(parts)}) + "\n")
+                text, tokens = next(endless)
+                texts, length = [*texts, text], length + tokens
+            stream.write(json.dumps({"text": "\n\n".join(texts)}) + "\n")
     shutil.copy(path / "train.jsonl", path / "test.jsonl")  # or the recipe holds out some of the rows
     return path
 
@@ -174,10 +163,10 @@ def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse
         variables = {**os.environ, **visible, "PYTHONPATH": paths, "HF_HOME": str(args.folder / "hf")}
         try:
             done = subprocess.run(
-                words, env=variables, cwd=folder, timeout=args.limit_s, capture_output=True, text=True, check=False
+                words, env=variables, cwd=folder, timeout=LIMIT_S, capture_output=True, text=True, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {args.limit_s} s"}
+            return {"failed": f"not done after {LIMIT_S} s"}
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("[0-9]*.json"))]
     if len(ranks) < cell["ranks"]:
         errors = [line for line in done.stderr.splitlines() if line.split(":")[0].split(".")[-1].endswith("Error")]
@@ -205,7 +194,6 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
         config = folder / "ours.yaml"
         making = ["--num-processes", str(cell["ranks"]), "--mixed-precision", precision, "--output", str(config)]
         making += ["--gpu" if cell["device"] == "cuda" else "--cpu"]
-        making += ["--activation-checkpointing"] if cell["recompute"] else []
         program = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
         subprocess.run([sys.executable, "-c", program, "config", *making], check=True, cwd=ROOT, capture_output=True)
         words += ["--config_file", str(config)]
@@ -215,14 +203,14 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
     else:
         shipped = Path(find_spec("trl").origin).with_name("accelerate_configs") / "fsdp2.yaml"
         words += ["--config_file", str(shipped), "--mixed_precision", precision]
-    return [*words, "-m", "benchmarks.tuning.drive"]
+    return [*words, "-m", "benchmarks.tuning"]
 
 
 def script(name: str, cell: dict[str, Any]) -> list[str]:
     if name == OURS:
         return [str(ROOT / "recipes" / "finetune.py")]
     if name == NATIVE:
-        return [str(ROOT / "benchmarks" / "tuning" / "native.py")]
+        return ["native"]
     return [str(Path(find_spec("trl").origin).with_name("scripts") / "sft.py")]
 
 
@@ -235,7 +223,7 @@ def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[s
     if cell["tuning"] == "lora":
         told |= {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
     if name != OURS:  # which reads these from the config file, and keeps a frozen base as it is stored
-        told |= {"gradient_checkpointing": str(cell["recompute"]).lower(), "bf16": str(not on_cpu).lower()}
+        told |= {"gradient_checkpointing": "false", "bf16": str(not on_cpu).lower()}
         told |= {"dtype": "bfloat16" if cell["tuning"] == "lora" and not on_cpu else "float32"}
         told |= {"use_cpu": str(on_cpu).lower()}
     if name == CHUNKED:
@@ -244,53 +232,30 @@ def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[s
     return [*words, *(["--use_peft"] if cell["tuning"] == "lora" else [])]
 
 
-def utilize(rows: dict[str, Row], cell: dict[str, Any], folder: Path) -> None:
-    """Add the MFU, from the operations that foresight counts, where the GPU is one that it knows."""
-    if cell["device"] == "cpu":
-        return
-    import torch
-
-    from hf_fsdp_tools import estimate_throughput
-
-    known = {"H200": "h200", "H100": "h100-80gb", "A100": "a100-80gb"}
-    device = torch.cuda.get_device_name()
-    gpu = next((name for mark, name in known.items() if mark in device), None)
-    if gpu is None:
-        return
-    lora = {"lora_r": 16} if cell["tuning"] == "lora" else {}
-    about = estimate_throughput(folder, num_gpus=cell["ranks"], gpu=gpu, seq_len=cell["seq_len"], **lora)
-    flops = about.mfu * about.step_seconds * gpu_named(gpu).matmul_flops["bf16"]
-    for row in rows.values():
-        if "failed" not in row:
-            row["mfu"] = flops / row["step"] / gpu_named(gpu).matmul_flops["bf16"]
-
-
 # ---- the page ----
 
 
 def title_of(cell: dict[str, Any]) -> str:
     ranks = f"{cell['ranks']} rank{'s' if cell['ranks'] > 1 else ''} on {cell['device']}"
     how = {"full": "full fine-tuning", "lora": "LoRA"}[cell["tuning"]]
-    parts = [f"{cell['model']}{' (tiny)' if cell['tiny'] else ''}, {how}, {cell['seq_len']:,} tokens, {ranks}"]
-    return ", ".join([*parts, *(["gradient checkpointing"] if cell["recompute"] else [])])
+    return f"{cell['model']}, {how}, {cell['seq_len']:,} tokens, {ranks}"
 
 
 def table(rows: dict[str, Row]) -> list[str]:
-    columns = ["contestant", "step s: median (min–max)", "tokens/s per rank", "÷ ours", "MFU", "peak GB", "reserved GB"]
+    columns = ["contestant", "step s: median (min–max)", "tokens/s per rank", "÷ ours", "peak GB", "reserved GB"]
     columns += ["ready s", "losses", "sharded"]
     return table_of(columns, [cells_of(name, row, rows) for name, row in rows.items()])
 
 
 def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     if "failed" in row:
-        return [name, "fails", *[""] * 6, row["failed"], ""]
+        return [name, "fails", *[""] * 5, row["failed"], ""]
     took = row["seconds"]
     return [
         name,
         f"{statistics.median(took):.3f} ({min(took):.3f}–{max(took):.3f})",
         f"{row['tokens'] / statistics.median(took):,.0f}",
         median(ratios(rows, name, OURS)),
-        f"{row['mfu']:.1%}" if "mfu" in row else "",
         f"{row['peak'] / 1e9:.2f}",
         f"{row['reserved'] / 1e9:.2f}" if row["reserved"] else "",
         f"{row['ready']:.0f}",
@@ -299,40 +264,7 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     ]
 
 
-def beside(name: str) -> Bar:
-    return Bar(
-        figure=f"step time of {name} ÷ ours",
-        bar="at least 1",
-        # On CPUs TRL's script shards nothing, and so sends less than who does.
-        cells=lambda cell: not cell["tiny"] and (name == NATIVE or cell["device"] == "cuda"),
-        reached=over(name, OURS),
-        met=at_least(1.0),
-    )
-
-
-def tokens(rows: dict[str, Any]) -> float | None:
-    row = rows.get(OURS, {})
-    return row["tokens"] / statistics.median(row["seconds"]) if row.get("seconds") else None
-
-
-PAGE = Page(
-    title="Training",
-    script=SCRIPT,
-    title_of=title_of,
-    short=lambda cell: f"{cell['model']} {cell['tuning']}",
-    table=table,
-    bars=[
-        *(beside(name) for name in CONTESTANTS[1:]),
-        Bar(
-            figure="LoRA on 8B at 4,096 tokens on one H200, tokens/s",
-            bar=f"at least 12,500 ({AUTOMODEL:,} is what NeMo Automodel published for one H100)",
-            cells=lambda cell: (cell["model"], cell["tuning"], cell["seq_len"]) == ("8b", "lora", 4096),
-            reached=tokens,
-            met=at_least(12_500),
-            digits=0,
-        ),
-    ],
-)
+PAGE = Page(title="Training", script=SCRIPT, title_of=title_of, table=table)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.streams import step_schedule
-from hf_fsdp_tools.foresight.timeline import Timeline
+from hf_fsdp_tools.foresight.timeline import Timeline, step_schedule
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
 from hf_fsdp_tools.plots.figure import COLORS, new_figure, save, styled

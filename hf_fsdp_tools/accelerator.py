@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
-from typing import Protocol
 
 import torch
 
@@ -35,16 +34,6 @@ def device_title(device: torch.device) -> str | None:
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised host memory that the accelerator copies from and to by itself."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-
-
-class Mark(Protocol):
-    """A place in the queue of a stream: a `torch.Event`."""
-
-    def query(self) -> bool:
-        """Whether everything queued before it is done."""
-
-    def synchronize(self) -> None:
-        """Wait until everything queued before it is done."""
 
 
 class SideStream:
@@ -91,8 +80,8 @@ class SideStream:
         """Queue copies within the device, any dtypes and strides, in as few kernels as the device can."""
         torch._foreach_copy_(to, sources)
 
-    def mark(self) -> Mark:
-        """A mark after everything that is queued now."""
+    def mark(self) -> torch.Event:
+        """An event after everything that is queued now."""
         return self._stream.record_event()
 
     def wait(self) -> None:

@@ -73,7 +73,8 @@ def fetch(
                 break
             except Exception as error:  # of huggingface_hub's HTTP library, which has changed twice
                 # It does not try again itself after a connection reset in the middle of a file, or a status of 5xx.
-                if pause_s is None or not (_status(error) >= 500 or type(error).__name__ == "ReadError"):
+                passes = _status(_root(error)) >= 500 or type(_root(error)).__name__ == "ReadError"
+                if pause_s is None or not passes:
                     raise _refusal(name, revision, error) from None
                 time.sleep(pause_s)
     with suppress(OSError):  # a read-only cache; huggingface_hub makes no folder where no file matches
@@ -111,12 +112,7 @@ def _cached_snapshot(name: str, revision: str | None, cache_dir: str | PathLike[
     try:
         return Path(snapshot_download(name, local_files_only=True, allow_patterns=[], **where))
     except (OSError, ValueError) as error:  # not there; not a name
-        at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(
-            f"No checkpoint {name!r}{at} in the cache of the hub, and the network is not to be used "
-            f"({first_line(error)}). Check the name, the revision and cache_dir, or download it first and "
-            "give the folder."
-        ) from None
+        raise _refusal(name, revision, error) from None
 
 
 def _refusal(name: str, revision: str | None, error: Exception) -> CheckpointError:

@@ -3,6 +3,7 @@
 import difflib
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
@@ -120,13 +121,12 @@ def terminal_width() -> int | None:
 
 def within(text: object, most: int | None = None) -> str:
     """A text whose lines fit the terminal; the rest of a longer line follows below, indented by 4 more."""
-    widths = [width for width in (most, terminal_width()) if width]
-    return "\n".join(part for line in str(text).splitlines() for part in _folded(line, min(widths, default=None)))
-
-
-def _folded(line: str, most: int | None) -> list[str]:
-    margin = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.wrap(line, most or len(line) + 1, subsequent_indent=margin) or [""]
+    width = min(most or sys.maxsize, terminal_width() or sys.maxsize)
+    lines: list[str] = []
+    for line in str(text).splitlines():
+        margin = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += textwrap.wrap(line, width, subsequent_indent=margin) or [""]
+    return "\n".join(lines)
 
 
 def table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> list[str]:

@@ -157,13 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
         mood, times = self.server.moods.get(name, ("", 0))
         if not file.endswith(".safetensors") or self.server.requests[self.command, name, file] > times:
             mood = ""
-        if mood.startswith("HTTP ") and (self.command == "GET" or mood.endswith("HEAD")):
+        if mood.startswith("HTTP ") and self.command == "GET":
             _, status, *more = mood.split()
             headers = {"Retry-After": more[0]} if more and more[0].isdigit() else {}
             return self._send(int(status), b'{"error": "a mood"}', headers)
-        if mood == "accepts" and self.command == "GET":
-            self.server.closing.wait()
-            return None
         return self._send(200, content, headers, mood=mood)
 
     # ---- uploading ----
@@ -286,24 +283,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if mood in ("stalls", "silences", "closes", "resets"):
+        if mood in ("stalls", "silences", "resets"):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
         if mood in ("stalls", "silences"):
             if mood == "silences":
                 self.server.silent.set()
             self.server.closing.wait()
-        elif mood in ("closes", "resets"):
+        elif mood == "resets":
             time.sleep(0.2)  # so that the half is read
-            if mood == "resets":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             self.connection.close()
-        elif mood == "drips":
-            for i in range(10):
-                self.wfile.write(body[len(body) * i // 10 : len(body) * (i + 1) // 10])
-                self.wfile.flush()
-                time.sleep(0.15)
         else:
             self.wfile.write(body)
 
@@ -326,12 +317,10 @@ def fake_hub(
 
     Args:
         repositories: folders by name and revision.
-        moods: by name, for how many requests of each weight file: "accepts" a request and does not answer; stops in the
-            middle of the file and keeps the connection ("stalls"), then answers nothing at all ("silences"), "closes"
-            the connection, "resets" it; "drips" the file over 1.5 s; or answers "HTTP 503", with "HTTP 429 5" a time to
-            wait, and with "HEAD" behind it also when only the file's size is asked for. Of uploads, a step ("create",
-            "preupload", "batch", "put", "commit") and what is answered: "put HTTP 500 words"; "put closes" ends the
-            connection of the n-th file, "commit unanswered" that of the n-th commit after it was made.
+        moods: by name, for how many requests of each weight file: stops in the middle of the file and keeps the
+            connection ("stalls"), then answers nothing at all ("silences"), or "resets" the connection; or answers
+            "HTTP 503", with "HTTP 429 5" a time to wait. Of uploads, a step ("create", "preupload", "batch", "put",
+            "commit") and the answer: "put HTTP 500 words"; "put closes" ends the connection of the n-th file.
         root: folder for what is uploaded; token "secret" may write, any other reads only.
     """
     server = FakeHub(repositories, root)

@@ -21,8 +21,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.images import Images, images_of
-from hf_fsdp_tools.foresight.tracing.inputs import make_batch
+from hf_fsdp_tools.foresight.tracing.images import Images, images_of, make_batch
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import apply_sharding
 

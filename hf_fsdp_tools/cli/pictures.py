@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from hf_fsdp_tools.cli.estimate import Estimate
     from hf_fsdp_tools.foresight.forecast import Forecast
     from hf_fsdp_tools.foresight.memory import MemoryEstimate
-    from hf_fsdp_tools.foresight.streams import Schedule
-    from hf_fsdp_tools.foresight.timeline import Timeline
+    from hf_fsdp_tools.foresight.timeline import Schedule, Timeline
 
 
 _SUFFIXES = (".html", ".png", ".svg", ".pdf")
@@ -32,7 +31,7 @@ def check_picture(path: Path | None) -> None:
 
 def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
-    from hf_fsdp_tools.foresight.streams import step_schedule
+    from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
     from hf_fsdp_tools.plots.figure import save
     from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory

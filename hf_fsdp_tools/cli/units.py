@@ -16,14 +16,14 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import merge_names, reason_of, table
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.foresight.streams import Bar, Schedule
+    from hf_fsdp_tools.foresight.timeline import Bar, Schedule
 
 
 def show_units(options: argparse.Namespace) -> None:
     """Print the units of a step with their times, and write it as `--output` says."""
     from hf_fsdp_tools.foresight.forecast import step_of
-    from hf_fsdp_tools.foresight.streams import step_schedule
     from hf_fsdp_tools.foresight.throughput import straggling
+    from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.foresight.timing.simulation import chrome_trace, simulate

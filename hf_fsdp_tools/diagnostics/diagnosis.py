@@ -158,7 +158,7 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
-    empty = [place for place in distinct if place.unit and place.unit.version == 2 and place.local_numel == 0]
+    empty = [place for place in distinct if place.unit and place.unit.version == 2 and not place.local.numel()]
     counts = {("empty", ""): len(empty)}
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())

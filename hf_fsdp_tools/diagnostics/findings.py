@@ -177,7 +177,7 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
 
 
 def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
-    names = [name for name, parameter in live.parameters.items() if parameter.is_meta]
+    names = [name for name, parameter in live.parameters.items() if parameter.local.is_meta]
     buffers = [plain_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
     if len(names) == len(live.parameters):
         yield Finding(

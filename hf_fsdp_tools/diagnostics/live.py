@@ -58,10 +58,8 @@ class LiveParameter:
     """A tensor of the global shape: a DTensor, a plain parameter, or, for a flat one, a stand-in on meta."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
-    local_numel: int
-    """Elements on this rank."""
-    is_meta: bool
-    """Whether the parameter has no storage."""
+    local: torch.Tensor
+    """The part on this rank; on meta without storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +76,21 @@ class LiveModel:
 
 def read_live_model(model: nn.Module) -> LiveModel:
     """Read which units `model` has now and which parameters each unit gathers; shapes only, no data."""
-    found = _Found()
+    units = _Units()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            found.read_flat(module)
+            units.read_flat(module)
         elif isinstance(module, FSDPModule):
-            found.read_unit(module)
-    copy = copy_tree(model, parameters=found.parameters, way_inside=way_inside)
+            units.read_unit(module)
+    copy = copy_tree(model, parameters=units.parameters, way_inside=way_inside)
     tree = ModuleTree(copy.model)
     parameters = {
-        f"{node.fqn}.{name}" if node.fqn else name: found.parameter(copy.originals[node.module], name, tensor)
+        f"{node.fqn}.{name}" if node.fqn else name: units.parameter(copy.originals[node.module], name, tensor)
         for node in tree
         for name, tensor in node.module._parameters.items()
         if tensor is not None
     }
-    return LiveModel(tree=tree, units=_placed(tree, found, copy.originals, parameters), parameters=parameters)
+    return LiveModel(tree=tree, units=_placed(tree, units, copy.originals, parameters), parameters=parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +196,7 @@ def _core(module: nn.Module) -> nn.Module:
     return module.get_submodule(way_inside(module))
 
 
-class _Found:
+class _Units:
     """The units found so far, and the unit of each registered parameter."""
 
     def __init__(self) -> None:
@@ -214,8 +212,7 @@ class _Found:
         unit = self.units.setdefault(members, LiveUnit(version=2))
         self.unit_of_module[_core(module)] = unit
         for managed in parameters_of_unit(module) if is_new else ():
-            local = local_tensor(managed.shard)
-            here = LiveParameter(tensor=managed.shard, unit=unit, local_numel=local.numel(), is_meta=local.is_meta)
+            here = LiveParameter(tensor=managed.shard, unit=unit, local=local_tensor(managed.shard))
             self.managed.update(dict.fromkeys(managed.places, here))
 
     def read_flat(self, wrapper: FullyShardedDataParallel) -> None:
@@ -224,9 +221,7 @@ class _Found:
             stand_in = nn.Parameter(
                 torch.empty(part.shape, dtype=part.memory.dtype, device="meta"), requires_grad=part.requires_grad
             )
-            here = LiveParameter(
-                tensor=stand_in, unit=unit, local_numel=part.memory.numel(), is_meta=part.memory.is_meta
-            )
+            here = LiveParameter(tensor=stand_in, unit=unit, local=part.memory)
             if part.registered is not None:
                 self.stand_ins[id(part.registered)] = here
             for module, name in part.places:
@@ -244,14 +239,12 @@ class _Found:
         return shown
 
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
-        if here := self.managed.get((module, name)):
-            return here
-        local = local_tensor(tensor)
-        return LiveParameter(tensor=tensor, unit=None, local_numel=local.numel(), is_meta=local.is_meta)
+        alone = LiveParameter(tensor=tensor, unit=None, local=local_tensor(tensor))
+        return self.managed.get((module, name), alone)
 
 
 def _placed(
-    tree: ModuleTree, found: _Found, originals: Mapping[nn.Module, nn.Module], parameters: dict[str, LiveParameter]
+    tree: ModuleTree, units: _Units, originals: Mapping[nn.Module, nn.Module], parameters: dict[str, LiveParameter]
 ) -> tuple[LiveUnit, ...]:
     """The units in tree order, each with its nodes, its weights and the unit around it."""
     seen: set[int] = set()
@@ -259,7 +252,7 @@ def _placed(
     ordered: dict[int, LiveUnit] = {}
     for node in tree:
         above = nearest[id(node.parent)] if node.parent else None
-        unit = found.unit_of_module.get(originals[node.module])
+        unit = units.unit_of_module.get(originals[node.module])
         nearest[id(node)] = unit or above
         if unit is not None and id(node.module) not in seen:  # a module registered twice counts once
             seen.add(id(node.module))
@@ -268,7 +261,6 @@ def _placed(
             unit.nodes.append(node)
             ordered[id(unit)] = unit
     for weight in tree.weights:
-        units = {id(unit): unit for name in weight.names if (unit := parameters[name].unit)}
-        for unit in units.values():
+        for unit in {id(unit): unit for name in weight.names if (unit := parameters[name].unit)}.values():
             unit.weights.append(weight)
     return tuple(ordered.values())

@@ -1,6 +1,5 @@
 """Let all ranks go on together, or stop together with the same error, so that none waits for another."""
 
-import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,8 +153,11 @@ def _agreed_at_end(
     where: str | PathLike[str] = "",
     ranks: Sequence[int] | None = None,
     steps: _Steps | None = None,
+    *,
+    waits: bool = True,
 ) -> Iterator[None]:
-    """`agreed` with a round at its end, also within a block of steps."""
+    """`agreed` with a round at its end, also within a block of steps; a rank that fails `waits` there for the others,
+    or raises at once."""
     rounds = rounds_of(ranks)
     if rounds is None:
         with _within(None):
@@ -174,6 +176,10 @@ def _agreed_at_end(
         except Exception as error:
             failure = error
             rounds.fail(scope)
+            if not waits:
+                text = f"While {doing}: rank {rounds.rank} failed: {error!r}. All ranks stop."
+                rounds.give_up(scope, RanksError(text))
+                raise
         try:
             compared = steps.compared if steps else []
             problem = _problem(failure, (steps and steps.failed) or _sentence(doing, where))
@@ -226,24 +232,8 @@ def announced(doing: str) -> Iterator[None]:
     Ranks that wait in a round within the block, or come to one or to its end, stop at once. A rank that waits in a
     collective stops when the process that failed ends, or by the group's timeout. Every rank must enter.
     """
-    rounds = rounds_of()
-    if rounds is None:
+    with _agreed_at_end(doing, waits=False):
         yield
-        return
-    with rounds.scope(doing) as scope:
-        try:
-            with _within(None):
-                yield
-        except StoppedElsewhere as stop:
-            if stop.scope is not scope:
-                raise
-        except RanksError as error:
-            raise rounds.give_up(scope, error)  # noqa: B904  (as a rule it is this one)
-        except Exception as error:
-            rounds.fail(scope)
-            rounds.give_up(scope, RanksError(f"While {doing}: rank {rounds.rank} failed: {error!r}. All ranks stop."))
-            raise
-        rounds.exchange(None, doing, ends=scope)
 
 
 def wait_for_all_ranks() -> None:
@@ -294,8 +284,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
         ranks: the ranks that call; None means all ranks of the default process group.
         arguments: by their names. Leave out what may differ between ranks: paths, tokens, devices with an index.
 
-    Every rank must call. The ranks exchange one digest of 64 bytes, in `agreed_steps` where that ends, and the
-    arguments only where the digests differ.
+    Every rank must call. The ranks exchange the arguments, in `agreed_steps` where that ends.
 
     Raises:
         ConfigError: some differ; each is named with the values that ranks gave. The same on every rank.
@@ -305,30 +294,26 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
     if rounds_of(ranks) is None:
         return
     data = {name: _as_data(value) for name, value in arguments.items()}
-    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    def check(digests: list[str]) -> None:
-        if len(set(digests)) > 1:
-            _refuse_differing(doing, all_ranks(data, doing, ranks=ranks), ranks)
+    def check(answers: list[dict[str, Any]]) -> None:
+        every = [dict(_leaves(one)) for one in answers]
+        values = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
+        differing = [f"{name} is {by_rank(texts, ranks)}" for name, texts in values.items() if len(set(texts)) > 1]
+        if differing:
+            raise ConfigError(
+                f"While {doing}, the ranks give different arguments: {listed(differing, separator='; ')}. Give the "
+                "same on every rank."
+            )
 
-    compare_at_end(digest, check) if steps else check(all_ranks(digest, doing, ranks=ranks))
-
-
-def _refuse_differing(doing: str, data: list[Any], ranks: Sequence[int] | None) -> None:
-    every = [dict(_leaves(one)) for one in data]
-    values = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
-    differing = [f"{name} is {by_rank(texts, ranks)}" for name, texts in values.items() if len(set(texts)) > 1]
-    raise ConfigError(
-        f"While {doing}, the ranks give different arguments: {listed(differing, separator='; ')}. Give the same on "
-        "every rank."
-    )
+    compare_at_end(data, check) if steps else check(all_ranks(data, doing, ranks=ranks))
 
 
-def by_rank(told: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    """Which ranks told what, for messages: "a on rank 0, b on rank 1, 2"."""
-    ranks = range(len(told)) if ranks is None else ranks
-    which = {text: [rank for rank, one in zip(ranks, told, strict=True) if one == text] for text in told}
-    return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(found)}" for text, found in which.items())
+def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
+    """Texts with the ranks that have them, for messages: "a on rank 0, b on rank 1, 2"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
+        ranks_of.setdefault(text, []).append(rank)
+    return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(some)}" for text, some in ranks_of.items())
 
 
 def _as_data(value: Any) -> Any:

@@ -37,11 +37,8 @@ def one_gloo_thread() -> Iterator[None]:
 
     By default two threads take them in turn, and each sets the name of the collective that it has completed without a
     lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). When two collectives
-    end together, the memory of the name is freed twice, and later the process dies of SIGSEGV or SIGABRT ("malloc():
-    unaligned tcache chunk detected"). Four gathers of a DTensor under way at a time lead to it within a minute. FSDP
-    waits for each collective, so that a second thread has nothing to run meanwhile.
-
-    `init_process_group` and `DeviceMesh` take no options for gloo: within the block they find a subclass of its class.
+    end together, the memory of the name is freed twice, and later the process dies ("malloc(): unaligned tcache chunk
+    detected"). `init_process_group` and `DeviceMesh` take no options for gloo: they find a subclass of its class.
     """
     usual = getattr(distributed_c10d, "ProcessGroupGloo", None)  # a torch without gloo has none
     if usual is not None:
@@ -93,9 +90,8 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     """Give a process group gloo on one thread for tensors on the CPU, if it has no backend for them, or has gloo alone
     and on several threads (see `one_gloo_thread`).
 
-    Who starts a group chooses its backends: `TrainingArguments`, and most scripts, choose NCCL alone. Then torch sends
-    objects (the plan of a DCP save, what Accelerate gathers) over NCCL and the GPU, and nothing on the CPU (counts of
-    labels, norms of offloaded gradients) can be sent at all. The group's other backends, and its time limit, stay.
+    `TrainingArguments`, and most scripts, choose NCCL alone. Then nothing on the CPU (counts of labels, norms of
+    offloaded gradients) can be sent. The group's other backends, and its time limit, stay.
 
     Every member must call. Members of a group that is given gloo connect to each other.
     """

@@ -1,15 +1,14 @@
 """How ranks know of each other: each tells the key-value store what it does, and those that wait read it.
 
-    beat    what a rank does and how far it has come, told every two seconds while it is in a call of this package, or
-            in a forward pass that takes long
+    beat    the place and the progress of a rank, set every two seconds while it is in a call of this package, or in a
+            forward pass that takes long
     pass    a forward pass of a sharded model gathers weights from all ranks of a group. Where some do not run it, the
-            others wait inside a collective, which knows nobody; so passes are counted, and their number is in the beats
+            others wait inside a collective, which knows nobody; so beats have the number of passes
 
-The store is asked by one thread, over the connection that the process group has. With one more connection per rank, all
-made in the first call, the store stands still: for each, its only thread asks the name server for the name of the
-address, and waits 5 s where a question or its answer is lost (`TCPStore` of torch 2.11 to 2.15; seen with 24 ranks and
-more on one machine). Who asks waits for the thread, not for the store: a call of torch never returns while the process
-that keeps the store is stopped.
+One thread asks the store, over the connection of the process group: with one more connection per rank, the store asks
+the name server for each, and stands still for seconds (`TCPStore` of torch 2.11 to 2.15, 24 ranks and more on one
+machine). Callers wait for the thread, not for the store: a call of torch never returns while the process that keeps the
+store is stopped.
 """
 
 import json
@@ -59,10 +58,6 @@ _passes: dict[str, int] = {}
 _latest: dict[str, Any] = {"since": 0.0, "of": ""}
 """When the latest pass began, and of which class of model."""
 
-_PASS_CURE = (
-    "A sharded model gathers its weights from all ranks: call it, generate and evaluate on every rank, equally often"
-)
-
 
 def group_of(ranks: Sequence[int]) -> str:
     """The name of a group of ranks whose passes are counted, from now on."""
@@ -81,39 +76,20 @@ def begin_pass(
         _latest.update(since=time.monotonic(), of=type(module).__name__)
 
 
-def farewell() -> str:
-    """The last word of a rank that leaves: the passes that it has begun."""
-    return json.dumps(_passes)
-
-
-def ended_before_pass(store: Any, prefix: str, ranks: Sequence[int]) -> str:
-    """A sentence on a rank that has ended without passes that this rank has begun; empty if none has."""
-    for rank in ranks:
-        if store.check([key := f"{prefix}/ended/{rank}"]):
-            run = json.loads(store.get(key))
-            for group, number in _passes.items():
-                if run.get(group, number) < number:
-                    return (
-                        f"rank {rank} has ended and run {run[group]} of the {number} forward passes of "
-                        f"{_latest['of']} that this rank has begun. {_PASS_CURE}."
-                    )
-    return ""
-
-
 # ---- this rank ----
 
 
 class StoreClient:
     """One rank's way to the store, whose operations (`get`, `set`, …) are methods of this object."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int], silent_s: float = SILENT_S) -> None:
-        self.store, self._prefix, self._rank, self._ranks, self._silent_s = store, prefix, rank, ranks, silent_s
+    def __init__(self, store: Any, key: str, silent_s: float = SILENT_S) -> None:
+        self.store, self._key, self._silent_s = store, key, silent_s
         self.places: list[Place] = []
         """Where the rank is: in a scope, within it in another, and in a round."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._unanswered: Future[Any] | None = None
         self._count, self._told_places, self._told_passes = 0, False, dict[str, int]()
-        self._next_look_s, self._is_over = 2 * _QUIET_S, False
+        self._is_over = False
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._begin()
@@ -193,13 +169,7 @@ class StoreClient:
             self._told_places, self._told_passes = bool(self.places), dict(_passes)
             beat = {"count": self._count, "at": list(self.places), "progress": progress_made(), "for": waited_for()}
             beat |= {"passes": self._told_passes, "of": _latest["of"]}
-            self.store.set(f"{self._prefix}/beat/{self._rank}", json.dumps(beat))
-        if quiet_s < _QUIET_S:
-            self._next_look_s = 2 * _QUIET_S
-        elif any(_passes.values()) and quiet_s > self._next_look_s:
-            self._next_look_s = 2 * quiet_s
-            if sentence := ended_before_pass(self.store, self._prefix, self._ranks):
-                warnings.warn(sentence, stacklevel=1)
+            self.store.set(self._key, json.dumps(beat))
 
 
 # ---- the other ranks ----
@@ -304,7 +274,8 @@ class Lookout:
             if (own := _passes.get(group, number)) < number:
                 return (
                     f"While {doing}: rank {rank} waits in forward pass {number} of {beat['of']} for rank {self._rank}, "
-                    f"which has run {own}. {_PASS_CURE}. All ranks stop."
+                    f"which has run {own}. A sharded model gathers its weights from all ranks: call it, generate and "
+                    "evaluate on every rank, equally often. All ranks stop."
                 )
         return ""
 

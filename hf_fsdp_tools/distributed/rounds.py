@@ -16,7 +16,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,8 +34,6 @@ from hf_fsdp_tools.distributed.liveness import (
     Lookout,
     StoreClient,
     different_calls,
-    ended_before_pass,
-    farewell,
     processes_in_sight,
 )
 from hf_fsdp_tools.errors import ConfigError, RanksError
@@ -45,9 +43,8 @@ GIVE_UP_S = 600.0
 file server takes to fail over (assumed)."""
 
 _LOOK_S = 1.0
-"""Between two looks at the other ranks of the first two that wait, and before the first: most rounds are over by then.
-Ranks that come later look less often, in case those two have ended; if all did so each second, the store would be asked
-N times for N ranks."""
+"""Between two looks of the first two ranks that wait at the others; later ones look less often, in case those two have
+ended."""
 
 _POLL_S = (0.0002, 0.05)
 """Between two looks at the store: at first, and at most on up to 100 ranks. More ranks look less often."""
@@ -109,8 +106,8 @@ def patience_of_at_least(seconds: float) -> AbstractContextManager[None]:
 
 def _limits_s() -> tuple[float, float]:
     """How long a rank may make no progress in a call of this package, and how long it may be in none."""
-    if (asked := _patience_s.get()) is not None:
-        return asked, asked
+    if (seconds := _patience_s.get()) is not None:
+        return seconds, seconds
     return GIVE_UP_S, max(GIVE_UP_S, timeout_of().total_seconds())
 
 
@@ -147,32 +144,18 @@ class Rounds:
             store.set(f"{self._prefix}/who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
         self._scopes = [Scope(self._prefix, "")]  # the first one holds all others, and nobody fails in it
         self._left: list[str] = []  # the last round to which all ranks have come, and those that were given up since
-        self._store = StoreClient(store, self._prefix, rank, ranks, silent_s)
+        self._store = StoreClient(store, f"{self._prefix}/beat/{rank}", silent_s)
 
-    def goodbye(self) -> Callable[[], None]:
-        """A function that tells those that wait for this rank that its group or its script is over."""
-        client, store, key = self._store, self._store.store, f"{self._prefix}/ended/{self.rank}"
-
-        def say() -> None:
-            usual = store.timeout
-            store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
-            with suppress(RuntimeError):  # the store is gone: nobody waits
-                client.set(key, farewell())
-                self.wait_for_readers()
-            store.set_timeout(usual)
-            self.stop()
-
-        return say
-
-    def stop(self) -> None:
-        """Part from the store when no call is under way: its group is over."""
+    def leave(self) -> None:
+        """Tell those that wait for this rank that its group or its script is over, and part from the store."""
+        store = self._store.store
+        usual = store.timeout
+        store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
+        with suppress(RuntimeError):  # the store is gone: nobody waits
+            self._store.set(f"{self._prefix}/ended/{self.rank}", b"")
+            self.wait_for_readers()
+        store.set_timeout(usual)
         self._store.stop()
-
-    def explain(self, error: BaseException) -> None:
-        """Add to the error of a forward pass which ranks have ended without it, if any."""
-        with suppress(RuntimeError):  # the store is gone, too
-            if sentence := ended_before_pass(self._store, self._prefix, self.ranks):
-                error.add_note(sentence)
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
@@ -251,7 +234,7 @@ class Rounds:
                     break
                 time.sleep(_POLL_S[1] / 10)
 
-    def _failed(self, scopes: Iterable[Scope]) -> Scope | None:
+    def _failed(self, scopes: list[Scope]) -> Scope | None:
         """The first of some scopes in which a rank has failed."""
         return next((scope for scope in scopes if self._store.check([f"{scope.path}/failed"])), None)
 
@@ -319,8 +302,8 @@ def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
     of_group = _made.setdefault(dist.group.WORLD, {})
     if members not in of_group:
         of_group[members] = Rounds(_get_default_store(), dist.get_rank(), members)
-        goodbye = finalize(dist.group.WORLD, of_group[members].goodbye())
-        Finalize(None, goodbye, exitpriority=0)  # processes of `multiprocessing` run no other functions at their end
+        leave = finalize(dist.group.WORLD, of_group[members].leave)
+        Finalize(None, leave, exitpriority=0)  # processes of `multiprocessing` run no other functions at their end
     return of_group[members]
 
 
@@ -340,7 +323,7 @@ def rounds_apart() -> Rounds | None:
     of_group, ranks = _made[dist.group.WORLD], tuple(range(dist.get_world_size()))
     if "apart" not in of_group:
         of_group["apart"] = Rounds(_get_default_store(), dist.get_rank(), ranks, name="apart")
-        finalize(dist.group.WORLD, of_group["apart"].stop)
+        finalize(dist.group.WORLD, of_group["apart"]._store.stop)
     return of_group["apart"]
 
 

@@ -1,8 +1,4 @@
-"""Warn of storage that does not answer, with file, position and seconds waited.
-
-A system call that hangs on a network file system cannot be ended from here, and all ranks wait for the slowest one. The
-warning of the rank that hangs names the file, and so the mount to look at.
-"""
+"""Warn of storage that does not answer, with file, position and seconds: a system call that hangs cannot be ended."""
 
 import threading
 import time
@@ -55,25 +51,19 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
 def progress_made() -> int:
     """A number that moves while this process reads, writes or downloads; to be asked by one and the same thread.
 
-    Watched blocks that it has completed, and each MiB that it has read or written by any library's code, where the
-    system counts them (Linux). What the calling thread reads and writes does not count, nor what a `TCPStore` in this
-    process answers the other ranks.
+    It counts watched blocks that are over and, on Linux, each MiB that was read or written by any code but the calling
+    thread and a `TCPStore` that serves other ranks.
     """
     moved = _bytes_moved("/proc/self")
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
-            if int(task.name) == get_native_id() or (task / "comm").read_text().startswith(_STORE):
+            if int(task.name) == get_native_id() or (task / "comm").read_text().startswith("pt_tcpstore"):
                 moved -= _bytes_moved(str(task))
     return _done + moved // 2**20
 
 
-_STORE = "pt_tcpstore"
-"""How the threads of torch's `TCPStore` that serve are called."""
-
-
 def _bytes_moved(process: str) -> int:
-    """Bytes of reads and writes of a process or thread so far, files in memory included; 0 where the system does not
-    say."""
+    """Bytes that a process or thread has read and written so far; 0 where the system does not say."""
     try:
         lines = Path(process, "io").read_text().splitlines()
     except OSError:

@@ -12,7 +12,7 @@ which decides between free blocks of the same size only.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free
 
@@ -31,28 +31,26 @@ class OutOfMemory(Exception):
     """The device has no room for a block, also after all cached segments were given back."""
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A part of a segment, in use or free."""
 
-    __slots__ = ("address", "before", "behind", "in_use", "pool", "size")
+    address: int
+    size: int
+    pool: "_Pool"
+    before: "_Block | None" = None
+    behind: "_Block | None" = None
+    in_use: bool = False
 
-    def __init__(self, address: int, size: int, pool: "_Pool") -> None:
-        self.address, self.size, self.pool = address, size, pool
-        self.before: _Block | None = None
-        self.behind: _Block | None = None
-        self.in_use = False
 
-
+@dataclass(slots=True, eq=False)
 class _Pool:
     """The blocks of one stream that are small, or those that are large."""
 
-    __slots__ = ("free", "is_small", "last", "least_rest")
-
-    def __init__(self, *, is_small: bool, least_rest: int) -> None:
-        self.is_small = is_small
-        self.least_rest = least_rest  # Bytes that a block must be longer than a request to be split
-        self.free: list[tuple[int, int, _Block]] = []  # Size, address and the block itself of the free blocks, sorted
-        self.last: _Block | None = None  # Of an expandable segment: the block at its end
+    is_small: bool
+    least_rest: int  # Bytes that a block must be longer than a request to be split
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # with size and address, sorted by these
+    last: _Block | None = None  # The block at the end of an expandable segment
 
     def add(self, block: _Block) -> None:
         insort(self.free, (block.size, block.address, block))
@@ -85,7 +83,7 @@ class CachingAllocator:
         is_small = size <= _SMALL
         if (pool := self._pools.get((stream, is_small))) is None:
             least = _UNIT if is_small or self._expandable else _SMALL + _UNIT
-            pool = self._pools[stream, is_small] = _Pool(is_small=is_small, least_rest=least)
+            pool = self._pools[stream, is_small] = _Pool(is_small, least)
         block = pool.take_best(size)
         if block is None:
             block = self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
@@ -115,11 +113,8 @@ class CachingAllocator:
         pool.add(block)
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
-        if pool.is_small:
-            wanted = _SMALL_SEGMENT
-        elif size < _LARGE:
-            wanted = _LARGE_SEGMENT
-        else:
+        wanted = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+        if size >= _LARGE:
             wanted = -(-size // _LARGE_UNIT) * _LARGE_UNIT
         self._reserve(wanted)
         block = _Block(self._top, wanted, pool)
@@ -211,14 +206,10 @@ class Replay:
         return max(self.reserved, default=0)
 
 
-def replay(*parts: Iterable[Event], limit: int | None = None, expandable: bool = False) -> Replay:
+def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool = False) -> Replay:
     """Run lists of events through an allocator one after the other; the last list is what the result speaks of.
 
-    Args:
-        parts: what was allocated before, for example when the model was made and in the first step; then the events in
-            question. A block may be freed in a later list than it was allocated in.
-        limit: as in `CachingAllocator`.
-        expandable: as in `CachingAllocator`.
+    A block may be freed in a later list than it was allocated in, such as that of the making of the model.
     """
     allocator = CachingAllocator(limit, expandable=expandable)
     held: dict[int, _Block] = {}
@@ -227,7 +218,7 @@ def replay(*parts: Iterable[Event], limit: int | None = None, expandable: bool =
     retried: list[tuple[int, int]] = []
     full_at = None
     before: tuple[Iterable[Event], _FreeBlocks] | None = None
-    for events in parts:
+    for events in lists:
         now = (events, allocator.free_blocks)
         if before is not None and before[0] is events and before[1] == now[1]:
             continue  # the same events met the same free blocks: they do again what they did

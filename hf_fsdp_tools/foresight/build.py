@@ -31,13 +31,13 @@ def build(
 
     Any rank may call; nothing is communicated.
     """
-    given = name_or_model if isinstance(name_or_model, nn.Module) else None
-    model = _built(name_or_model, setup, model_kwargs) if given is None else given
+    own = name_or_model if isinstance(name_or_model, nn.Module) else None
+    model = _built(name_or_model, setup, model_kwargs) if own is None else own
     if setup.freeze_vision_tower:
-        model = model if given is None else _on_meta(model)
+        model = model if own is None else _on_meta(model)
         _image_encoder(model).requires_grad_(False)
     if setup.lora_r is not None and not is_adapted(model):
-        model = model if given is None else _on_meta(model)
+        model = model if own is None else _on_meta(model)
         targets = setup.lora_target_modules
         names = targets if isinstance(targets, str) else list(targets)
         model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)

@@ -52,7 +52,6 @@ class Alloc:
     num_bytes: int
     """As requested, before an allocator rounds it."""
     kind: Kind
-    """What it is for."""
     unit: str
     """The plan's unit in which it is taken: fqn of the unit's first module, "" for the root."""
     stream: Stream = "compute"
@@ -66,7 +65,6 @@ class Free:
     """Memory that is given back."""
 
     block: int
-    """As in its `Alloc`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +72,14 @@ class Work:
     """A kernel, a copy or a collective."""
 
     operation: Operation
-    """What bounds it."""
     flops: float
     """Floating-point operations; a multiplication and an addition count two. 0 for copies and collectives."""
     num_bytes: float
     """Bytes that it reads and writes in the GPU's memory; of a collective: the bytes of the whole tensor, gathered or
     before it is reduced; of a copy to or from the host: the bytes that cross the link."""
     unit: str
-    """As in `Alloc`."""
     phase: Phase
-    """The part of the step."""
     stream: Stream = "compute"
-    """The stream that runs it."""
     dtype_bytes: int = 2
     """Bytes of an element of its inputs: which rate of the matrix units counts."""
     again: bool = False
@@ -119,7 +113,6 @@ class Gradient:
     parameter: str
     """Fqn of the parameter; of a tied one the first of its names."""
     block: int
-    """The memory that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,6 @@ class Record:
     """A CUDA event is recorded on a stream."""
 
     event: int
-    """Its number in this list of events."""
     stream: Stream
     """The stream whose earlier work it stands for."""
 
@@ -137,9 +129,7 @@ class Wait:
     """A stream, or the host, waits for a recorded event."""
 
     event: int
-    """As in its `Record`."""
     stream: Stream | Literal["host"]
-    """Who waits."""
 
 
 Event = Alloc | Free | Work | Mark | Gradient | Record | Wait

@@ -13,18 +13,15 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES
-from hf_fsdp_tools.foresight.streams import Bar, Schedule, make_schedule
-from hf_fsdp_tools.foresight.timeline import Timeline, extremes
+from hf_fsdp_tools.foresight.timeline import Bar, Schedule, Timeline, extremes, make_schedule
 
 _LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
 """`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
-
-_BETWEEN = "between two units of a forward pass"
 
 _Record = Mapping[str, Any]
 
@@ -37,44 +34,28 @@ class _Host:
         for record in records:
             start, end = record["ts"], record["ts"] + record.get("dur", 0.0)
             label, unit = _label(record)
-            if label == "pre_forward":
-                changes.append((start, "forward", unit))
+            if label in ("pre_forward", "pre_backward"):
+                changes.append((start, label.removeprefix("pre_"), unit))
             elif label == "post_forward":
-                changes.append((end, _BETWEEN if unit else "loss", ""))
-            elif label == "pre_backward":
-                changes.append((start, "backward", unit))
+                changes.append((end, "after a unit" if unit else "loss", ""))
             elif label == "root_post_backward_callback":
                 changes.append((end, "clip", ""))
             elif record["name"].startswith("Optimizer.step#"):
                 changes.append((start, "optimizer", ""))
-        changes = _resolved(sorted(changes, key=lambda change: change[0]))
-        if not any(phase == "backward" for _, phase, _ in changes):
-            changes = sorted([*changes, *_without_units(records)], key=lambda change: change[0])
+        if not any(phase == "backward" for _, phase, _ in changes):  # a model without FSDP
+            times = [r["ts"] for r in records if r["name"].startswith("autograd::engine::evaluate_function")]
+            changes += [(min(times), "backward", ""), (max(times), "clip", "")] if times else []
+        changes.sort(key=lambda change: change[0])
+        for at, (time, phase, _) in enumerate(changes):
+            if phase == "after a unit":  # after the last one comes the loss, which transformers' models compute
+                is_last = at + 1 < len(changes) and changes[at + 1][1] in ("loss", "backward")
+                changes[at] = (time, "loss" if is_last else "forward", "")
         self._changes = changes
         self._times = [time for time, _, _ in changes]
 
     def at(self, time: float) -> tuple[str, str]:
-        """Phase and unit."""
         i = bisect_right(self._times, time) - 1
         return self._changes[i][1:] if i >= 0 else ("forward", "")
-
-
-def _resolved(changes: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """What comes after the last unit of a forward pass is the loss, which transformers' models compute themselves."""
-    result = []
-    for (time, phase, unit), (_, following, _) in pairwise([*changes, (0.0, "", "")]):
-        if phase == _BETWEEN:
-            phase = "loss" if following in ("loss", "backward") else "forward"
-        result.append((time, phase, unit))
-    return result
-
-
-def _without_units(records: Sequence[_Record]) -> Iterator[tuple[float, str, str]]:
-    """Yield where the backward pass of a model without FSDP begins and ends."""
-    times = [r["ts"] for r in records if r["name"].startswith("autograd::engine::evaluate_function")]
-    if times:
-        yield min(times), "backward", ""
-        yield max(times), "clip", ""
 
 
 def _label(record: _Record) -> tuple[str, str]:
@@ -85,8 +66,8 @@ def _label(record: _Record) -> tuple[str, str]:
 
 def _records(trace: _Record) -> list[_Record]:
     """The records of a trace that have a time, in the order in which they begin, labels of GPU streams left out."""
-    found = trace.get("traceEvents", ())
-    kept = [r for r in found if r.get("ph") in ("X", "i") and "ts" in r and r.get("cat") != "gpu_user_annotation"]
+    events = trace.get("traceEvents", ())
+    kept = [r for r in events if r.get("ph") in ("X", "i") and "ts" in r and r.get("cat") != "gpu_user_annotation"]
     if not kept:
         raise ConfigError("The profile of the step is empty. Run one whole training step while it is recorded.")
     return sorted(kept, key=lambda record: record["ts"])
@@ -122,18 +103,17 @@ def read_memory(trace: _Record, *, resident_bytes: int = 0) -> Timeline:
 
 
 def read_schedule(trace: _Record) -> Schedule:
-    """When the recorded step computed and communicated: streams of a GPU, or the host's operations and gloo's
-    threads.
-    """
+    """When the recorded step computed and communicated: streams of a GPU, or the host and gloo's threads."""
     records = _records(trace)
     host, began = _Host(records), records[0]["ts"]
-    on_gpu = any(record.get("cat") == "kernel" for record in records)
-    bars = list(_gpu_bars(records, host) if on_gpu else _cpu_bars(records, host))
-    bars += _frees(records, host)
-    moved = (
-        Bar(b.track, b.operation, b.unit, b.phase, (b.start_s - began) / 1e6, (b.end_s - began) / 1e6) for b in bars
+    read = _gpu_bars if any(record.get("cat") == "kernel" for record in records) else _cpu_bars
+    return make_schedule(
+        "measured",
+        (
+            replace(bar, start_s=(bar.start_s - began) / 1e6, end_s=(bar.end_s - began) / 1e6)
+            for bar in (*read(records, host), *_frees(records, host))
+        ),
     )
-    return make_schedule("measured", moved)
 
 
 def _gpu_bars(records: Sequence[_Record], host: _Host) -> Iterator[Bar]:

@@ -30,8 +30,8 @@ class Alternative:
     @property
     def short(self) -> str:
         """As `str()`, for a line that names the field."""
-        (_, value), *others = self.changes.items()
-        also = f" ({', '.join(setting_words(*change) for change in others)})" if others else ""
+        (_, value), *more = (*self.changes.items(),)
+        also = f" ({', '.join(setting_words(*change) for change in more)})" if more else ""
         return f"{_value_words(value)}{also}: {self.verdict}"
 
 
@@ -42,7 +42,7 @@ class Choice:
     field: str
     """Name in `TrainingSetup`."""
     value: Any
-    given: bool
+    fixed: bool
     """Whether the user has fixed it."""
     rejected: tuple[Alternative, ...] = ()
     """Other values, where there are any to choose from."""
@@ -50,7 +50,7 @@ class Choice:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why, in one line per rejected value."""
-        if self.given:
+        if self.fixed:
             return ("as given",)
         return tuple(other.short for other in self.rejected) or ("nothing else to choose from",)
 
@@ -65,8 +65,8 @@ class Recommendation:
     """The fastest setting that fits, and what speaks for it.
 
     Example:
-        >>> found = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
-        >>> isinstance(found, Recommendation), found.global_batch_size
+        >>> best = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
+        >>> isinstance(best, Recommendation), best.global_batch_size
         (True, 4)
     """
 
@@ -127,7 +127,6 @@ class Recommendation:
         )
 
     def figures(self) -> list[str]:
-        """Lines of memory and speed."""
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
         reserve = f"at least {percent(self.margin)} for what estimates cannot know"
         lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({reserve})"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from operator import le
 from typing import Any, Literal, NamedTuple
 
 from hf_fsdp_tools.errors import ConfigError
@@ -97,7 +98,6 @@ class Space:
         return sum(len(family) for offload in self.values["offload"] for family in self.families(offload))
 
     def setup(self, point: Point) -> TrainingSetup:
-        """The setting at a point."""
         return replace(self.base, gradient_accumulation_steps=self.accumulation[point.batch_size], **point._asdict())
 
     def leanest(self, offload: bool | None = None) -> Point:
@@ -178,14 +178,13 @@ class Search:
         self._evaluate = evaluate
 
     def cost(self, point: Point) -> Cost:
-        """The price of a point."""
         if point not in self.costs:
             self.costs[point] = self._evaluate(self.space.setup(point))
         return self.costs[point]
 
     def fits(self, point: Point) -> bool:
         """Whether a point stays below the limit, by its price or by that of another point."""
-        if point not in self.costs and any(self._exceeds(one) and _needs_more(point, one) for one in self.costs):
+        if point not in self.costs and any(self._exceeds(one) and _is_leaner(one, point) for one in self.costs):
             return False
         return self.cost(point).num_bytes <= self.limit_bytes
 
@@ -266,13 +265,13 @@ class Search:
         return last[1] * (1 + GAIN) if len(last) == 2 and last[1] < last[0] * (1 + GAIN) else inf
 
 
-def _needs_more(point: Point, other: Point) -> bool:
-    """Whether a point needs at least the memory of another one, whatever the model."""
-    grows = point.batch_size >= other.batch_size and point.dp_replicate_size >= other.dp_replicate_size
-    return grows and all(mine <= its for mine, its in zip(point[1:5], other[1:5], strict=True))
+def _is_leaner(one: Point, point: Point) -> bool:
+    """Whether a point needs at most the memory of another one, whatever the model."""
+    grows = point.batch_size >= one.batch_size and point.dp_replicate_size >= one.dp_replicate_size
+    return grows and all(map(le, point[1:5], one[1:5]))
 
 
 def _is_as_fast(one: Point, point: Point) -> bool:
     """Whether a point is at least as fast as another one, whatever the model."""
     alike = one.batch_size >= point.batch_size and one.dp_replicate_size == point.dp_replicate_size
-    return alike and one != point and all(mine <= its for mine, its in zip(one[1:5], point[1:5], strict=True))
+    return alike and one != point and all(map(le, one[1:5], point[1:5]))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
@@ -11,16 +11,6 @@ from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
 _MOST_GPUS = 2**20  # More than any cluster has. (assumed)
-
-_COUNTS = (
-    "num_gpus",
-    "gpus_per_node",
-    "dp_replicate_size",
-    "batch_size",
-    "seq_len",
-    "gradient_accumulation_steps",
-    "checkpoint_every",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +99,21 @@ class TrainingSetup:
     """transformers' name of the attention kernels."""
 
     @classmethod
-    def of(cls, setup: "TrainingSetup | None" = None, /, **given: Any) -> "TrainingSetup":
-        """A setup, or the default one, with the values by name that a user gave.
-
-        Raises:
-            ConfigError: a name is unknown, or as the class itself.
-        """
+    def of(cls, setup: "TrainingSetup | None" = None, /, **values: Any) -> "TrainingSetup":
+        """A setup, or the default one, with other values of some fields."""
         known = {each.name for each in fields(cls)}
-        for name in given.keys() - known:
+        for name in values.keys() - known:
             raise ConfigError(f"A training has no setting {name!r}{did_you_mean(name, known)}")
-        return cls(**given) if setup is None else replace(setup, **given)
+        return cls(**values) if setup is None else replace(setup, **values)
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, *(["lora_r"] if self.lora_r is not None else [])):
-            if not isinstance(count := getattr(self, name), int) or count < 1:
-                raise ConfigError(f"{name} is {count!r}; it must be a whole number, at least 1.")
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            is_count = hint is int or (name == "lora_r" and value is not None)
+            if is_count and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1.")
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ConfigError(f"{name} is {value!r}; use {', '.join(filter(None, get_args(hint)))}.")
         object.__setattr__(self, "policy", as_policy(self.policy) or HybridPolicy())
         if self.images is not None and self.images < 0:
             raise ConfigError(f"images is {self.images}; use 0 for text alone, or how many images a sequence has.")
@@ -132,10 +122,6 @@ class TrainingSetup:
                 raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
-        hints = get_type_hints(type(self))
-        for name in ("precision", "master_dtype", "reduce_dtype", "wrapping", "loss", "attn_implementation"):
-            if getattr(self, name) not in (allowed := get_args(hints[name])):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; use {', '.join(filter(None, allowed))}.")
         if self.num_gpus > _MOST_GPUS:
             raise ConfigError(f"num_gpus is {self.num_gpus:,}; no cluster has more than {_MOST_GPUS:,}.")
         if self.wrapping == "none" and self.offload:

@@ -144,12 +144,10 @@ class ThroughputEstimate:
 
     def __str__(self) -> str:
         setup = self.setup
-        where = ""
+        step, lines = _show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
         if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
             network = node_network(setup, self.gpu) * 8 / 1e9
-            where = f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
-        step = _show_seconds(self.step_seconds)
-        lines = [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}{where}"]
+            lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         if self.range is None or self.trainer_range is None:
             lines.append(f"  tokens/s are not foreseen: no published training on {self.gpu.title} is known")
             lines.append(f"  {step} per step with the shares of the peaks that stand below, to compare settings:")

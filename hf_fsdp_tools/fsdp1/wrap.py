@@ -22,6 +22,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch
 from hf_fsdp_tools.modeling.initialize import initialize_missing
+from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.hooks import cast_inputs
@@ -202,14 +203,11 @@ def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callab
     def give_storage(module: nn.Module) -> None:
         if policy.begins_unit(module):  # FSDP1 asks for a unit's own module first, and ties never leave a unit
             made.clear()  # otherwise whole tensors would stay alive here after they are sharded
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for store in stores:
-            for name, tensor in store.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        made[tensor] = with_storage(tensor, device=device)
-                        made[tensor].data = made[tensor].data.contiguous()  # flat parameters know row-major order only
-                    store[name] = made[tensor]
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_meta and tensor not in made:
+                made[tensor] = with_storage(tensor, device=device)
+                made[tensor].data = made[tensor].data.contiguous()  # flat parameters know row-major order only
+        swap(module, made)
 
     return give_storage
 
@@ -217,12 +215,10 @@ def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callab
 def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch.device) -> list[nn.Parameter]:
     """Move the parameters that FSDP1 ignores to the device, and give them; before FSDP1 notes their identities."""
     for parameter in policy.ignored_states:
-        if not parameter.is_meta:
+        if parameter.is_meta:
+            swap(model, {parameter: with_storage(parameter, device=device)})
+        else:
             parameter.data = parameter.data.to(device)
-            continue
-        placed: Any = with_storage(parameter, device=device)
-        for module in model.modules():
-            module._parameters.update({n: placed for n, other in module._parameters.items() if other is parameter})
     return policy.ignored_states
 
 

@@ -12,12 +12,11 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, let_generate
 from hf_fsdp_tools.integrations.accelerator_state import (
     check_state,
     files_of,
@@ -36,9 +35,9 @@ from hf_fsdp_tools.integrations.model import (
     refuse_parts,
     shard_in_place,
 )
-from hf_fsdp_tools.integrations.replacement import former_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
-from hf_fsdp_tools.integrations.states import saveable
+from hf_fsdp_tools.integrations.states import former_of
+from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
@@ -81,9 +80,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
             prepared = super().prepare_model(model, device_placement, evaluation_mode)
-            if isinstance(prepared, FullyShardedDataParallel):
-                let_generate(prepared)
-                cast_where_computed(prepared)
+            finish_preparing(prepared)
             return prepared
         _take_up_model(self, model, [])
         return model
@@ -105,8 +102,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return clip_norm(given, max_norm, norm_type, self.device)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return clip_norm(tensors, max_norm, norm_type, self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, each shard by its own rank; nothing is communicated."""
@@ -175,8 +172,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         with agreed("opening the saved state", folder):
             if input_dir is None or not folder.is_dir():
                 former = former_of(folder.resolve())
-                there = former.is_dir()
-                cure = f"Rename {str(former)!r}, where a save that was cut off left it" if there else "Give another"
+                has_former = former.is_dir()
+                cure = (
+                    f"Rename {str(former)!r}, where a save that was cut off left it" if has_former else "Give another"
+                )
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
         with ExitStack() as stack:
@@ -339,7 +338,7 @@ class ShardedScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = {}
+        by_device: dict[torch.device, torch.Tensor] = {}
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         for kind in by_kind(held):
             part: Any = SimpleNamespace(param_groups=[{"params": kind}])
@@ -347,8 +346,8 @@ class ShardedScaler(torch.amp.GradScaler):
             # torch itself copies to the device of the gradients without waiting; to the CPU, one has to wait.
             ours = super()._unscale_grads_(part, inv_scale.to(here), found_inf.to(here, copy=True), allow_fp16)
             for device, infinite in ours.items():
-                found[device] = torch.maximum(found[device], infinite) if device in found else infinite
-        return found
+                by_device[device] = torch.maximum(by_device[device], infinite) if device in by_device else infinite
+        return by_device
 
 
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:

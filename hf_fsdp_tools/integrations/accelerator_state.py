@@ -10,13 +10,12 @@ from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
-from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.resume import check_parts, using_format
-from hf_fsdp_tools.integrations.states import StateSave, saving_state
+from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint, remove_leftovers, saving_state
+from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 
@@ -51,9 +50,9 @@ def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
             "model, so that nobody could say what their saved state is of. Prepare their model too."
         )
     several = [model for model, part in zip(models, owned, strict=True) if part]
-    if any(FullyShardedDataParallel.fsdp_modules(model) for model in several):
+    if any(map(is_version1, several)):
         raise ConfigError(
-            "FSDP1 cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
+            "Version 1 of FSDP cannot save an optimizer of several models. Make one optimizer for each, or use FSDP2."
         )
     return nn.ModuleList(several)
 
@@ -88,11 +87,11 @@ def write_state(accelerator: Any, state: StateSave) -> None:
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
     kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
-    for name, whole in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
+    for name, file in (files_of(kind, i) for kind, count in kinds.items() for i in range(count)):
         if "SHARDED" in str(plugin.state_dict_type):
             state.needed.append(f"{name}/{METADATA}")
         elif "FULL" in str(plugin.state_dict_type):
-            state.needed.append(whole)
+            state.needed.append(file)
 
 
 def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
@@ -112,10 +111,7 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
         return
     kind, name = ("model", FSDP_MODEL_NAME) if optimizer is None else ("optimizer", OPTIMIZER_NAME)
     if plugin.fsdp_version == 1:  # by collectives
-        configs = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
-        with FullyShardedDataParallel.state_dict_type(model, *configs):
-            fsdp1 = FullyShardedDataParallel
-            values = model.state_dict() if optimizer is None else fsdp1.optim_state_dict(model, optimizer)
+        values = sharded_state(plugin, model, optimizer)
     folder = state.staging / f"{name}_{index}"
     with agreed(doing, folder), storage_errors("save to", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +152,8 @@ def save_state(
 
 def numbered_states(folder: Path) -> list[Path]:
     """The states that Accelerate named automatically, oldest first."""
-    found = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
+    states = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(states, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:
@@ -168,23 +164,23 @@ def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> se
     random_states = f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
 
     def absent_parts() -> Iterator[tuple[str, str]]:
-        there = {path.name for path in folder.iterdir()}
-        local = any("_rank" in name for name in there)  # LOCAL_STATE_DICT, in which each rank has its files
+        names_of_files = {path.name for path in folder.iterdir()}
+        is_local = any("_rank" in name for name in names_of_files)  # LOCAL_STATE_DICT, in which each rank has its files
         models = [files_of(FSDP_MODEL_NAME, i) for i in range(len(accelerator._models))]
-        if lost := [names for names in models if not local and not there.intersection(names)]:
+        if lost := [names for names in models if not is_local and not names_of_files.intersection(names)]:
             raise CheckpointError(
                 f"{str(folder)!r} holds {len(models) - len(lost)} of the {len(models)} models that are prepared now: "
                 f"{' or '.join(lost[0])} is absent. Prepare what was prepared when it was saved, or use another folder."
             )
         for i in range(len(accelerator._optimizers)):
-            if not there.intersection(names := files_of(OPTIMIZER_NAME, i)):
+            if not names_of_files.intersection(names := files_of(OPTIMIZER_NAME, i)):
                 yield names[0], "an optimizer"
         for i in range(len(accelerator._schedulers)):
-            if (name := files_of(SCHEDULER_NAME, i)[1]) not in there:
+            if (name := files_of(SCHEDULER_NAME, i)[1]) not in names_of_files:
                 yield name, "a scheduler"
-        if accelerator.scaler is not None and SCALER_NAME not in there:
+        if accelerator.scaler is not None and SCALER_NAME not in names_of_files:
             yield SCALER_NAME, "the loss scale"
-        if random_states not in there:
+        if random_states not in names_of_files:
             yield random_states, "random states"
 
     rest = (f"{OPTIMIZER_NAME}*", f"{SCHEDULER_NAME}*", SCALER_NAME, f"{RNG_STATE_NAME}_*")

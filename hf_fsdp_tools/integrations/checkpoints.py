@@ -13,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.integrations.replacement import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.resume import check_parts, damage_of
+from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import first_line, listed, quoted
@@ -96,15 +96,15 @@ def _problem_of_state(folder: Path, args: Any = None) -> str:
     if not file.is_file() or not file.stat().st_size:
         return f"has no readable {TRAINER_STATE_NAME}: it is no checkpoint, or saving it was interrupted"
     try:
-        said = read_json_object(file)
+        values = read_json_object(file)
     except CheckpointError as error:
         return f"has a damaged {TRAINER_STATE_NAME} ({first_line(error)})"
     for key, kinds in _KINDS_IN_STATE.items():
-        value = said.get(key, None if key == "global_step" else kinds[0]())
+        value = values.get(key, None if key == "global_step" else kinds[0]())
         is_needed = args is not None and getattr(args, key.replace("_steps", "_strategy"), None) == "steps"
-        is_wrong = type(value) not in kinds or (is_needed and key in said and value <= 0)
+        is_wrong = type(value) not in kinds or (is_needed and key in values and value <= 0)
         if is_wrong or (isinstance(value, list) and not all(isinstance(each, dict) for each in value)):
-            return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(said.get(key))})"
+            return f"has a damaged {TRAINER_STATE_NAME} ({key} is {quoted(values.get(key))})"
     try:
         TrainerState.load_from_json(str(file))
     except (TypeError, AttributeError) as error:
@@ -144,13 +144,13 @@ def weights_in(folder: Path) -> list[str]:
 
 def _check_weights(folder: Path) -> None:
     """Refuse a folder without weights, and adapters that cannot be opened, which PEFT reads on each rank by itself."""
-    found = weights_in(folder)
-    if not found:
+    files = weights_in(folder)
+    if not files:
         raise CheckpointError(
             f"{str(folder)!r} holds no weights ({WEIGHTS}, {WEIGHTS_INDEX} and its shards, or an adapter's). Use "
             "another checkpoint."
         )
-    for file in (folder / name for name in found if name.endswith("adapter_model.safetensors")):
+    for file in (folder / name for name in files if name.endswith("adapter_model.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass
@@ -182,16 +182,16 @@ def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Colle
     if limit is None or limit <= 0:
         return
     named = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
-    found = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
-    folders = [path for path in found if named.fullmatch(path.name)]
+    by_age = [Path(path) for path in sort_checkpoints(str(latest.parent), use_mtime=True)]
+    folders = [path for path in by_age if named.fullmatch(path.name)]
     interrupted = [path for path in folders if not (path / TRAINER_STATE_NAME).is_file()]
-    others = [path for path in folders if path.name != latest.name and path not in interrupted]
-    kept = {path for path in others if best is not None and path.resolve() == Path(best).resolve()}
-    too_many = max(0, len(others) + 1 - max(limit, 1 + len(kept)))
+    older_ones = [path for path in folders if path.name != latest.name and path not in interrupted]
+    kept = {path for path in older_ones if best is not None and path.resolve() == Path(best).resolve()}
+    too_many = max(0, len(older_ones) + 1 - max(limit, 1 + len(kept)))
     older = {path.name for path in folders[: [path.name for path in folders].index(latest.name)]}
     for path in interrupted:
         if path.name in older:
             remove_checkpoint(path)
-    for path in [path for path in others if path not in kept][:too_many]:
+    for path in [path for path in older_ones if path not in kept][:too_many]:
         if path.resolve() not in {each.resolve() for each in uploaded}:
             remove_checkpoint(path)

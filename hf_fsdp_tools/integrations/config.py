@@ -4,7 +4,7 @@
     FSDPConfig.for_machine()      ->  a config that fits this machine, and the reasons
     .to_accelerate_yaml()         ->  text for `accelerate launch --config_file`
     FSDPConfig.check_file(path)   ->  findings about a file
-    .translate_file(path)         ->  the meaning here of a file of FSDP1, DDP or DeepSpeed
+    .translate_file(path)         ->  the meaning here of an older file, of DDP or DeepSpeed
 
 Its fields are the table of all settings too: an `fsdp_*` key is one field with `metadata=_key(…)`, and is then written,
 checked, translated, and known as a variable and as a key of `TrainingArguments.fsdp_config`. The names are those of
@@ -80,7 +80,7 @@ class FSDPConfig:
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP): each copy is sharded over `num_processes / dp_replicate_size` processes."""
     fsdp_version: Literal[2] = field(default=2, metadata=_key(int, name="version", argument="fsdp_version"))
-    """2 is `fully_shard`; a run of FSDP1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
+    """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
     reshard_after_forward: bool = field(default=True, metadata=_key())
     """Free a unit's weights after its forward (less memory); False keeps them for its backward (less traffic)."""
     offload_params: bool = field(
@@ -184,8 +184,8 @@ class FSDPConfig:
     def translate_file(path: str | os.PathLike[str]) -> "Translation":
         """The meaning of a user's own file: fields of this class, arguments of the Trainer, a sentence for each key.
 
-        Reads files of `accelerate launch` for FSDP1, FSDP2, DDP and DeepSpeed (with the JSON that they point to), and
-        DeepSpeed's JSON alone. Starts and communicates nothing. Imports Accelerate, for its own list of general keys.
+        Reads files of `accelerate launch` for FSDP, DDP and DeepSpeed (with the JSON that they point to), and the JSON
+        of DeepSpeed alone. Starts and communicates nothing. Imports Accelerate, for its own list of general keys.
 
         Raises:
             ConfigError: the file cannot be read, or asks for a thing that has no meaning here.
@@ -208,15 +208,15 @@ SETTINGS = (
     *rows_of(FSDPConfig),
     launched("sharding_strategy"),
     launched("activation_checkpointing_offload", bool),
-    launched("backward_prefetch", get_args(BackwardPrefetch), is_fsdp1=True, fsdp2="BACKWARD_PRE"),
-    launched("forward_prefetch", bool, is_fsdp1=True, fsdp2=False),
-    launched("sync_module_states", bool, is_fsdp1=True, fsdp2=True),
-    launched("use_orig_params", bool, is_fsdp1=True, fsdp2=True),
+    launched("backward_prefetch", get_args(BackwardPrefetch), is_old=True, fsdp2="BACKWARD_PRE"),
+    launched("forward_prefetch", bool, is_old=True, fsdp2=False),
+    launched("sync_module_states", bool, is_old=True, fsdp2=True),
+    launched("use_orig_params", bool, is_old=True, fsdp2=True),
     Setting(argument="mixed_precision_policy", training=("mixed_precision_policy",)),
-    Setting(argument="limit_all_gathers", training=("limit_all_gathers",), kind=bool, is_fsdp1=True, fsdp2=True),
-    Setting(argument="param_init_fn", is_fsdp1=True),
-    Setting(argument="state_dict_config", is_fsdp1=True),
-    Setting(argument="optim_state_dict_config", is_fsdp1=True),
+    Setting(argument="limit_all_gathers", training=("limit_all_gathers",), kind=bool, is_old=True, fsdp2=True),
+    Setting(argument="param_init_fn", is_old=True),
+    Setting(argument="state_dict_config", is_old=True),
+    Setting(argument="optim_state_dict_config", is_old=True),
     *(Setting(training=(name,)) for name in ("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2")),
 )
 """Fields of FSDPConfig, and what it has no field for: a check of the file, the plugin or one line answers these."""

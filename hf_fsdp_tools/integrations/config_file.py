@@ -84,8 +84,8 @@ def _problems(
     if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
         fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
     fields["min_num_params"] = fields["min_num_params"] or None  # some files write 0 for "not used"
-    if made.is_fsdp1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
-        fields["state_dict_type"] = "SHARDED_STATE_DICT"  # FSDP1 has both
+    if made.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
+        fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
     if "num_processes" not in made.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
@@ -95,9 +95,9 @@ def _problems(
         yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
     for fact, cure in contradictions(SimpleNamespace(**fields), keys):
         yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")
-    wanted, there = processes // max(machines, 1), torch.accelerator.device_count()
-    if not fields["use_cpu"] and there < wanted:
-        fact = f"{wanted} processes on each machine, and this one has {there} device(s): every process needs its own."
+    wanted, devices = processes // max(machines, 1), torch.accelerator.device_count()
+    if not fields["use_cpu"] and devices < wanted:
+        fact = f"{wanted} processes on each machine, and this one has {devices} device(s): every process needs its own."
         yield warning(code="few-devices", fact=fact, cure="Launch it where it belongs, or lower num_processes.")
 
 
@@ -120,7 +120,7 @@ def _mend(made: Translation) -> None:
         made.say("fsdp_cpu_ram_efficient_loading", True, reason)
     if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"
-        made.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: FSDP1 alone has local ones")
+        made.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
     policy = fields.get("auto_wrap_policy", "NO_WRAP")
     needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
     for needing, name in needs.items():

@@ -41,13 +41,13 @@ def shard_frozen(trainer: Any) -> None:
     TRL (1.16, `models.utils.prepare_fsdp`) would shard a frozen model with the root as its only unit; it leaves models
     alone that are sharded already.
     """
-    there = vars(trainer)
-    accelerator, policy = there.get("accelerator"), there.get("model")
+    held = vars(trainer)
+    accelerator, policy = held.get("accelerator"), held.get("model")
     if accelerator is None or policy is None or not accelerator.is_fsdp2:
         return
-    frozen = [there[name] for name in FROZEN if isinstance(there.get(name), nn.Module) and there[name] is not policy]
+    frozen = [held[name] for name in FROZEN if isinstance(held.get(name), nn.Module) and held[name] is not policy]
     if _waits_for_hash(trainer):
-        handles = there.setdefault(_HASHED, {})
+        handles = held.setdefault(_HASHED, {})
         handles |= {m: _let_hash(m) for m in (policy, *frozen) if m not in handles and _is_sharded(m)}
         return
     for model in frozen:

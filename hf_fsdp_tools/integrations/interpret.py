@@ -34,7 +34,7 @@ class Translation:
     """Problems of the file."""
     refusal: str = ""
     """The reason for which the file has no meaning here; "" where it has one."""
-    is_fsdp1: bool = False
+    is_version1: bool = False
     """Whether the file asks for FSDP1 in the words of files that know of versions; others are read as FSDP2."""
 
     @property
@@ -189,13 +189,13 @@ _STRATEGIES = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
 def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
-    made.is_fsdp1 = version == "1" and word not in ("true", "false")
+    made.is_version1 = version == "1" and word not in ("true", "false")
     if version == "2":
         made.say("fsdp_version", 2, "kept")
     elif version in ("1", "None"):
         shown = "absent" if version == "None" else "1"
         fact = f"fsdp_version is {shown} and the keys are of old files: read as FSDP2."
-        fact = "fsdp_version is 1: deprecated in PyTorch." if made.is_fsdp1 else fact
+        fact = "fsdp_version is 1: deprecated in PyTorch." if made.is_version1 else fact
         made.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
         made.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
     else:
@@ -206,10 +206,10 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, S
         row = keys.get(_OLD_KEYS.get(key, key))
         if row is None:
             made.unknown(key, value, keys)
-        elif row.is_fsdp1 and value is not None:
+        elif row.is_old and value is not None:
             is_same = _as(row.kind, value) == row.fsdp2
             made.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
-            if not made.is_fsdp1:
+            if not made.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
                 made.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
         elif key == "fsdp_activation_checkpointing_offload" and _as(bool, value) is True:
@@ -225,26 +225,26 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, S
 
 
 def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, may_copy: bool) -> None:
-    there = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
+    strategies = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
     try:
-        freed, has_copies = read_strategies(there.values(), may_copy=may_copy)
+        freed, has_copies = read_strategies(strategies.values(), may_copy=may_copy)
     except ConfigError as error:
         fact, _, cure = str(error).partition(". ")
         made.refusal = str(error)
-        if not made.is_fsdp1:
+        if not made.is_version1:
             made.find("error", "refused", f"{fact}.", cure)
         return
     copies = int(machines or 1) if has_copies else 1
     if copies > 1:
         made.fields["dp_replicate_size"] = copies
-    for key, value in there.items():
+    for key, value in strategies.items():
         made.fields["reshard_after_forward"] = freed
         if str(value).lower() in ("true", "false"):
             made.say(key, value, "kept")
             continue
         meaning = f"fsdp_reshard_after_forward {str(freed).lower()}"
         made.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
-        if not made.is_fsdp1:
+        if not made.is_version1:
             cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
             made.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
 

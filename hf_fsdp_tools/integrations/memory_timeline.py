@@ -18,8 +18,7 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
-from hf_fsdp_tools.foresight.streams import Schedule, step_schedule
-from hf_fsdp_tools.foresight.timeline import Timeline
+from hf_fsdp_tools.foresight.timeline import Schedule, Timeline, step_schedule
 from hf_fsdp_tools.plots.figure import check_matplotlib, save
 from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text

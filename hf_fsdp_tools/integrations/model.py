@@ -55,7 +55,7 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             "are compiled then."
         )
     _forget_device_map(model)
-    others = weights_to_send(model)
+    differing = weights_to_send(model)
     if accelerator.mixed_precision in LOW_PRECISION:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
@@ -63,7 +63,7 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
     names = {parameter: name for name, parameter in model.named_parameters()}
     base, plugin = base_of(model), accelerator.state.fsdp_plugin
     shard_model(base, plan_with_adapters(base, plugin.policy_for(base)), **plugin.shard_arguments(accelerator))
-    send_weights(model, others)
+    send_weights(model, differing)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
@@ -140,26 +140,26 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensors[name].detach() for name in other if name in tensors}
 
 
-def send_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+def send_weights(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Fill shards from rank 0's whole tensors, in place.
 
     Every rank must call; rank 0 broadcasts one tensor after another, 64 MiB of it at a time.
     """
     sharding = sharding_of(model)
-    if not whole or sharding is None:
+    if not values or sharding is None:
         return
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         allocate(model, device=sharding.device)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, mine in whole.items():
-        fill_from_first(tensors[name], mine, sharding.mesh)
+    for name, value in values.items():
+        fill_from_first(tensors[name], value, sharding.mesh)
 
 
 def digest_of_shards(model: nn.Module) -> str:
     """sha256 of all ranks' shards, parameters and buffers, the same on every rank; every rank must call."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine = [(name, _digest(t.to_local() if isinstance(t, DTensor) else t)) for name, t in tensors]
-    return hashlib.sha256(repr(all_ranks(mine, "hashing the weights of all ranks")).encode()).hexdigest()
+    digests = [(name, _digest(t.to_local() if isinstance(t, DTensor) else t)) for name, t in tensors]
+    return hashlib.sha256(repr(all_ranks(digests, "hashing the weights of all ranks")).encode()).hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -207,8 +207,8 @@ def check_managed(model: nn.Module) -> None:
     sharding = sharding_of(model)
     if sharding is None:
         return  # sharded by other code, which answers for it
-    there = {name for name, _ in (sharded_module(model) or model).named_modules(remove_duplicate=False)}
-    if gone := [name for unit in sharding.plan.units for name in unit.modules if name not in there]:
+    names = {name for name, _ in (sharded_module(model) or model).named_modules(remove_duplicate=False)}
+    if gone := [name for unit in sharding.plan.units for name in unit.modules if name not in names]:
         raise ConfigError(
             f"{len(gone)} modules were taken out of {type(model).__name__} after it was sharded: {listed(gone)}. Load "
             "fewer layers, from_pretrained(..., num_hidden_layers=N); or take them out of the plain model and let "
@@ -280,10 +280,10 @@ def prepare_for_training(model: nn.Module, accelerator: Accelerator) -> None:
 def refuse_parts(obj: Any, where: Any) -> None:
     """Refuse an object with DTensors of which this rank holds a part only, at any depth of mappings and sequences."""
     named = [(keystr(path), value) for path, value in tree_flatten_with_path(obj)[0] if isinstance(value, DTensor)]
-    if parts := [(name, value) for name, value in named if value.to_local().numel() < value.numel()]:
-        name, first = parts[0]
+    if shards := [(name, value) for name, value in named if value.to_local().numel() < value.numel()]:
+        name, first = shards[0]
         raise ConfigError(
-            f"{str(where)!r} would hold rank 0's shards of {len(parts)} tensors (first: {name}, "
+            f"{str(where)!r} would hold rank 0's shards of {len(shards)} tensors (first: {name}, "
             f"{first.to_local().numel()} of {first.numel()} values on this rank). On every rank call "
             "accelerator.save_model(model, folder), or accelerator.get_state_dict(model) and save its result; for "
             "optimizers too, accelerator.save_state(folder)."

@@ -23,6 +23,7 @@ from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, read_strategies, strategy_name, warn_on_node
+from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.integrations.wrapping import narrowed, policy_from_wrap, without_modules
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.text import did_you_mean
@@ -68,7 +69,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         if self.fsdp_version == 2:
             self._read_as_fsdp2(is_unversioned=is_unversioned)
         else:
-            self._prefer_what_fsdp1_can(on_cpu=on_cpu)
+            prefer_possible_settings(self, on_cpu=on_cpu)
         if self.activation_checkpointing_offload or is_set("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
             raise ConfigError(
                 "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
@@ -202,25 +203,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         reshard = self.reshard_after_forward is not False
         return policy_from_wrap(self.auto_wrap_policy, class_names=names, min_num_params=size, reshard=reshard)
 
-    def _prefer_what_fsdp1_can(self, *, on_cpu: bool) -> None:
-        """Turn off RAM-efficient loading, and change defaults with which FSDP1 crashes on CPUs."""
-        if self.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-            warn_on_node(
-                "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.",
-                stacklevel=4,
-            )
-        self.cpu_ram_efficient_loading = False
-        if on_cpu and (self.sync_module_states or is_set("FSDP_SYNC_MODULE_STATES")):
-            warn_on_node(
-                "sync_module_states is off on CPUs, where torch's FSDP1 cannot send weights: each rank trains the "
-                "weights that it loaded itself.",
-                stacklevel=4,
-            )
-        if on_cpu:
-            self.sync_module_states = False
-        if on_cpu and "FSDP_STATE_DICT_TYPE" not in os.environ:
-            self.state_dict_type = self.state_dict_type or "SHARDED_STATE_DICT"  # FULL_STATE_DICT crashes on CPUs
-
 
 def _read_version(version: int | None) -> tuple[int, bool]:
     """The version of FSDP, and whether a config that names none was launched.
@@ -253,7 +235,7 @@ def _drop_fsdp1_settings(plugin: Any) -> str:
     """Unset the plugin's settings of FSDP1 alone, in place; return those whose values differ from FSDP2's."""
     left_out = []
     for row in SETTINGS:
-        if row.argument and row.is_fsdp1:
+        if row.argument and row.is_old:
             if (value := _value(plugin, row.argument)) not in (None, row.fsdp2):
                 shown = getattr(getattr(plugin, row.argument), "name", getattr(plugin, row.argument))
                 left_out.append(f"{row.argument}={value if shown is None else shown}")

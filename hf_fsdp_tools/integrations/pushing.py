@@ -172,9 +172,9 @@ def _target(trainer: Any, message: str, token: str | None = None, revision: str 
     )
 
 
-def _card_arguments(trainer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def _card_arguments(trainer: Any, card: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model card as the Trainer completes them: its name, and the model's tags among its tags."""
-    arguments = {"model_name": trainer.hub_model_id.split("/")[-1], **asked}
+    arguments = {"model_name": trainer.hub_model_id.split("/")[-1], **card}
     if (own := getattr(trainer.model, "model_tags", None)) is not None:
         tags = arguments.get("tags") or []
         arguments["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own]))
@@ -183,8 +183,8 @@ def _card_arguments(trainer: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 def _files_of(folder: Path, without: Sequence[str]) -> dict[str, Path]:
     """The files of a folder by their names in it, without those that match a pattern."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if not any(fnmatchcase(name, p) for p in without)}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if not any(fnmatchcase(name, p) for p in without)}
 
 
 def _warn_of_failures(push: Any) -> None:

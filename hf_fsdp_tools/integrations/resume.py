@@ -16,10 +16,10 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
@@ -107,8 +107,8 @@ def check_parts(
     manifest = check_listed(folder, allowed=may_lack if allowed else ())
     is_elsewhere = _warn_of_other_world(folder, manifest)
     with agreed("looking for the parts of the saved state", folder), storage_errors("read", folder):
-        mine = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
-    of_ranks = all_ranks(mine, "looking for what is absent")
+        own_absent = {file: part for file, part in absent_parts() if not (is_elsewhere and part == "random states")}
+    of_ranks = all_ranks(own_absent, "looking for what is absent")
     absent = {file: part for of_rank in of_ranks for file, part in of_rank.items()}
     lacks = listed(f"{part} ({file})" for file, part in absent.items())
     if absent and not allowed:
@@ -119,7 +119,7 @@ def check_parts(
     if absent and rank_and_size()[0] == 0:
         warnings.warn(f"{str(folder)!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
     refuse_damage(folder)
-    return set(mine)
+    return set(own_absent)
 
 
 def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | None:
@@ -165,7 +165,7 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     """Set the plugin's state dict type for a block; None leaves it as it is."""
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    asked = {name: getattr(plugin, name) for name in names}
+    former = {name: getattr(plugin, name) for name in names}
     if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
@@ -177,7 +177,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
             f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
         ) from error
     finally:
-        for name, value in asked.items():
+        for name, value in former.items():
             setattr(plugin, name, value)
 
 
@@ -185,7 +185,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
 def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
     """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
-    Accelerate and torch read into existing state. There is none with FSDP1 in a new process, and none with FSDP2 while
+    Accelerate and torch read into existing state. There is none with version 1 in a new process, nor with FSDP2 while
     gradients are pending, so Adam's moments were silently lost (measured with accelerate 1.15: 22 entries saved, 0
     loaded). A parameter that never had a gradient (of a tower that the data does not use) has no saved state, and torch
     would demand it.
@@ -198,7 +198,7 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     # Without state, this steps once with zero gradients and no learning rate.
     get_optimizer_state_dict(model, optimizer)
     without = []
-    if not FullyShardedDataParallel.fsdp_modules(model):
+    if not is_version1(model):
         with agreed("reading what the saved optimizer holds", folder):
             without = _without_state(model, optimizer, folder, index)
     for parameter in without:

@@ -1,4 +1,4 @@
-"""One FSDP setting under all its names, readers of values, FSDP1's sharding strategies, and contradictions.
+"""One FSDP setting under all its names, readers of values, sharding strategies of version 1, and contradictions.
 
 The table of all settings is made from the fields of FSDPConfig (`config.SETTINGS`).
 """
@@ -36,10 +36,10 @@ class Setting:
     """Field of FSDPConfig, from which the YAML is written; "" where it has none."""
     kind: type | tuple[str, ...] = str
     """Allowed values in a file: a type, or one of some words."""
-    is_fsdp1: bool = False
-    """Whether only FSDP1 has the setting."""
+    is_old: bool = False
+    """Whether only version 1 of FSDP has the setting."""
     fsdp2: object = None
-    """The value that FSDP2 always has for a setting of FSDP1 alone."""
+    """The value that FSDP2 always has for such a setting."""
 
 
 def launched(name: str, kind: type | tuple[str, ...] = str, **other: Any) -> Setting:
@@ -80,19 +80,19 @@ _MEANINGS = {
     "HYBRID_SHARD": (True, True),
     "HYBRID_SHARD_ZERO2": (False, True),
 }
-"""`reshard_after_forward` and FSDP1's strategies: are units freed after forward, has each machine a copy."""
+"""`reshard_after_forward` and strategies of version 1: are units freed after forward, has each machine a copy."""
 
 
 def strategy_name(value: Any) -> str:
-    """FSDP1's name of a strategy that is given by its name in any case, its number or torch's enum."""
+    """The name of a strategy that is given by its name in any case, its number or torch's enum."""
     return _word(str(getattr(value, "name", value)), get_args(Strategy))
 
 
 def read_strategies(values: Iterable[Any], *, may_copy: bool) -> tuple[bool, bool]:
     """Whether units are freed after the forward pass, and whether each machine has a copy of the model.
 
-    The values are those of `reshard_after_forward` and of FSDP1's sharding strategy; None says nothing. HYBRID_SHARD
-    means something in settings that were made for FSDP1 (`may_copy`).
+    The values are those of `reshard_after_forward` and of the sharding strategy; None says nothing. HYBRID_SHARD
+    means something in settings that were made for version 1 (`may_copy`).
     """
     meanings = [_MEANINGS["TRUE"]]
     for value in values:
@@ -201,4 +201,7 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
             "SIZE_BASED_WRAP needs it and nothing else uses it",
         )
     if config.state_dict_type == "LOCAL_STATE_DICT":
-        yield "state_dict_type is LOCAL_STATE_DICT: only FSDP1 has this", "use SHARDED_STATE_DICT or FULL_STATE_DICT"
+        yield (
+            "state_dict_type is LOCAL_STATE_DICT: only version 1 of FSDP has this",
+            "use SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )

@@ -79,8 +79,8 @@ def make_accelerator(
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
-        asked = {name: getattr(args, name) for name in ("mixed_precision", "parallelism_config")}
-        accelerate_kwargs = asked | {"cpu": args.use_cpu} | accelerate_kwargs
+        settings = {name: getattr(args, name) for name in ("mixed_precision", "parallelism_config")}
+        accelerate_kwargs = settings | {"cpu": args.use_cpu} | accelerate_kwargs
         group = group_options(args) | group
         if fsdp_plugin is not None:
             agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
@@ -104,15 +104,15 @@ def make_accelerator(
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
-def _read_arguments(given: dict[str, Any]) -> None:
+def _read_arguments(arguments: dict[str, Any]) -> None:
     """Replace arguments for `Accelerator` by what they mean, in place."""
     known = signature(Accelerator.__init__).parameters.keys() - {"self"}
-    for name in given.keys() - known:
+    for name in arguments.keys() - known:
         raise ConfigError(f"make_accelerator has no argument {name!r}{did_you_mean(name, known)}")
-    precision = given.get("mixed_precision")
+    precision = arguments.get("mixed_precision")
     if precision is not None and str(precision) not in PrecisionType.list():
-        given["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-    if str(precision) == "fp16" and (given.get("cpu") or local_device().type == "cpu"):
+        arguments["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
+    if str(precision) == "fp16" and (arguments.get("cpu") or local_device().type == "cpu"):
         warn_on_node(
             "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu: evaluation "
             "works, and a model to be trained will be refused. Use 'bf16', which needs none, or 'no'.",
@@ -191,7 +191,7 @@ def start_state(
             shared.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
     for shared in (state, PartialState()):
-        # FSDP1 takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
+        # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
     _check_axes(state.parallelism_config)
@@ -210,12 +210,12 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
     names = ("dp_replicate_size", "dp_shard_size")
     configs = (parallelism_config, state.parallelism_config)
-    wanted, there = ([getattr(config, name, 1) for name in names] for config in configs)
+    sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
     if mixed_precision not in (None, state.mixed_precision):
         late.append(f"mixed_precision is {mixed_precision!r} and was {state.mixed_precision!r}")
-    if parallelism_config is not None and wanted != there:
-        late.append(f"{' and '.join(names)} are {wanted} and were {there}")
+    if parallelism_config is not None and sizes != former_sizes:
+        late.append(f"{' and '.join(names)} are {sizes} and were {former_sizes}")
     if late:
         raise ConfigError(
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
@@ -225,8 +225,8 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
 
 def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
     """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its backend."""
-    asked = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
-    options: dict[str, Any] = asked.to_kwargs() if asked is not None else {}
+    handler = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
+    options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
     late = {name: value for name, value in options.items() if name != "timeout"}
     if late and dist.is_initialized() and not AcceleratorState._shared_state:
         warnings.warn(
@@ -256,10 +256,10 @@ def _check_gpus(*, cpu: bool) -> None:
 def _check_state(plugin: HybridFSDPPlugin) -> None:
     """Refuse a version of Accelerate that does not use the filled state, and would train without FSDP."""
     state = AcceleratorState()
-    found = (state.distributed_type, getattr(state, "fsdp_plugin", None), state.num_processes)
-    if found != (DistributedType.FSDP, plugin, dist.get_world_size()):
+    outcome = (state.distributed_type, getattr(state, "fsdp_plugin", None), state.num_processes)
+    if outcome != (DistributedType.FSDP, plugin, dist.get_world_size()):
         raise ConfigError(
-            f"Accelerate {accelerate.__version__} did not take up FSDP: distributed type {found[0]}, {found[2]} "
+            f"Accelerate {accelerate.__version__} did not take up FSDP: distributed type {outcome[0]}, {outcome[2]} "
             f"process(es) of {dist.get_world_size()}. hf_fsdp_tools knows Accelerate 1.15; install it, or report "
             "this version."
         )
@@ -267,10 +267,10 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
 
 def _check_axes(config: Any) -> None:
     """Refuse tensor, context and sequence parallelism, and sizes that do not make the processes of this job."""
-    asked = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
-    if asked:
+    axes = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
+    if axes:
         raise ConfigError(
-            f"{', '.join(f'{name}={getattr(config, name)}' for name in asked)}: only dp_replicate_size and "
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size and "
             "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
         )
     if config is None or dist.get_world_size() == 1:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import ConfigError, storage_errors
-from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.checkpoints import (
@@ -33,7 +32,7 @@ from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
-from hf_fsdp_tools.integrations.states import StateSave, saveable, saving_state
+from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
     group_options,
@@ -41,9 +40,9 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
     use_one_device,
 )
+from hf_fsdp_tools.integrations.version1 import load_into, saveable
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
-from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.saving.hidden_folder import check_shared
@@ -164,8 +163,8 @@ class FSDPTrainerMixin(PushingMixin):
         if hasattr(args, "model_init_kwargs"):
             # Under FSDP, TRL 1.16 loads reference and reward models with device_map="auto": from each rank onto GPU 0.
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
-        asked = args.accelerator_config.gradient_accumulation_kwargs or {}
-        self.accelerator = adopt(self.accelerator, sync_each_batch=asked.get("sync_each_batch", True))
+        accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
 
     is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
     """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
@@ -246,7 +245,7 @@ class FSDPTrainerMixin(PushingMixin):
                 save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
                 best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
                 if args.should_save:
-                    state.after = lambda: rotate(state.place.folder, limit, best, uploaded=push())
+                    state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
         finally:
             self._saving = None
 
@@ -308,7 +307,7 @@ class FSDPTrainerMixin(PushingMixin):
                 of_library(resume_from_checkpoint)
             return
         if (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file():
-            _load_weights(model, folder)
+            load_into(model, folder)
             return
         refuse_damage(folder)
         with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
@@ -344,30 +343,22 @@ class FSDPTrainerMixin(PushingMixin):
         self._load_from_checkpoint(str(folder))
 
 
-def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint of this mixin into the model; missing and unexpected keys are refused."""
-    if FullyShardedDataParallel.fsdp_modules(model):
-        load_weights_fsdp1(model, folder, strict=True)
-    else:
-        load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
-
-
 @contextmanager
 def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
     """Hide settings for a block in which the Trainer makes its Accelerator, which computes in `precision`.
 
     The Trainer and Accelerate would make a second plugin, which is thrown away: the state has ours. With what
-    `accelerate launch` and `TrainingArguments` set for FSDP1, making it fails on CPUs. And the Trainer refuses
+    `accelerate launch` and `TrainingArguments` set for version 1, making it fails on CPUs. And the Trainer refuses
     save_only_model, because its own sharded checkpoints hold no weights that one could open.
     """
     variable = "ACCELERATE_USE_FSDP"
     launched, hidden = os.environ.pop(variable, None), ("fsdp_plugin_args", "save_only_model", "mixed_precision")
-    found = {name: getattr(args, name) for name in hidden}
+    former = {name: getattr(args, name) for name in hidden}
     args.fsdp_plugin_args, args.save_only_model, args.mixed_precision = None, False, precision
     try:
         yield
     finally:
-        for name, value in found.items():
+        for name, value in former.items():
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
@@ -377,8 +368,8 @@ def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) 
     """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
     if not trainer.accelerator.is_fsdp2:
         raise ConfigError(
-            "optimizers=(…) needs FSDP2: FSDP1 makes new parameters when training starts. Use optimizer_cls_and_kwargs "
-            "or create_optimizer, or fsdp_version 2."
+            "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
+            "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
         )
     known = {id(parameter) for parameter in trainer.model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []

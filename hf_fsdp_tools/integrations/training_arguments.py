@@ -98,7 +98,7 @@ def plugin_of(args: Any) -> HybridFSDPPlugin:
 
 
 def agree_with_arguments(
-    asked: HybridFSDPPlugin, args: Any, model: nn.Module | None, given: HybridFSDPPlugin | None = None
+    plugin: HybridFSDPPlugin, args: Any, model: nn.Module | None, explicit: HybridFSDPPlugin | None = None
 ) -> None:
     """Apply what `TrainingArguments` name to a model that is sharded already, or refuse what comes too late for it.
 
@@ -106,15 +106,15 @@ def agree_with_arguments(
     `fsdp_config` does not name are not looked at. Nothing is communicated.
     """
     sharding = None if model is None else sharding_of(model)
-    if given is None and AcceleratorState._shared_state:
-        given = AcceleratorState().fsdp_plugin
+    if explicit is None and AcceleratorState._shared_state:
+        explicit = AcceleratorState().fsdp_plugin
     late = []
-    if isinstance(given, HybridFSDPPlugin) and given.is_explicit:
-        late = _differences(args, _values(asked), _values(given), "HybridFSDPPlugin")
+    if isinstance(explicit, HybridFSDPPlugin) and explicit.is_explicit:
+        late = _differences(args, _values(plugin), _values(explicit), "HybridFSDPPlugin")
     if model is not None and sharding is not None:
-        if not late and "activation_checkpointing" in _named_keys(args) and asked.activation_checkpointing:
+        if not late and "activation_checkpointing" in _named_keys(args) and plugin.activation_checkpointing:
             sharding = _checkpoint_late(model, sharding)
-        late += _differences(args, *_values_of_model(asked, model, sharding), "the model")
+        late += _differences(args, *_values_of_model(plugin, model, sharding), "the model")
         shape, wanted = tuple(sharding.mesh.shape), args.parallelism_config
         sizes = wanted and (wanted.dp_replicate_size, wanted.dp_shard_size)
         if wanted is not None and sizes != (shape if len(shape) > 1 else (1, *shape)):
@@ -138,12 +138,12 @@ def precision_of(args: Any, model: nn.Module | None) -> str:
     return names.get(sharding.mp_policy.param_dtype, "no") if sharding is not None else "no"  # type: ignore[arg-type]
 
 
-def _differences(args: Any, asked: dict[str, Any], there: dict[str, Any], whose: str) -> list[str]:
+def _differences(args: Any, wanted: dict[str, Any], present: dict[str, Any], whose: str) -> list[str]:
     keys = [(key, TRAINING_KEYS[key].argument) for key in _named_keys(args)]
     return [
-        f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {_shown(there[name])})"
+        f"fsdp_config {key}={args.fsdp_config[key]!r} ({whose}: {_shown(present[name])})"
         for key, name in keys
-        if name in there and asked[name] not in (there[name], _DETECTED)
+        if name in present and wanted[name] not in (present[name], _DETECTED)
     ]
 
 
@@ -163,13 +163,13 @@ def _values(plugin: HybridFSDPPlugin) -> dict[str, Any]:
 
 
 def _values_of_model(
-    asked: HybridFSDPPlugin, model: nn.Module, sharding: Sharding
+    plugin: HybridFSDPPlugin, model: nn.Module, sharding: Sharding
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a plugin says, and what a sharded model has, by the names of the plugin's arguments."""
-    mine, root = _values(asked), sharded_module(model)
+    wanted_values, root = _values(plugin), sharded_module(model)
     assert root is not None
     reshards = any(unit.reshard_after_forward is not False for unit in sharding.plan.units)
-    there = {
+    present = {
         "fsdp_version": 2,
         "reshard_after_forward": reshards,
         "sharding_strategy": reshards,
@@ -177,12 +177,12 @@ def _values_of_model(
         "activation_checkpointing": sharding.activation_checkpointing,
         "mixed_precision_policy": sharding.mp_policy,
     }
-    if asked.fsdp_version == 2 and mine[_UNITS[0]] != _DETECTED:
-        wanted = plan_with_adapters(root, asked.policy_for(root))
+    if plugin.fsdp_version == 2 and wanted_values[_UNITS[0]] != _DETECTED:
+        wanted = plan_with_adapters(root, plugin.policy_for(root))
         plans = [({unit.modules for unit in plan.units}, plan.replicated) for plan in (wanted, sharding.plan)]
-        mine |= dict.fromkeys(_UNITS, plans[0])
-        there |= dict.fromkeys(_UNITS, plans[1])
-    return mine, there
+        wanted_values |= dict.fromkeys(_UNITS, plans[0])
+        present |= dict.fromkeys(_UNITS, plans[1])
+    return wanted_values, present
 
 
 def _checkpoint_late(model: nn.Module, sharding: Sharding) -> Sharding:

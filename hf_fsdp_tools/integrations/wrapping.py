@@ -32,7 +32,7 @@ def policy_from_wrap(wrap: Any, *, class_names: Iterable[str], min_num_params: i
     | `transformer_auto_wrap_policy`, `ModuleWrapPolicy` | `block_types` |
     | `size_based_auto_wrap_policy` | `min_unit_params` |
     | `CustomPolicy`, `lambda_auto_wrap_policy` | a predicate in `units` |
-    | a function of (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel) | a predicate in `units` |
+    | a function of (module), (name, module), or torch's (module, recurse, nonwrapped_numel) | a predicate in `units` |
     | `_or_policy` (PEFT's) | all of its parts together |
     """
     settings = _settings(wrap, tuple(name.strip() for name in class_names if name.strip()), min_num_params)
@@ -73,17 +73,19 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
     return {"block_types": types} if (types := tuple(classes)) else {}
 
 
-def _together(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
-    for part in parts:
+def _together(policies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    together: dict[str, Any] = {}
+    for part in policies:
         for name, value in part.items():
-            known = whole.get(name)
-            whole[name] = value if known is None else min(known, value) if name == "min_unit_params" else known + value
-    return whole
+            known = together.get(name)
+            together[name] = (
+                value if known is None else min(known, value) if name == "min_unit_params" else known + value
+            )
+    return together
 
 
 def _predicate(function: Callable[..., Any]) -> UnitPredicate:
-    """A callable by its arguments: (module), (name, module), or FSDP1's (module, recurse, nonwrapped_numel)."""
+    """A callable by its arguments: (module), (name, module), or torch's (module, recurse, nonwrapped_numel)."""
     wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     if len(wanted) <= 1:
         return _of_module(function)
@@ -113,14 +115,14 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     absent = {wanted: lines for wanted in policy.block_types if (lines := _problems_with(tree, wanted))}
     if not absent:
         return policy
-    found = tuple(wanted for wanted in policy.block_types if wanted not in absent)
+    present = tuple(wanted for wanted in policy.block_types if wanted not in absent)
     warn_on_node(
         f"Layer classes to wrap, in {type(model).__name__}: "
         f"{' '.join(line for lines in absent.values() for line in lines)} "
-        f"{'The others are used' if found else 'The blocks that its structure shows are used'}.",
+        f"{'The others are used' if present else 'The blocks that its structure shows are used'}.",
         stacklevel=2,
     )
-    return replace(policy, block_types=found or None)
+    return replace(policy, block_types=present or None)
 
 
 def _problems_with(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:

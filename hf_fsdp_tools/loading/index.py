@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
@@ -26,16 +26,15 @@ from hf_fsdp_tools.loading.weight_files import (
     PICKLED_INDEX,
     WEIGHTS,
     WEIGHTS_INDEX,
-    Listing,
     as_one_message,
     find_parts,
     has_safetensors,
     is_pickled,
     named_in_config,
     read_listing,
+    read_settled,
     refuse_pickled,
     stamp,
-    stamps,
     weight_files,
 )
 from hf_fsdp_tools.modeling.untrusted import read_json_object
@@ -111,9 +110,9 @@ class CheckpointIndex:
             CheckpointError: the chunk is not what the metadata says.
         """
         if source not in self._chunks:
-            whole = self.tensors[source]
-            assert not isinstance(whole, ChunkedTensor)
-            return whole
+            tensor = self.tensors[source]
+            assert not isinstance(tensor, ChunkedTensor)
+            return tensor
         chunk = self._chunks[source]
         if chunk.is_archive:
             chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
@@ -204,7 +203,7 @@ class CheckpointIndex:
                 file and key, what was expected, what was found, and a cure.
         """
         name = fspath(path_or_repo)
-        try:
+        with storage_errors("read", Path(name)):
             with watched(Path(name)):
                 path = local_path(name)
                 is_file = path is not None and path.is_file()
@@ -216,29 +215,15 @@ class CheckpointIndex:
             elif is_file:
                 if not allow_pickle:
                     refuse_pickled([path])
-                return cls._from_files(name, [path], None)
+                return cls._from_files(name, [path], None, {})
             else:
                 folder = path / (subfolder or "")
-            index = cls._from_folder(name, folder, allow_pickle)
+            index = read_settled(folder, partial(cls._from_folder, name, folder, allow_pickle))
             return replace(index, commit=commit)
-        except OSError as error:
-            raise CheckpointError(
-                f"Cannot read checkpoint {name!r}: {error}. Check the path and its permissions."
-            ) from None
 
     @classmethod
     def _from_folder(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
-        """Index the checkpoint of a folder, of whatever kind; once more if a save has replaced it meanwhile."""
-        before = stamps(folder)
-        try:
-            return cls._from_folder_as_is(name, folder, allow_pickle)
-        except (CheckpointError, OSError):
-            if stamps(folder) == before:
-                raise
-        return cls._from_folder_as_is(name, folder, allow_pickle)
-
-    @classmethod
-    def _from_folder_as_is(cls, name: str, folder: Path, allow_pickle: bool) -> "CheckpointIndex":
+        """Index the checkpoint of a folder, of whatever kind."""
         with watched(folder):
             saved = None if has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:
@@ -246,45 +231,47 @@ class CheckpointIndex:
         named = named_in_config(folder)
         with watched(folder):
             files, listing = weight_files(folder if named else find_parts(folder), named, allow_pickle)
-        listed = read_listing(listing) if listing else None
-        return cls._from_files(name, list(listed.files.values()) if listed else files, listed)
+        weight_map = read_listing(listing) if listing else {}
+        return cls._from_files(name, files or sorted(set(weight_map.values())), listing, weight_map)
 
     @classmethod
     def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
         """Index all tensors of a DCP folder; `of_model` picks the model's later."""
-        found, num_bytes = parse_dcp(folder)
-        tensors = MappingProxyType({tensor.key: tensor for _, tensor in found})
-        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(found))
+        saved, num_bytes = parse_dcp(folder)
+        tensors = MappingProxyType({tensor.key: tensor for _, tensor in saved})
+        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(saved))
 
     @classmethod
-    def _from_files(cls, name: str, files: Iterable[Path], listed: "Listing | None") -> "CheckpointIndex":
+    def _from_files(
+        cls, name: str, files: Iterable[Path], listing: Path | None, weight_map: Mapping[str, Path]
+    ) -> "CheckpointIndex":
         """Read every header; check them against each other and against the index file; report all problems at once."""
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
         problems: list[str] = []
-        header_bytes = listed.num_bytes if listed else 0
+        header_bytes = listing.stat().st_size if listing else 0
         states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = stamp(file)
-                found, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
+                stored, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             header_bytes += num_bytes
-            for tensor in found:
+            for tensor in stored:
                 parts.setdefault(tensor.key, []).append(tensor)
         for key, several in parts.items():
             try:
                 tensors[key] = join_parts(key, several)
             except CheckpointError as error:
                 problems.append(str(error))
-        if not problems and listed is not None:
+        if not problems:
             problems += [
-                f"{listed.file}: names {key!r} in {file!r}, which does not hold it; the index does not belong to "
+                f"{listing}: names {key!r} in {file.name!r}, which does not hold it; the index does not belong to "
                 "these files. Download or save all of them again."
-                for key, file in listed.weight_map.items()
-                if key not in tensors or tensors[key].file != listed.files[file]
+                for key, file in weight_map.items()
+                if key not in tensors or tensors[key].file != file
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))

@@ -6,9 +6,9 @@ A save may be changing the folder meanwhile, or may have been killed while it di
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
@@ -16,6 +16,8 @@ from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import listed, listed_lines, quoted
+
+T = TypeVar("T")
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -32,23 +34,6 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safete
 _PARTS_FOLDER = "sharded"
 """Where torch's `HuggingFaceStorageWriter` puts parts of tensors if it joins them too (`enable_consolidation=True`);
 source: torch 2.9 to 2.14, `SHARDED_DIR_NAME`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """The content of an index file."""
-
-    file: Path
-    """The index file."""
-
-    weight_map: Mapping[str, str]
-    """Stored key to file name."""
-
-    files: Mapping[str, Path]
-    """File name to file."""
-
-    num_bytes: int
-    """Size of the index file."""
 
 
 def is_pickled(file: Path) -> bool:
@@ -102,7 +87,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [of_accelerate], None
     if (folder / PICKLED_INDEX).is_file():
         return [], folder / PICKLED_INDEX
-    found = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
+    names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
         cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
@@ -113,7 +98,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         )
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
-        f"allow_pickle=True, {PICKLED}), found {found}. {cure}"
+        f"allow_pickle=True, {PICKLED}), found {names}. {cure}"
     )
 
 
@@ -131,32 +116,32 @@ def _one_of(files: list[Path]) -> Path | None:
     return next(iter(files), None)
 
 
-def read_listing(file: Path) -> Listing:
-    """Parse and check an index file; a name that leaves the folder or is not there is refused."""
-    suffix = Path(file.name.removesuffix(".index.json")).suffix
-    content = read_json_object(file)
-    weight_map = content.get("weight_map")
+def read_listing(listing: Path) -> dict[str, Path]:
+    """The file of each stored key by an index file; a name that leaves the folder or is not there is refused."""
+    suffix = Path(listing.name.removesuffix(".index.json")).suffix
+    weight_map = read_json_object(listing).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError(f"{file}: expected a 'weight_map' from keys to file names, found {quoted(weight_map)}.")
-    counts = Counter(weight_map.values())
-    files = {name: file.parent / name for name in sorted(counts)}
+        raise CheckpointError(
+            f"{listing}: expected a 'weight_map' from keys to file names, found {quoted(weight_map)}. Save it again."
+        )
     problems = []
-    for name, place in files.items():
-        with watched(place):
-            is_there = not leaves_folder(name) and place.is_file()
+    for name, count in sorted(Counter(weight_map.values()).items()):
+        place = listing.parent / name
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
-                f"{file}: names the file {quoted(name)}; expected a {suffix[1:]} file inside the folder. Where you "
+                f"{listing}: names the file {quoted(name)}; expected a {suffix[1:]} file inside the folder. Where you "
                 "trust its source, put the file there and name it so."
             )
-        elif not is_there:
-            problems.append(
-                f"{file}: names {quoted(name)} for {counts[name]} tensors, which {_state_of_absent(place)}. "
-                "Download or save it again."
-            )
+            continue
+        with watched(place):
+            if not place.is_file():
+                problems.append(
+                    f"{listing}: names {quoted(name)} for {count} tensors, which {_state_of_absent(place)}. "
+                    "Download or save it again."
+                )
     if problems:
         raise CheckpointError(as_one_message(problems))
-    return Listing(file=file, weight_map=weight_map, files=files, num_bytes=file.stat().st_size)
+    return {key: listing.parent / name for key, name in weight_map.items()}
 
 
 def _state_of_absent(file: Path) -> str:
@@ -185,6 +170,20 @@ def stamp(file: Path) -> tuple[int, int]:
 def stamps(folder: Path) -> list[tuple[int, int]]:
     """Stamps of the files by which a checkpoint is opened, some of which change when a save replaces it."""
     return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, CONFIG)]
+
+
+def read_settled(folder: Path, read: Callable[[], T]) -> T:
+    """The result of reading a folder; it is read once more where a save has replaced the checkpoint meanwhile."""
+    before = stamps(folder)
+    try:
+        result = read()
+    except (CheckpointError, OSError):
+        if stamps(folder) == before:
+            raise
+    else:
+        if stamps(folder) == before:
+            return result
+    return read()
 
 
 def named_in_config(folder: Path) -> str | None:

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.streams import Bar, Schedule
+from hf_fsdp_tools.foresight.timeline import Bar, Schedule
 from hf_fsdp_tools.plots.figure import COLORS, INK, new_figure, short_unit, styled
 
 if TYPE_CHECKING:

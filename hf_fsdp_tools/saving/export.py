@@ -110,8 +110,8 @@ def export_checkpoint(
     )
     if checkpoint.adapter is not None:
         raise ConfigError(
-            f"{source!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with hf-fsdp merge "
-            "(merge_adapter)."
+            f"{source!r} is an adapter of {checkpoint.name!r}, not a model. Merge it into its base with "
+            "hf-fsdp export --adapter (merge_adapter)."
         )
     side_files = _SideFiles({source: checkpoint.hub_kwargs, checkpoint.config.name_or_path: {}})
     with agreed("building the model"):
@@ -189,7 +189,7 @@ def merge_adapter(
         if base is not None or path is None or not (path / "adapter_config.json").is_file():
             raise
         raise CheckpointError(
-            f"The base of the adapter {source!r} cannot be opened: {error} Or name another with --base (base)."
+            f"The base of the adapter {source!r} cannot be opened: {error} Or name another as STATE (base)."
         ) from None
     if checkpoint.adapter_state is not None:
         raise ConfigError(

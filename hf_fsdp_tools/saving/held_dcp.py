@@ -57,14 +57,16 @@ class HeldWriter(FileSystemWriter):
         folder, (rank, num_ranks) = Path(self.path), rank_and_size()
         assert self._plan is not None, "write comes after save"
         files = [folder / f".written-by-{other}.incomplete" for other in range(num_ranks)]
-        with agreed("writing a DCP folder", folder), storage_errors("save to", folder), watched(folder):
-            written = super().write_data(self._plan, _Held(self.data)).value()
-            files[rank].write_text(json.dumps([asdict(result) for result in written]), "utf-8")
+        with agreed("writing a DCP folder", folder), storage_errors("save to", folder):
+            with watched(folder):
+                written = super().write_data(self._plan, _Held(self.data)).value()
+                files[rank].write_text(json.dumps([asdict(result) for result in written]), "utf-8")
             all_ranks(None, "writing a DCP folder")
             if self._metadata is not None:
-                super().finish(self._metadata, list(map(_read_results, files)))
-                for file in files:
-                    file.unlink()
+                with watched(folder):
+                    super().finish(self._metadata, list(map(_read_results, files)))
+                    for file in files:
+                        file.unlink()
         self.data = {}
         return sum(result.size_in_bytes for result in written)
 

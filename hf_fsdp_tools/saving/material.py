@@ -28,6 +28,7 @@ from hf_fsdp_tools.modeling.configs import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.model_class import model_class
+from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.merged_model import adapted_parameters, mergeable, with_merged
@@ -198,7 +199,7 @@ def _build(
         raise ConfigError(
             f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
             "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "
-            "with --base (base)."
+            "as STATE (base)."
         )
     set_generation_config(model, checkpoint.generation_config)
     return model
@@ -246,17 +247,12 @@ def _embeddings(model: PreTrainedModel) -> list[str]:
 def _put_on_cpu(model: nn.Module, filled: Collection[str]) -> None:
     """Give meta tensors a place on the CPU, where PEFT adapts them: memory for those filled, one element for others."""
     keys = {id(tensor) for key, tensor in persistent_tensors(model).items() if key in filled}
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in made:
-                    value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    value = value.clone() if id(tensor) in keys else value
-                    made[tensor] = with_data(tensor, value) if isinstance(tensor, nn.Parameter) else value
-                tensors[name] = made[tensor]  # type: ignore[assignment]  # a Parameter for a Parameter
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    for tensor in [tensor for _, _, tensor in slots(model) if tensor.is_meta]:
+        one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype) if id(tensor) in keys else one
+        new[tensor] = with_data(tensor, value) if isinstance(tensor, nn.Parameter) else value
+    swap(model, new)
 
 
 def fetched(name: str, hub_kwargs: Mapping[str, Any], patterns: Iterable[str]) -> Path:

@@ -19,23 +19,23 @@ class SaveReport:
     folder: str
     """The folder of the checkpoint."""
 
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     """Names of the weight files, in order; of a training state, of all files. Empty until a save in the background is
     done."""
 
-    total_bytes: int
+    total_bytes: int = 0
     """Bytes of tensor data in all files; of a training state, of the files as they are."""
 
-    bytes_written: int
+    bytes_written: int = 0
     """Bytes of tensor data that this rank wrote."""
 
-    gathered_bytes: int
+    gathered_bytes: int = 0
     """The part of `total_bytes` that rank 0 gathered before writing, because it cannot be written shard by shard."""
 
-    write_calls: int
+    write_calls: int = 0
     """System calls of this rank that wrote data."""
 
-    seconds: float
+    seconds: float = 0.0
     """Seconds from the call until the checkpoint was there for everyone, on this rank."""
 
     copied_bytes: int = 0

@@ -193,13 +193,14 @@ def begin_save(
         keys = {key for key in layout.places if key not in held}.union(*scattered)
         own = (part for key, parts in held.items() if key not in keys for part in parts_of_replica(key, parts))
         in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in own]
-        # Rank 0 writes to every file: headers, and what is gathered.
-        files = layout.sizes if rank_and_size()[0] == 0 else dict.fromkeys(transfer.file for transfer in in_place)
+        files = list(dict.fromkeys(transfer.file for transfer in in_place))
+        if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
+            files = [hidden.path / file for file in layout.sizes]
         begun = BegunSave(
             hidden=hidden,
             layout=layout,
             names=names,
-            files=[hidden.path / file for file in files],
+            files=files,
             gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             staging_bytes=staging_bytes,
@@ -242,12 +243,8 @@ class BegunSave:
         gathered_bytes = self.gathered_bytes if rank_and_size()[0] == 0 else 0
         return SaveReport(
             folder=str(self.hidden.folder),
-            files=(),
             total_bytes=self.layout.num_bytes,
-            bytes_written=0,
             gathered_bytes=self.gathered_bytes,
-            write_calls=0,
-            seconds=0.0,
             copied_bytes=0 if self.copies is None else self.copies.num_bytes + gathered_bytes,
         )
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
-from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.transfers import gather_to_first
@@ -42,10 +42,9 @@ def save_by_library(
     reshard_units(model)
     inside = dict(_outermost(model))
     within = tuple(f"{name}." for name in inside)
-    outside = [*model.named_parameters(), *model.named_buffers()]
     gathered = {
         name: gather_to_first(tensor, staging_bytes=staging_bytes)
-        for name, tensor in outside
+        for name, tensor in _named_tensors(model)
         if not name.startswith(within)
     }
     is_first = rank_and_size()[0] == 0
@@ -100,22 +99,22 @@ def _alone(model: nn.Module, gathered: dict[str, torch.Tensor | None]) -> Iterat
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in units]
-    held = []
-    for name, tensor in gathered.items():
-        owner, _, last = name.rpartition(".")
-        module = model.get_submodule(owner)
-        slots: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
-        held.append((slots, last, slots[last]))
-        assert tensor is not None  # on rank 0
-        slots[last] = nn.Parameter(tensor, requires_grad=False) if slots is module._parameters else tensor
+    whole: dict[torch.Tensor, torch.Tensor] = {}
+    for name, tensor in _named_tensors(model):
+        if (new := gathered.get(name)) is not None:
+            whole[tensor] = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+    swap(model, whole)
     try:
         with original_classes(model):
             yield
     finally:
-        for slots, last, tensor in held:
-            slots[last] = tensor
+        swap(model, {new: old for old, new in whole.items()})
         for hook in hooks:
             hook.remove()
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:

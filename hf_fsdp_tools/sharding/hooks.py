@@ -17,7 +17,6 @@
   the last module of a unit; 2.13 runs them at each (delete this with the support of 2.11 and 2.12)
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -79,7 +78,6 @@ def add_hooks(
     if len(shard_ranks) > 1 and rounds_of() is not None:
         begin = partial(begin_pass, group=group_of(shard_ranks), gathers=gathers)
         hooks.append(model.register_forward_pre_hook(begin, prepend=True))
-        hooks.append(model.register_forward_hook(_explain_failure, always_call=True))
     # after FSDP2's own hooks
     if _IS_BEFORE_2_13:
         hooks.append(model.register_forward_hook(_complete_units))
@@ -346,13 +344,6 @@ class _ReachAll(torch.autograd.Function):
 
 
 _reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
-
-
-def _explain_failure(model: nn.Module, args: object, output: object) -> None:
-    """Say, where a forward pass has failed, which ranks have ended and so did not run it."""
-    error = sys.exc_info()[1]
-    if output is None and isinstance(error, RuntimeError) and (rounds := rounds_of()) is not None:
-        rounds.explain(error)
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

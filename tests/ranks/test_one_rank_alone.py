@@ -14,8 +14,6 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, RanksError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed import liveness
-from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
-from hf_fsdp_tools.distributed.rounds import rounds_of
 from tests._dist import run_cases, run_ranks
 
 IDS = torch.arange(3, 11)[None]
@@ -82,21 +80,6 @@ def rank_0_alone_generates(folder: Path) -> None:
             accelerator.wait_for_everyone()
 
 
-def a_rank_that_ends_is_in_the_error_of_the_pass(folder: Path) -> None:
-    """gloo's own error names nobody."""
-    model = from_pretrained(folder)
-    rounds = rounds_of()
-    assert rounds is not None
-    if dist.get_rank() == 0:  # it alone reads what rank 1 would have told
-        rounds._store.set(f"{rounds._prefix}/ended/1", liveness.farewell())
-    with pytest.raises(RuntimeError, match="lost") as caught, patch.object(model.model, "forward", lost):
-        model(IDS)
-    if dist.get_rank() == 0:
-        assert "rank 1 has ended and run " in caught.value.__notes__[0]
-        rounds._store.delete_key(f"{rounds._prefix}/ended/1")
-    wait_for_all_ranks()
-
-
 def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path) -> None:
     model = from_pretrained(folder)
     model(IDS)
@@ -115,10 +98,6 @@ def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path)
     assert liveness._passes != before
 
 
-def lost(*_: object, **__: object) -> None:
-    raise RuntimeError("Connection lost")
-
-
 def cases(folder: Path) -> None:
     with patch.multiple(liveness, _QUIET_S=0.4, _BEAT_S=0.1):
         run_cases(
@@ -126,7 +105,6 @@ def cases(folder: Path) -> None:
                 rank_0_alone_saves,
                 rank_0_alone_gathers_the_state_dict,
                 rank_0_alone_saves_the_state_and_evaluates,
-                a_rank_that_ends_is_in_the_error_of_the_pass,
                 passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
                 rank_0_alone_generates,
             ),

@@ -17,10 +17,9 @@ from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_p
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, one_gloo_thread, timeout_of
 from hf_fsdp_tools.distributed.mesh import ParallelDims, _name_of, local_device, shared_devices
-from hf_fsdp_tools.integrations import pushing
 from hf_fsdp_tools.saving.transfers import gather_to_first
 from tests._dist import num_gpus, run_ranks
-from tests._training import ShardedTrainer, arguments, batches_of, make_rows, train
+from tests._training import batches_of, make_rows, train
 
 SECONDS = timedelta(seconds=77)
 
@@ -117,11 +116,6 @@ def _given_a_backend(model: Path, out: Path) -> list[float]:
     assert (whole is None) == (rank > 0)
     if size > 1:
         _waiting(accelerator, rank)
-    trainer = ShardedTrainer(model=sharded, args=arguments(out / "pushed"), train_dataset=make_rows(4))
-    trainer.args.push_to_hub, trainer.hub_model_id = True, "me/pushed"
-    uploading = ConfigError("no network") if rank == 0 else AssertionError("rank 0 alone uploads")
-    with patch.object(pushing, "_upload", side_effect=uploading), pytest.raises(ConfigError, match="no network"):
-        trainer.save_model()  # the others wait for rank 0's upload, and do not go on without it
     return losses
 
 
@@ -175,22 +169,3 @@ def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
         # Nothing to compare: drivers of some virtual devices give zeros, and then no device is refused.
         pytest.skip("the driver gives no unique names to devices")
     assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]
-
-
-def _waits_and_leaves() -> None:
-    """As a script does at its end, without a launcher that keeps the store."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False) if rank == 0 else None
-    port = all_ranks(store.port if store else 0)[0]
-    wait_for_all_ranks()  # so that nothing is under way
-    dist.destroy_process_group()
-    store = store or dist.TCPStore("127.0.0.1", port, size, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    wait_for_all_ranks()
-    os._exit(0)
-
-
-def test_the_rank_that_keeps_the_store_leaves_last() -> None:
-    with pytest.raises(AssertionError) as left:  # none has returned
-        run_ranks(_waits_and_leaves, 3)
-    assert str(left.value).count("died with exit code 0") == 3, left.value

@@ -179,7 +179,7 @@ def save_twice(folder: Path, target: Path) -> None:
     load_weights(model, folder)
     for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
         with patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange:
-            report = save_pretrained(model, target, max_shard_size=size)
+            report = save_pretrained(model, os.path.relpath(target), max_shard_size=size)
         assert exchange.call_count <= 5, "rounds of agreement"
         assert len(report.files) == expected
         weights = {p.name for p in target.iterdir() if "safetensors" in p.name and not p.name.endswith(".json")}

@@ -391,10 +391,6 @@ def _rank_0_reads(sources, folder):
         _ = trainer.teacher_model
 
 
-def test_any_rank_may_read_a_frozen_model_alone(checkpoints, tmp_path):
-    run_ranks(_rank_0_reads, 2, checkpoints, tmp_path)
-
-
 # ---- GRPO: generation on shards ----
 
 
@@ -445,26 +441,21 @@ def _goes_on(sources, folder):
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 
 
-def test_grpo_goes_on_with_the_state_that_it_keeps_itself(checkpoints, tmp_path):
-    run_ranks(_goes_on, 2, checkpoints, tmp_path)
-
-
 # ---- several models ----
 
 
-def _two_models(sources):
+def _two_models(sources, folder):
     accelerator = _accelerator()
     llama = from_pretrained(sources["llama"], accelerator=accelerator)
     gpt2 = make_model("gpt2")  # another architecture, plain
     llama, gpt2 = accelerator.prepare(llama, gpt2)
-    names = []
-    for model in (llama, gpt2):
+    for model, block in ((llama, "LlamaDecoderLayer"), (gpt2, "GPT2Block")):
         model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
         assert num_units(model) == len(sharding_of(model).plan.units)
-        names.append(str(sharding_of(model).plan))
-    return names
+        assert block in str(sharding_of(model).plan)
 
 
-def test_complaint_06_models_of_different_architectures_in_one_process(checkpoints):
-    for llama, gpt2 in run_ranks(_two_models, 2, checkpoints):
-        assert "LlamaDecoderLayer" in llama and "GPT2Block" in gpt2
+def test_frozen_models_the_state_of_grpo_and_two_architectures(checkpoints, tmp_path):
+    """Any rank may read a frozen model alone; GRPO goes on with its own state; complaint 6."""
+    cases = {"frozen": _rank_0_reads, "grpo": _goes_on, "two": _two_models}
+    run_ranks(run_cases, 2, cases, checkpoints, tmp_path)

@@ -16,8 +16,8 @@ from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.recommend import MARGIN, recommend_config
 from hf_fsdp_tools.foresight.search import SEARCHED
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.streams import Bar
 from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.foresight.timeline import Bar
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.text import show_bytes
 from tests._dist import imitate_gpus

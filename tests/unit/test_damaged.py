@@ -16,15 +16,12 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
-from transformers import AutoModelForCausalLM, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -147,15 +144,11 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "config a list": ("files", text("config.json", "[1]"), r"config\.json: expected a JSON object, found \[1\]"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
-    "negative sizes": ("files", config(hidden_size=-48), r"configuration of .*cannot be used.*config\.json"),
-    "sizes that are texts": ("files", config(hidden_size="abc"), r"configuration of .*hidden_size.*config\.json"),
-    "no attention heads": ("files", config(num_attention_heads=0), r"configuration of .*ZeroDivision.*config\.json"),
     "unknown rope": (
         "files",
         config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
         r"configuration of .*'nonsense'.*config\.json",
     ),
-    "unknown dtype": ("files", config(dtype="float99"), r"config\.json: names the dtype 'float99'"),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
     "more layers than fit into memory": (
         "files",
@@ -167,19 +160,12 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         text("generation_config.json", "[]"),
         r"generation_config\.json: expected a JSON object, found \[\]",
     ),
-    "generation config no JSON": (
-        "files",
-        text("generation_config.json", "{ no json"),
-        r"generation_config\.json: is not valid JSON",
-    ),
     "a place that is a text": ("dcp", metadata(lambda c: setattr(place_of(c), "offset", "7")), NOT_DCP),
-    "no properties": ("dcp", metadata(lambda c: setattr(entry_of(c), "properties", None)), NOT_DCP),
     "chunks of other dimensions": (
         "dcp",
         metadata(lambda content: setattr(entry_of(content).chunks[0], "sizes", torch.Size([3]))),
         NOT_DCP,
     ),
-    "storage that is a list": ("dcp", metadata(lambda c: setattr(c, "storage_data", [1])), NOT_DCP),
     "a name in DCP that is a number": (
         "dcp",
         metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
@@ -216,7 +202,7 @@ def test_what_is_not_damaged_loads(good: dict[str, Path], kind: str) -> None:
     use(good[kind])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
 def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path, dtype: Any) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
@@ -228,40 +214,12 @@ def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], 
     assert "uanti" not in str(caught.value) and "convert these tensors once" in str(caught.value)
 
 
-def test_a_name_that_no_argument_has_is_refused(good: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="load_weights has no argument check_finit, read_timout_s"):
-        load_weights(build_meta_model(good["files"]), good["files"], check_finit=True, read_timout_s=5)
-
-
 def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
     """Fewer layers than the files hold, or some more, are the user's choice, as in transformers."""
     folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
         use(folder)
-
-
-def test_a_slow_parse_is_not_put_down_to_the_storage(
-    good: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever takes long once the bytes are there is not watched."""
-    under_way: list[str] = []
-
-    def slow(function: Any) -> Any:
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
-            under_way.append(storage.waited_for())
-            return function(*args, **kwargs)
-
-        return looked_at
-
-    monkeypatch.setattr("json.loads", slow(json.loads))
-    monkeypatch.setattr("torch.load", slow(torch.load))
-    monkeypatch.setattr(dcp_format, "refuse_endless", slow(dcp_format.refuse_endless))
-    for kind in ("files", "bin", "dcp"):
-        under_way.clear()
-        CheckpointIndex.open(good[kind], allow_pickle=True)
-        build_meta_model(good[kind])
-        assert under_way and not any(under_way), kind
 
 
 # ---- adapters ----
@@ -325,29 +283,16 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(base_model_name_or_path=3),
         r"base_model_name_or_path is 3, expected a name",
     ),
-    "base a list": (
-        adapter_config(base_model_name_or_path=["a"]),
-        r"base_model_name_or_path is \['a'\], expected",
-    ),
     "config a list": (text("adapter_config.json", "[]"), r"adapter_config\.json: expected a JSON object, found \[\]"),
     "unknown type": (
         adapter_config(peft_type="EVIL"),
         r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'",
     ),
-    "rank a text": (adapter_config(r="many"), r"PEFT cannot make"),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
-    "no weights": (
-        lambda f: (f / "adapter_model.safetensors").unlink(),
-        r"No weights in .*: expected adapter_model\.sa",
-    ),
     "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: holds more than tensors.*could run code"),
     "endless tuples": (
         pickled(lambda f: Unhashed((doubled_tuple(60), torch.ones(2)))),
         r"adapter_model\.bin: .* containers hold [\d,]+ values",
-    ),
-    "deflated": (
-        pickled(lambda f: {"a": torch.ones(3)}, zipfile.ZIP_DEFLATED),
-        r"model\.bin: .* is compressed",
     ),
     "a module to import": (
         adapter_config(megatron_config={}, megatron_core="antigravity"),
@@ -358,7 +303,6 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(r=10**9),
         r"a dimension is 1000000000, and adapter_model\.safe.* holds",
     ),
-    "a pattern of ranks": (adapter_config(rank_pattern={"q_proj": 2**40}), r"a dimension is 1099511627776"),
     "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
 }
 
@@ -385,7 +329,7 @@ def described(model: torch.nn.Module) -> list[Any]:
     return [modules, hooks, [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]]
 
 
-@pytest.mark.parametrize("name", ["base a number", "base a list", "config a list", "a module to import"])
+@pytest.mark.parametrize("name", ["base a number", "a module to import"])
 def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Path, tmp_path: Path, name: str) -> None:
     damage, said = DAMAGED_ADAPTERS[name]
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
@@ -396,29 +340,15 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_looked_for(adapter: Pat
 
 USUAL = (
     "q_proj",
-    r".*\.(q_proj|v_proj)$",
-    r"layers\.\d+\.self_attn\..*",
-    "model.layers.*",
     r".*\.layers\.[0-9]+\..*(q|v)_proj",
     r"^(?!.*(?:visual|lm_head)).*(?:q_proj|v_proj).*",
-    r".*(?<!vision)\.layers\.(1[0-9]|2\d)\.(self_attn|mlp)\.(q|k|v|o)_proj",
     r"((?!(lm_head|proj_out)).)*",
     r"(?:.*?(?:vision|image|embed|language|text).*?(?:self_attn|attention|mlp|ffn|dense).*?(?:k_proj|v_proj|q_proj).*?)"
     r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|v_proj)))",
-    r"[^.]+\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)",
 )
 """As adapters on the hub have them."""
 
-ENDLESS = (
-    ".?" * 60 + "QQ",
-    "(|.)" * 60 + "QQ",
-    "(.+)+QQ",
-    r"(([a-z_.0-9])+)+\$",
-    ".*" * 5 + "QQ",
-    "(?:.{0,9}){0,9}Q",
-    "(){1000000000}",
-    "(?=(|.)*Q)x",
-)
+ENDLESS = (".?" * 60 + "QQ", "(.+)+QQ", ".*" * 5 + "QQ", "(){1000000000}", "(?=(|.)*Q)x")
 
 
 def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> None:
@@ -428,10 +358,7 @@ def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> N
             refuse_endless_patterns(tmp_path, [pattern])
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["target_modules", "exclude_modules", "feedforward_modules", "rank_pattern", "alpha_pattern", "layers_pattern"],
-)
+@pytest.mark.parametrize("key", ["target_modules", "rank_pattern"])
 def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path, key: str) -> None:
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
     adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
@@ -486,19 +413,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         manifest_of,
         "is no list of files",
     ),
-    "a trainer's state that is a pipe": (pipe("trainer_state.json"), problem, "has no readable trainer_state.json"),
-    "a history that is a number": (trainer_state(log_history=5), problem, r"\(log_history is 5\)"),
     "a history of numbers": (trainer_state(log_history=[5]), problem, r"\(log_history is \[5\]\)"),
     "logging every 0 steps": (trainer_state(logging_steps=0), problem, r"\(logging_steps is 0\)"),
-    "a batch that is a text": (trainer_state(train_batch_size="x"), problem, r"\(train_batch_size is 'x'\)"),
-    "steps that are a list": (trainer_state(global_step=[1]), problem, r"\(global_step is \[1\]\)"),
     "a plan nested deeply": (
         in_file("plan.json", NESTED),
         lambda f: WrapPlan.from_json(f.read_text()),
         "Not a wrap plan",
     ),
     "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
-    "YAML of itself": (in_file("b.yaml", "&a {num_processes: *a}"), FSDPConfig.translate_file, "line 1 has the alias "),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,
@@ -520,11 +442,3 @@ def test_files_beside_the_weights_are_one_error_too(tmp_path: Path, name: str) -
     with pytest.raises(FSDPToolsError, match=said) as caught:
         read(make(tmp_path))
     assert len(str(caught.value)) < MOST_CHARACTERS
-
-
-def test_a_state_of_a_trainer_is_taken(tmp_path: Path) -> None:
-    """What a Trainer writes, and steps of 0 for what does not go by steps."""
-    TrainerState(global_step=3, log_history=[{"loss": 1.0}], eval_steps=0).save_to_json(
-        str(tmp_path / "trainer_state.json")
-    )
-    problem(tmp_path / "trainer_state.json")

@@ -197,7 +197,7 @@ def test_another_base_and_another_dtype(tmp_path: Path) -> None:
     (adapter / "tokenizer.json").write_text("of the adapter")
     base = base.rename(tmp_path / "moved")
     (base / "tokenizer.json").write_text("of the base")
-    with pytest.raises(CheckpointError, match=r"base of the adapter .* cannot be opened: No such .*--base"):
+    with pytest.raises(CheckpointError, match=r"base of the adapter .* cannot be opened: No such .*STATE"):
         merge_adapter(adapter, tmp_path / "ours")
     merge_adapter(adapter, tmp_path / "ours", base=base, dtype=torch.bfloat16)
     merged_by_peft(model_of(base, torch.float32), adapter, tmp_path / "theirs")
@@ -216,7 +216,7 @@ def adapter(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_each_command_names_the_other(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is an adapter of .* hf-fsdp merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter of .* hf-fsdp export --adapter"):
         export_checkpoint(adapter, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"is a model, not an adapter.* hf-fsdp export"):
         merge_adapter(folders["llama"], tmp_path / "out")
@@ -272,7 +272,7 @@ def test_what_cannot_be_merged(folders: dict[str, Path], adapter: Path, tmp_path
     written = json.loads((packed / "config.json").read_text())
     written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (packed / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match=r"in 4 bits.*--base"):
+    with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
         merge_adapter(adapter, tmp_path / "out", base=packed)
     with pytest.raises(ConfigError, match="max_shard_size='5X' is no size of a file"):
         export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")

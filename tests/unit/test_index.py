@@ -393,29 +393,3 @@ def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position:
     except CheckpointError:
         return
     assert all(start <= t.offset <= t.offset + t.num_bytes <= len(content) for t in tensors)
-
-
-names = st.sampled_from(["x.safetensors", "y.safetensors", "../x.safetensors", "gone.safetensors", ""]) | st.text(
-    max_size=12
-)
-maps = st.dictionaries(st.sampled_from(["a", "b"]) | st.text(max_size=3), names | json_values, max_size=4)
-
-
-@settings(max_examples=300)
-@given(
-    content=st.fixed_dictionaries({"weight_map": maps | json_values}).map(lambda c: json.dumps(c).encode())
-    | json_values.map(lambda c: json.dumps(c).encode())
-    | st.binary(max_size=60)
-)
-def test_no_index_file_does_anything_but_open_or_raise(tmp_path: Path, content: bytes) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
-    save_file({"b": torch.ones(2)}, tmp_path / "y.safetensors")
-    (tmp_path / INDEX).write_bytes(content)
-    try:
-        index = CheckpointIndex.open(tmp_path)
-    except CheckpointError as error:
-        assert str(tmp_path) in str(error)
-        return
-    listed = json.loads(content)["weight_map"]
-    assert set(listed) <= set(index.tensors) <= {"a", "b"}
-    assert all(tensor.file.parent == tmp_path for tensor in index.tensors.values())

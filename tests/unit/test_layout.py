@@ -63,13 +63,6 @@ def test_what_is_no_size_is_refused_before_anything_is_made(size: Any, tmp_path:
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat17", torch.int8, torch.complex64, 16])
-def test_what_is_no_dtype_of_weights_is_refused(dtype: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no floating-point dtype\. Use float32, bfloat16"):
-        save_pretrained(model(), tmp_path / "saved", dtype=dtype)
-    assert not (tmp_path / "saved").exists()
-
-
 def test_a_cast_is_of_floats_alone() -> None:
     module = nn.BatchNorm1d(3)
     dtypes = {key: place.dtype for key, place in plan_layout(module, torch.bfloat16, "5GB").places.items()}

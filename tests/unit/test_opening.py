@@ -15,7 +15,7 @@ from benchmarks.architectures.cases import build
 from benchmarks.architectures.defaults import build_config
 from benchmarks.architectures.shrink import shrink
 from hf_fsdp_tools import from_pretrained, save_pretrained
-from hf_fsdp_tools.modeling import generation
+from hf_fsdp_tools.modeling import configs
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 
@@ -64,7 +64,7 @@ def test_the_models_that_keep_settings_of_an_inner_one_are_those_of_transformers
         if saving and (name := re.search(r"self\.(\w+)\.generation_config", saving[0])):
             (prefix,) = re.findall(r'prefix = "(\w+)"', saving[0])
             found[file.parent.name] = (name[1], prefix)
-    assert found == generation._INNER
+    assert found == configs._INNER
 
 
 def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.streams import step_schedule
-from hf_fsdp_tools.foresight.timeline import memory_timeline
+from hf_fsdp_tools.foresight.timeline import memory_timeline, step_schedule
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
 from hf_fsdp_tools.plots.figure import save

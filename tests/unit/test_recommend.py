@@ -117,7 +117,7 @@ def test_what_was_rejected_is_said_with_figures():
 def test_what_is_given_stays():
     toy, setup = Toy(), TrainingSetup(num_gpus=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True)
     given = ("dp_replicate_size", "batch_size", "activation_checkpointing")
-    best = choose("toy", setup, toy, given=given, global_batch_size=192)
+    best = choose("toy", setup, toy, fixed=given, global_batch_size=192)
     assert best.setup.gradient_accumulation_steps == 2
     for field in given:
         assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
@@ -151,11 +151,11 @@ def test_faster_settings_that_nobody_asked_for_are_named():
 def test_whole_gradients_are_accumulated_where_that_is_faster_and_fits():
     toy, setup = Toy(1e9, gather=30.0), TrainingSetup(num_gpus=8, seq_len=512)
     given = ["dp_replicate_size", "batch_size"]
-    best = choose("toy", setup, toy, given=given, global_batch_size=64)
+    best = choose("toy", setup, toy, fixed=given, global_batch_size=64)
     assert best.setup.gradient_accumulation_steps > 1 and not best.setup.sync_each_batch
     (choice,) = (each for each in best.choices if each.field == "sync_each_batch")
     assert "slower" in choice.reasons[0]
-    assert choose("toy", setup, toy, given=[*given, "sync_each_batch"], global_batch_size=64).setup.sync_each_batch
+    assert choose("toy", setup, toy, fixed=[*given, "sync_each_batch"], global_batch_size=64).setup.sync_each_batch
 
 
 def test_the_longest_sequence_that_fits():
@@ -180,7 +180,7 @@ def test_the_longest_sequence_that_fits():
 def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
     setup = TrainingSetup(**changes)
     with pytest.raises(ConfigError, match=r"fits on .* at no setting: it takes .* per GPU at least") as error:
-        choose("toy", setup, Toy(params), given=given)
+        choose("toy", setup, Toy(params), fixed=given)
     assert "\n" not in str(error.value)
     for cure in cures:
         assert cure in str(error.value)
@@ -201,7 +201,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
 )
 def test_a_global_batch_that_cannot_be_made(changes, given, size, words):
     with pytest.raises(ConfigError, match=words):
-        choose("toy", TrainingSetup(**changes), Toy(), given=given, global_batch_size=size)
+        choose("toy", TrainingSetup(**changes), Toy(), fixed=given, global_batch_size=size)
 
 
 def test_a_margin_is_a_part():
@@ -217,7 +217,7 @@ def test_the_largest_micro_batch_that_fits_is_found_between_powers_of_two():
         "toy",
         TrainingSetup(num_gpus=8, activation_checkpointing=True),
         toy,
-        given=["activation_checkpointing", "dp_replicate_size"],
+        fixed=["activation_checkpointing", "dp_replicate_size"],
     )
     fitting = [batch for batch in BATCHES if toy(replace(best.setup, batch_size=batch)).num_bytes <= 0.9 * GPU]
     assert best.setup.batch_size == max(fitting) == 48

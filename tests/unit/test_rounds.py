@@ -1,15 +1,12 @@
 """Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
 
 import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,11 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
-from hf_fsdp_tools.distributed import liveness, rounds, storage
+from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, using
-from hf_fsdp_tools.distributed.storage import progress_made, watched
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -106,65 +102,12 @@ def test_a_round_is_joined_or_given_up_and_never_both(
         assert [str(one) for one in found] == ["Nobody comes."] * 2
 
 
-def test_who_gives_up_first_says_why(two: list[Rounds]) -> None:
-    with two[0].scope("saving") as own, two[1].scope("saving") as other:
-        said = [two[0].give_up(own, RanksError("first")), two[1].give_up(other, RanksError("second"))]
-    assert [str(error) for error in said] == ["first", "first"]
-
-
 def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits where the block ends, and everybody knows of its failure; a rank that has ended does not come for it."""
     monkeypatch.setattr(liveness, "_state_of", lambda process: "X")
     with using(two[0]), pytest.raises(RanksError, match="While saving: rank 1 has ended") as caught, agreed("saving"):
         raise CheckpointError("disk full")
     assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
-
-
-def test_rank_0_leaves_when_the_others_have_read_why_all_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0, which may keep the store, gives up what rank 1 waits for; rank 2 has not come. Rank 1 reads it late."""
-    three = ranks_of(3)
-    key = f"{three[0]._prefix}.0/1"
-    came, asked, over = threading.Event(), threading.Event(), threading.Event()
-
-    def check_of_rank_0(own: Callable[..., bool], keys: list[str]) -> bool:
-        if keys == [key] and given_up:
-            asked.set()  # rank 0 looks whether rank 1 has read
-        return own(keys)
-
-    def check_of_rank_1(own: Callable[..., bool], keys: list[str]) -> bool:
-        if keys[0].endswith("/outcome"):
-            came.set()
-            assert asked.wait(HANG_S)
-        assert not over.is_set(), "the store is gone"
-        return own(keys)
-
-    def first() -> Any:
-        assert came.wait(HANG_S)
-        try:
-            three[0].exchange("a", "saving")
-        finally:
-            given_up.append(True)
-            three[0].wait_for_readers()
-            asked.set()
-            over.set()
-
-    given_up: list[bool] = []
-    monkeypatch.setattr(Lookout, "problem", lambda self, *args, **options: "Nobody comes." * (self._rank == 0))
-    three[0]._store = Store(three[0]._store, check=check_of_rank_0)
-    three[1]._store = Store(three[1]._store, check=check_of_rank_1)
-    assert [str(one) for one in together(first, lambda: three[1].exchange("b", "saving"))] == ["Nobody comes."] * 2
-    with pytest.raises(RanksError, match="Nobody comes"):  # rank 2 comes last, and finds the values that it joins
-        three[2].exchange("c", "saving")
-
-
-def test_a_reader_that_has_ended_is_not_waited_for(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lookout, "problem", lambda self, *args, **options: "Nobody comes.")
-    with pytest.raises(RanksError):
-        two[0].exchange("a", "saving")
-    two[1]._store.set(f"{two[1]._prefix}.0/1", b"")  # it came meanwhile, and was killed
-    monkeypatch.setattr(liveness, "_state_of", lambda process: "X")
-    monkeypatch.setattr(rounds.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    two[0].wait_for_readers()
 
 
 def test_a_process_of_another_machine_of_that_name_is_not_looked_for_here(
@@ -176,14 +119,6 @@ def test_a_process_of_another_machine_of_that_name_is_not_looked_for_here(
     assert known.has_ended(1) == (liveness.processes_in_sight() != "")
     monkeypatch.setattr(liveness, "processes_in_sight", lambda: "another")
     assert not known.has_ended(1)
-
-
-def test_a_store_that_is_gone_at_the_first_call_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*args: Any) -> int:
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    with pytest.raises(RanksError, match="The key-value store of the process group does not answer"):
-        Rounds(Store(dist.HashStore(), add=gone), 0, (0, 1))
 
 
 def beat_of(*places: list[str], count: int = 1, progress: int = 1, **passes: int) -> str:
@@ -200,31 +135,6 @@ def test_ranks_wait_on_when_those_that_look_first_are_gone(monkeypatch: pytest.M
     monkeypatch.setattr(Lookout, "problem", lambda self, *args, **options: "Nobody comes.")
     with pytest.raises(RanksError, match="Nobody comes"):
         three[2].exchange(2, "saving")
-
-
-def test_a_failure_is_told_to_a_rank_that_looks_late() -> None:
-    """Rank 0 sees that the outer block failed before it sees that the inner block has ended, in which others failed."""
-    three = ranks_of(3)
-    inner, outer = f"{three[0]._prefix}.0.0/end/outcome", f"{three[0]._prefix}.0/failed"
-
-    def check(own: Callable[..., bool], keys: list[str]) -> bool:
-        found = own(keys)
-        if keys == [inner] and not found:
-            asked.set()
-            three[1]._store.store.wait([outer])
-        return found
-
-    asked = threading.Event()
-    three[0]._store = Store(three[0]._store, check=check)
-
-    def fail(own: Rounds) -> None:
-        with using(own), agreed("checking"), agreed("checking a part"):
-            if own.rank > 0:
-                assert asked.wait(HANG_S)
-                raise CheckpointError("no such policy")
-
-    told = "Checking a part failed on 2 of 3 ranks.\nrank 1, 2: no such policy"
-    assert [str(one) for one in together(*(lambda own=own: fail(own) for own in three))] == [told] * 3
 
 
 # ---- who is waited for ----
@@ -337,36 +247,8 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
 
 
-def progress_seen_by_another_thread() -> int:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(progress_made).result()
-
-
-def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
-    before = progress_made()
-    with watched(Path(os.devnull)):
-        pass
-    assert progress_made() > before
-    before = progress_seen_by_another_thread()
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(2**21))
-    assert progress_seen_by_another_thread() >= before + 2
-
-
-def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
-    """Rank 0, which keeps it, would never be without progress while others wait for it."""
-    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", keeper.port, None, False)
-    before, moved = progress_seen_by_another_thread(), storage._bytes_moved("/proc/self")
-    for _ in range(3000):
-        other.set("key", "v" * 1024)
-    assert other.get("key"), "all have arrived"
-    assert storage._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
-    assert progress_seen_by_another_thread() == before
-
-
 def client_of(store: Any, silent_s: float = 60) -> StoreClient:
-    return StoreClient(store, "0", 0, (0, 1), silent_s)
+    return StoreClient(store, "beat", silent_s)
 
 
 def test_the_thread_of_a_group_that_is_over_ends_and_who_still_asks_is_answered() -> None:
@@ -400,51 +282,7 @@ def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch)
         assert together(*(lambda one=one: one.exchange(1, "saving") for one in two)) == [[1, 1]] * 2  # type: ignore[misc]
         assert connections() == before
     for one in two:
-        one.stop()
-
-
-def test_a_store_that_does_not_answer_is_given_up_at_once_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a process that is stopped; a call of torch never returns from it."""
-    goes_on = threading.Event()
-    waits: list[float] = []
-
-    def stopped(own: Callable[..., Any], keys: list[str]) -> Any:
-        assert goes_on.wait(HANG_S)
-        return own(keys)
-
-    def result(self: Any, timeout_s: float) -> Any:
-        waits.append(timeout_s)
-        return wait(self, 0.01)
-
-    wait = liveness.Future.result
-    monkeypatch.setattr(liveness.Future, "result", result)
-    one = client_of(Store(dist.HashStore(), check=stopped))
-    for _ in range(2):
-        with (
-            pytest.raises(RanksError, match=r"not answer \(no answer for 60 s\): .* ended or is stopped"),
-            rounds._store_errors(),
-        ):
-            one.check(["a"])
-    assert waits == [1.0] * 60, "the second is not waited for"
-    goes_on.set()
-    monkeypatch.undo()
-    one._unanswered.result(HANG_S)
-    assert one.check(["a"]) is False
-
-
-def test_a_beat_of_a_store_that_is_gone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
-
-    def gone(*args: Any) -> Any:
-        told.set()
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    monkeypatch.setattr(liveness, "_BEAT_S", 0.001)
-    one = client_of(Store(dist.HashStore(), set=gone))
-    with one.telling("opening", "0"):
-        assert told.wait(HANG_S)
-        with pytest.raises(dist.DistNetworkError):
-            one.set("a", "1")
+        one._store.stop()
 
 
 def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
@@ -455,7 +293,7 @@ def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
     one = client_of(store)
 
     def told() -> Any:
-        return [place[0] for place in json.loads(store.get("0/beat/0"))["at"]] if store.check(["0/beat/0"]) else None
+        return [place[0] for place in json.loads(store.get("beat"))["at"]] if store.check(["beat"]) else None
 
     end_s = time.monotonic() + HANG_S
     for doing in (["opening"], ["reading"]):
@@ -464,7 +302,7 @@ def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
                 assert time.monotonic() < end_s
         while told() != []:
             assert time.monotonic() < end_s
-    count = json.loads(store.get("0/beat/0"))["count"]
+    count = json.loads(store.get("beat"))["count"]
     time.sleep(0.05)
-    assert json.loads(store.get("0/beat/0"))["count"] == count, "it tells nothing more"
+    assert json.loads(store.get("beat"))["count"] == count, "it tells nothing more"
     one.stop()

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations import checkpoints, replacement
+from hf_fsdp_tools.integrations import checkpoints, states
 from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
-from hf_fsdp_tools.integrations.replacement import Replacement, remove_checkpoint
+from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
 from hf_fsdp_tools.loading.io import durable
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
@@ -145,7 +145,7 @@ def test_an_interrupted_checkpoint_is_not_counted_and_the_one_just_saved_is_neve
         rotate(tmp_path / "checkpoint-3", 1, None)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"checkpoint-3", "checkpoint-mine"} | ({"checkpoint-4"} if not real_times else set())
-    with nullcontext() if real_times else pytest.warns(UserWarning, match=r"checkpoint-4 has no readable"):
+    with nullcontext() if real_times else pytest.warns(UserWarning, match=r"checkpoint-4. has no readable"):
         assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
@@ -203,7 +203,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     (archive / "mine.txt").touch()
     link.parent.mkdir()
     link.symlink_to(archive)
-    with nullcontext() if can_exchange else patch.object(replacement, "exchange", return_value=False):
+    with nullcontext() if can_exchange else patch.object(states, "exchange", return_value=False):
         save(link, "new")
     assert not link.is_symlink() and (link / "scheduler.bin").read_text() == "new" and not (link / "mine.txt").exists()
     assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
@@ -226,13 +226,13 @@ FILES = ("scheduler*",)
 
 
 def save(folder: Path, text: str) -> None:
-    place = Replacement(folder, FILES)
+    place = StateSave(folder, FILES)
     try:
         place.begin()
         (place.staging / "scheduler.bin").write_text(text)
         place.take_place()
     finally:
-        place.end()
+        place.held.close()
 
 
 class Killed(BaseException):
@@ -255,7 +255,7 @@ def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_at_each_step_of_a_save_the_old_state_or_the_new_one_is_there(tmp_path: Path, can_exchange: bool) -> None:
     """A save is killed at its first event of the file system, at its second, …; then the next one runs."""
-    able = nullcontext() if can_exchange else patch.object(replacement, "exchange", return_value=False)
+    able = nullcontext() if can_exchange else patch.object(states, "exchange", return_value=False)
     kills = 0
     for point in range(100):
         folder = tmp_path / f"{point}" / "state"
@@ -268,7 +268,7 @@ def test_at_each_step_of_a_save_the_old_state_or_the_new_one_is_there(tmp_path: 
             except Killed:
                 kills += 1
         killed = kills == point + 1
-        there = folder if folder.exists() else replacement.former_of(folder)
+        there = folder if folder.exists() else states.former_of(folder)
         assert can_exchange <= (there == folder), "with an exchange the name always means a state"
         assert (there / "scheduler.bin").read_text() in (("old", "new") if killed else ("new",))
         assert (there / "notes" / "mine.txt").read_text() == "a user's own"
@@ -307,15 +307,15 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
         return rename(path, target)
 
     said = pytest.raises(CheckpointError, match=r"Input/output error.*still there")
-    with patch.object(replacement, "exchange", return_value=False), patch.object(Path, "rename", fails), said:
+    with patch.object(states, "exchange", return_value=False), patch.object(Path, "rename", fails), said:
         save(folder, "new")
     assert (folder / "scheduler.bin").read_text() == "old"
-    place = Replacement(folder, FILES)
+    place = StateSave(folder, FILES)
     place.begin()
     place.staging.rmdir()
     with pytest.raises(CheckpointError, match=r"still there"):
         place.take_place()
-    place.end()
+    place.held.close()
     assert (folder / "scheduler.bin").read_text() == "old"
 
 
@@ -337,7 +337,7 @@ def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path:
     (tmp_path / ".checkpoint_3.lock").touch()
     with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
         fcntl.flock(of_another, fcntl.LOCK_EX)
-        replacement.remove_leftovers(tmp_path, "checkpoint_*")
+        states.remove_leftovers(tmp_path, "checkpoint_*")
     assert {path.name for path in tmp_path.iterdir()} == {".checkpoint_2.incomplete", ".checkpoint_2.lock"}
 
 

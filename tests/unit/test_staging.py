@@ -322,27 +322,3 @@ def test_copies_are_waited_for_when_scattering_fails(tmp_path: Path, monkeypatch
         with Reader(staging_bytes=96 * KIB, side=side, in_flight=IN_FLIGHT) as reader:
             reader.begin(transfers)
         assert machine.copies_under_way == 0
-
-
-def test_one_chunk_leaves_the_device_while_the_one_before_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, tensors = stored(tmp_path, 6, (64, 300), torch.bfloat16)
-    real, arrived, beside = os.pwritev, threading.Event(), []
-
-    def pwritev(*args: Any) -> int:
-        if not beside:  # the first one: goes on once another chunk has arrived
-            arrived.clear()
-            beside.append(False)
-            beside[0] = arrived.wait(100)
-        return real(*args)
-
-    monkeypatch.setattr(files.os, "pwritev", pwritev)
-    with devices(late_s=0.01) as (machine, side):
-        machine.on_copy = arrived.set
-        transfers = places(file, tensors, whole(machine, torch.bfloat16))
-        for transfer, tensor in zip(transfers, tensors, strict=True):
-            transfer.memory.copy_(tensor)
-        with Writer(staging_bytes=96 * KIB, side=side, in_flight=2) as writer:
-            writer.begin(transfers)()
-    assert beside == [True]

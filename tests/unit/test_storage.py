@@ -1,16 +1,20 @@
 """Storage that does not answer is named, with file, position and seconds; what answers is not."""
 
+import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from hf_fsdp_tools.distributed import storage
-from hf_fsdp_tools.distributed.storage import watched
+from hf_fsdp_tools.distributed.storage import progress_made, watched
 
 
 class Over(Exception):
@@ -91,3 +95,31 @@ def test_the_watch_begins_again_after_it_has_ended() -> None:
                 time.sleep(0.02)
         while storage._watcher.is_alive():
             time.sleep(0.01)
+
+
+def progress_seen_by_another_thread() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(progress_made).result()
+
+
+def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
+    before = progress_made()
+    with watched(Path(os.devnull)):
+        pass
+    assert progress_made() > before
+    before = progress_seen_by_another_thread()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(2**21))
+    assert progress_seen_by_another_thread() >= before + 2
+
+
+def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
+    """Rank 0, which keeps it, would never be without progress while others wait for it."""
+    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", keeper.port, None, False)
+    before, moved = progress_seen_by_another_thread(), storage._bytes_moved("/proc/self")
+    for _ in range(3000):
+        other.set("key", "v" * 1024)
+    assert other.get("key"), "all have arrived"
+    assert storage._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
+    assert progress_seen_by_another_thread() == before

@@ -14,8 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of
-from hf_fsdp_tools.foresight.tracing.inputs import make_batch
+from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of, make_batch
 from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 

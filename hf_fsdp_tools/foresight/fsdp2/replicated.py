@@ -12,23 +12,30 @@ _FIRST_BUCKET = 2**20  # Bytes of DDP's first bucket (`_DEFAULT_FIRST_BUCKET_BYT
 _BUCKET = 25 * 2**20  # Bytes of its other buckets (`bucket_cap_mb=25` of `DistributedDataParallel`)
 
 
-class AveragedGradients:
-    """Gradients of replicated parameters beside shards: averaged at the end of each backward pass
-    (`sharding/whole`).
-    """
+class _Gradients:
+    """Gradients that stay until the end of the step."""
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
-        self._writer = writer
-        self._setup = setup
-        self.reduces = True  # Not read: `sharding/whole` averages after each backward pass
+        self._writer, self._ranks = writer, setup.num_gpus
+        self.reduces = True  # False inside of DDP's `no_sync`; `sharding/whole` averages after each backward pass
         self._parameters = {parameter.fqn: parameter for parameter in parameters}
         self._gradients: dict[str, int] = {}
-        self._pending: list[Parameter] = []
+
+    def end_step(self) -> None:
+        """Gradients are set to None."""
+        self._writer.free(*self._gradients.values())
+        self._gradients.clear()
+
+
+class AveragedGradients(_Gradients):
+    """Gradients of replicated parameters beside shards: `sharding/whole` averages them after each backward pass."""
+
+    _pending: tuple[Parameter, ...] = ()
 
     def gradient(self, name: str, block: int) -> None:
         """The gradient of this micro-step is complete."""
         parameter = self._parameters[name]
-        self._pending.append(parameter)
+        self._pending += (parameter,)
         if name not in self._gradients:
             self._gradients[name] = block
             return
@@ -37,8 +44,8 @@ class AveragedGradients:
 
     def end_backward(self) -> None:
         """All gradients of a backward pass are sent at its end, small ones together in fp32."""
-        writer, ranks = self._writer, self._setup.num_gpus
-        pending, self._pending = self._pending, []
+        writer, ranks = self._writer, self._ranks
+        pending, self._pending = self._pending, ()
         if not pending or ranks == 1:
             return
         small = [each for each in pending if each.numel < _REDUCED_ALONE]
@@ -57,13 +64,8 @@ class AveragedGradients:
         writer.work("memory", 4 * num_bytes)
         writer.free(joined)
 
-    def end_step(self) -> None:
-        """Gradients are set to None."""
-        self._writer.free(*self._gradients.values())
-        self._gradients.clear()
 
-
-class BucketedGradients:
+class BucketedGradients(_Gradients):
     """Gradients of a model that every rank holds whole, as `DistributedDataParallel` reduces them.
 
     With `gradient_as_bucket_view=True`: a gradient is copied into its bucket, which is there from the beginning. On one
@@ -72,10 +74,7 @@ class BucketedGradients:
     """
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
-        self._writer = writer
-        self._ranks = setup.num_gpus
-        self.reduces = True  # Whether the buckets of this backward pass are sent (False inside of DDP's `no_sync`)
-        self._parameters = {parameter.fqn: parameter for parameter in parameters}
+        super().__init__(writer, parameters, setup)
         self._buckets: list[list[Parameter]] = [[]]
         for parameter in reversed([each for each in parameters if each.requires_grad]):
             limit = _FIRST_BUCKET if len(self._buckets) == 1 else _BUCKET
@@ -85,11 +84,9 @@ class BucketedGradients:
         self._bucket_of = {each.fqn: at for at, bucket in enumerate(self._buckets) for each in bucket}
         self._kept = {each.fqn: kept_bytes(each, setup) for each in parameters}
         self._missing: list[int] = []
-        self._gradients: dict[str, int] = {}
         self._copies: dict[str, int] = {}
 
     def resident(self) -> list[int]:
-        """Bytes of each bucket."""
         return [] if self._ranks == 1 else [self._bytes_of(bucket) for bucket in self._buckets]
 
     def begin_forward(self) -> None:
@@ -134,11 +131,6 @@ class BucketedGradients:
         if self._missing:
             self._writer.wait_stream("compute", "all_reduce")
             self._missing = []
-
-    def end_step(self) -> None:
-        """Gradients are set to None."""
-        self._writer.free(*self._gradients.values())
-        self._gradients.clear()
 
     def _bytes_of(self, bucket: Sequence[Parameter]) -> int:
         return sum(self._kept[each.fqn] for each in bucket)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark
@@ -32,7 +33,6 @@ class Step:
 
     @property
     def resident(self) -> tuple[Alloc, ...]:
-        """What is there before the step."""
         return self.parameters + self.state
 
     @property
@@ -54,7 +54,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     units = split_parameters(trace.parameters, plan, setup) if is_fsdp else ()
     whole = [parameter for parameter in trace.parameters if parameter.is_whole]
     schedule = Fsdp2Schedule(writer, units, setup) if is_fsdp else None
-    others = AveragedGradients(writer, whole, setup) if is_fsdp else BucketedGradients(writer, whole, setup)
+    replicated = AveragedGradients(writer, whole, setup) if is_fsdp else BucketedGradients(writer, whole, setup)
     shards = [shard for unit in units for shard in unit.shards]
     lasting = {parameter.fqn for parameter in whole}
     if not setup.sync_each_batch:  # autograd adds to what has the dtype of the reduction already
@@ -62,10 +62,10 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     micro_step = _MicroStep(trace, lasting)
     for number in range(setup.gradient_accumulation_steps):
         is_last = number == setup.gradient_accumulation_steps - 1
-        for each in (schedule, others):
+        for each in (schedule, replicated):
             if each is not None:
                 each.reduces = is_last or setup.sync_each_batch
-        micro_step.write(writer, schedule, others, is_last=is_last)
+        micro_step.write(writer, schedule, replicated, is_last=is_last)
     optimizer_at = len(writer.events)
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
@@ -76,12 +76,12 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     state = _write_optimizer(writer, update, setup, shards)
     if schedule is not None:
         schedule.end_step(parameter.fqn for parameter in trace.parameters)
-    others.end_step()
+    replicated.end_step()
     parameters = [] if setup.offload else [writer.alloc(shard.num_bytes, "parameters") for shard in shards]
     parameters += [writer.alloc(each.num_bytes if is_fsdp else kept_bytes(each, setup), "parameters") for each in whole]
     parameters += [writer.alloc(trace.buffer_bytes, "parameters")] if trace.buffer_bytes else []
-    if isinstance(others, BucketedGradients):
-        parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in others.resident()]
+    if isinstance(replicated, BucketedGradients):
+        parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in replicated.resident()]
     host_bytes = 0
     if setup.offload:
         host_bytes = sum(shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards)
@@ -123,17 +123,16 @@ class _MicroStep:
         self,
         writer: EventWriter,
         schedule: Fsdp2Schedule | None,
-        others: AveragedGradients | BucketedGradients,
+        replicated: AveragedGradients | BucketedGradients,
         *,
         is_last: bool,
     ) -> None:
-        """Write one micro-step."""
-        events = list(self._events)
+        events: list[Any] = list(self._events)
         renamed = {} if is_last else {block: writer.new_block() for block in self._lasting.values()}
         for at, block in self._lasting.items() if renamed else ():
-            events[at] = replace(self._events[at], block=renamed[block])  # type: ignore[arg-type]  # an Alloc
-        if isinstance(others, BucketedGradients):
-            others.begin_forward()
+            events[at] = replace(events[at], block=renamed[block])
+        if isinstance(replicated, BucketedGradients):
+            replicated.begin_forward()
         done = 0
         for at in self._stops:
             writer.events.extend(events[done:at])
@@ -146,12 +145,12 @@ class _MicroStep:
             elif isinstance(event, Gradient):
                 block = renamed.get(event.block, event.block)
                 if schedule is None or not schedule.gradient(event.parameter, block):
-                    others.gradient(event.parameter, block)
+                    replicated.gradient(event.parameter, block)
         writer.events.extend(events[done : self._end])
         writer.phase = "backward"
         if schedule is not None:
             schedule.end_backward()
-        others.end_backward()
+        replicated.end_backward()
         writer.phase = "forward"
         writer.events.extend(events[self._end :])
         writer.free(*self._left)

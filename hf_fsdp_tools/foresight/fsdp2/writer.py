@@ -17,7 +17,6 @@ class EventWriter:
         self._event = 0
 
     def new_block(self) -> int:
-        """A number that no block has."""
         self._block += 1
         return self._block
 
@@ -26,12 +25,10 @@ class EventWriter:
         return Alloc(self.new_block(), num_bytes, kind, self.unit, stream)
 
     def take(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> int:
-        """Memory; its number."""
         self.events.append(self.alloc(num_bytes, kind, stream))
         return self._block
 
     def free(self, *blocks: int) -> None:
-        """Memory is given back."""
         self.events.extend(Free(block) for block in blocks)
 
     def work(
@@ -55,7 +52,6 @@ class EventWriter:
         return self._event
 
     def wait(self, event: int, *streams: Stream) -> None:
-        """Streams wait for an event."""
         self.events.extend(Wait(event, stream) for stream in streams)
 
     def wait_stream(self, waiting: Stream, other: Stream) -> None:
@@ -63,7 +59,6 @@ class EventWriter:
         self.wait(self.record(other), waiting)
 
     def wait_on_host(self, event: int) -> None:
-        """The host waits for an event."""
         self.events.append(Wait(event, "host"))
 
     def extend_renumbered(self, events: Iterable[Event]) -> None:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.durations import Durations
-from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.efficiency import Durations, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 _HOST_SECONDS = 15e-6

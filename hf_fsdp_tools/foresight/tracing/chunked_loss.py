@@ -98,8 +98,8 @@ class _LogProbs(torch.autograd.Function):
                 _add_product(of_hidden[rows], part, weight[columns])
             if of_weight is not None:
                 _add_product(of_weight[columns], part.t(), hidden[rows])
-        found = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
-        return (*(None if grad is None else grad.to(like.dtype) for grad, like in found), None, None)
+        gradients = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
+        return (*(None if grad is None else grad.to(like.dtype) for grad, like in gradients), None, None)
 
 
 def _pieces(

@@ -26,20 +26,19 @@ from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Event, Gradient, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of
-from hf_fsdp_tools.foresight.tracing.inputs import make_batch
+from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of, make_batch
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
-from hf_fsdp_tools.foresight.tracing.recomputation import blocks_marked, checkpoint_marked
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
 from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
-from hf_fsdp_tools.sharding.shard import check_checkpointing, runners_of_experts
+from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
 
 _KEPT = (4, 5)
@@ -179,12 +178,12 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     packed = packed_linears(model)
-    for parameter, (name, *others) in names.items():
+    for parameter, (name, *other_names) in names.items():
         is_whole = name in plan.replicated
         is_kept = name in packed or not parameter.is_floating_point()
         yield Parameter(
             fqn=name,
-            other_names=tuple(others),
+            other_names=tuple(other_names),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
@@ -330,13 +329,52 @@ def _no_packed_sequences() -> Iterator[None]:
 
     It takes fake tensors for tracing, and would make a mask, with which no flash kernel runs.
     """
-    found = masking_utils.find_packed_sequence_indices
+    find = masking_utils.find_packed_sequence_indices
 
     def none_are_packed(position_ids: torch.Tensor) -> None:
-        found(position_ids)  # its temporary memory is that of a real run
+        find(position_ids)  # its temporary memory is that of a real run
 
     masking_utils.find_packed_sequence_indices = none_are_packed
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = find
+
+
+_COMPUTED_AGAIN = "computed_again"  # Attribute of a block during a dry run
+
+
+@contextmanager
+def blocks_marked(model: nn.Module, setup: TrainingSetup) -> Iterator[None]:
+    """A block in which the model's blocks say whether they are computed again, in an attribute that copies have too."""
+    every = setup.checkpoint_every if setup.activation_checkpointing else 1
+    lists: dict[Any, list[nn.Module]] = {}
+    for stack in find_blocks(ModuleTree(model)) if every > 1 else ():
+        for node in stack:
+            lists.setdefault(node.parent, []).append(node.module)
+    marked = [(block, number % every == 0) for blocks in lists.values() for number, block in enumerate(blocks, 1)]
+    for block, again in marked:
+        if not hasattr(block, "gradient_checkpointing"):
+            raise ConfigError(f"checkpoint_every is {every}, and {class_name(block)} has no checkpointing of its own.")
+        block.__dict__[_COMPUTED_AGAIN] = again
+    try:
+        yield
+    finally:
+        for block, _ in marked:
+            block.__dict__.pop(_COMPUTED_AGAIN, None)
+
+
+def checkpoint_marked(model: nn.Module, recorder: Recorder) -> None:
+    """Let the blocks of a copy compute again that are not marked otherwise, and the recorder know what does."""
+    checkpoint_activations(model)
+
+    def count(change: int, *_: object) -> None:
+        recorder.repeated += change if recorder.phase == "backward" else 0
+
+    for module in model.modules():
+        if not module.__dict__.get(_COMPUTED_AGAIN, True):
+            module.__dict__["gradient_checkpointing"] = False
+        module.register_forward_pre_hook(partial(count, 1), prepend=True)
+        module.register_forward_hook(
+            partial(count, -1), always_call=True
+        )  # also where what is needed has been computed

@@ -92,19 +92,19 @@ def flash_attention() -> Iterator[None]:
         return result.transpose(1, 2).contiguous(), None
 
     attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    found = attention["sdpa"], masks["sdpa"]
+    replaced = attention["sdpa"], masks["sdpa"]
     attention["sdpa"], masks["sdpa"] = attend, lambda *_, **__: None
     try:
         yield
     finally:
-        attention["sdpa"], masks["sdpa"] = found
+        attention["sdpa"], masks["sdpa"] = replaced
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask as the efficient kernel takes it: added to the scores, rows of a multiple of 8 elements."""
     if mask.dtype == torch.bool:
-        allowed, masked = (torch.full((), value, dtype=query.dtype) for value in (0.0, -torch.inf))
-        mask = torch.where(mask, allowed, masked)
+        nothing, all_of_it = torch.zeros((), dtype=query.dtype), torch.full((), -torch.inf, dtype=query.dtype)
+        mask = torch.where(mask, nothing, all_of_it)
     if rest := -mask.shape[-1] % 8:
         mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:-1], key.shape[-2])
@@ -208,8 +208,8 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     """
     name = func.overloadpacket.__name__
     if "attention" in name:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        return ("attention", *_attention_flops(given, is_backward="backward" in name))
+        arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        return ("attention", *_attention_flops(arguments, is_backward="backward" in name))
     if name == "_grouped_mm":  # rows are distributed over the groups, or summed within them
         flops = 2.0 * args[0].numel() * args[1].shape[-1]
     else:
@@ -218,19 +218,19 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     return "matmul" if flops else "memory", flops, flops
 
 
-def _attention_flops(given: dict[str, Any], *, is_backward: bool) -> tuple[float, float]:
+def _attention_flops(arguments: dict[str, Any], *, is_backward: bool) -> tuple[float, float]:
     """Operations of an attention kernel, and those of the usual count.
 
     Forward: scores and their products with values; backward: scores again, and the gradients of both products (Dao
     2023). The usual count leaves out what is computed again, and counts masked scores, half of which kernels skip where
     attention is causal.
     """
-    query, key, value = given["query"], given["key"], given["value"]
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
     scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
     width, out_width = query.shape[-1], value.shape[-1]
     usual = scores * (width + out_width) * (2 if is_backward else 1)
     done = usual + scores * width if is_backward else usual
-    is_causal = bool(given.get("is_causal")) and query.shape[-2] == key.shape[-2]
+    is_causal = bool(arguments.get("is_causal")) and query.shape[-2] == key.shape[-2]
     return done / 2 if is_causal else done, usual
 
 

@@ -67,11 +67,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._take(tensor, kind="inputs")
 
     def enter(self, module: str, *_: object) -> None:
-        """The forward pass of any module begins."""
         self.modules.append(module)
 
     def leave(self, *_: object) -> None:
-        """It ends."""
         self.modules.pop()
 
     def begin(self, module: str) -> None:

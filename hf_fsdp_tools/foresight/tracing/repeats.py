@@ -112,9 +112,9 @@ def _signature(block: nn.Module, config: Any, index: int, size: int) -> list[obj
 
 def configs_of(model: nn.Module) -> list[Any]:
     """The configurations in a model, those within others among them."""
-    found = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
-    nested = [vars(config).get(key) for config in found.values() for key in getattr(config, "sub_configs", ())]
-    return [*found.values(), *(config for config in nested if config is not None)]
+    configs = {id(c): c for module in model.modules() if (c := module.__dict__.get("config")) is not None}
+    nested = [vars(config).get(key) for config in configs.values() for key in getattr(config, "sub_configs", ())]
+    return [*configs.values(), *(config for config in nested if config is not None)]
 
 
 def short_copy(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
@@ -157,8 +157,8 @@ def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
 
     def name(old: str) -> str | None:
         for stack in stacks:
-            if (found := block_and_rest(old, stack)) is not None:
-                index, rest = found
+            if (place := block_and_rest(old, stack)) is not None:
+                index, rest = place
                 if index not in stack.indices:
                     return None
                 old = f"{stack.container}.{stack.indices.index(index)}{rest}"

@@ -194,10 +194,10 @@ class _Expansion:
 
     def _name(self, fqn: str, key: _Segment | None, shift: int) -> str:
         for container, stack in self._stacks.items():
-            found = block_and_rest(fqn, stack)
-            if found is None:
+            place = block_and_rest(fqn, stack)
+            if place is None:
                 continue
-            index, rest = found
+            index, rest = place
             period = stack.period_of(index)
             if period is not None:
                 index += (self._final(container, period, key, shift) - period) * stack.length

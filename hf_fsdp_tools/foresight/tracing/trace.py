@@ -1,4 +1,4 @@
-"""What a dry run of a model found: the events of one micro-step, and the parameters that take part."""
+"""The result of a dry run of a model: the events of one micro-step, and the parameters that take part."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +17,10 @@ class TensorSize:
 
     @cached_property
     def numel(self) -> int:
-        """Number of its elements."""
         return torch.Size(self.shape).numel()
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
 

@@ -6,7 +6,6 @@ it: FSDP, DDP, `torch.compile`, checkpoint wrappers, PEFT, a class with a value 
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from hf_fsdp_tools.errors import CheckpointError
@@ -58,7 +57,7 @@ def model_part(tensors: Mapping[SavedPath, _Tensor], model_keys: Collection[str]
     part = _chosen(votes, where)
     unwrapped = {_unwrapped(path[-1]): tensor for path, tensor in tensors.items() if path[:-1] == part}
     peft = _peft_names(unwrapped)
-    named = unwrapped if peft is None else {peft.base.get(name, name): t for name, t in unwrapped.items()}
+    named = unwrapped if peft is None else {peft[0].get(name, name): t for name, t in unwrapped.items()}
     prefix = _prefix(named, model_keys)
     return {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
@@ -99,9 +98,9 @@ def _other_names(where: str, paths: Iterable[SavedPath], model_keys: Collection[
             "These are torchtitan's own names. Convert it once by torchtitan's scripts/checkpoint_conversion/"
             "convert_to_hf.py, or let torchtitan save it so (last_save_in_hf=True)."
         )
-    found = f"holds {len(names)} tensors, as {quoted(min(names))}" if names else "holds no tensors"
+    fact = f"holds {len(names)} tensors, as {quoted(min(names))}" if names else "holds no tensors"
     return CheckpointError(
-        f"{where!r}: {found}, which are not named as the model's are, as {quoted(min(model_keys, default=''))}. {cure}"
+        f"{where!r}: {fact}, which are not named as the model's are, as {quoted(min(model_keys, default=''))}. {cure}"
     )
 
 
@@ -135,30 +134,17 @@ def peft_part(
         return None
     part = max(votes, key=lambda p: (votes[p], -len(p)))
     names = {_unwrapped(path[-1]): path for path in tensors if path[:-1] == part}
-    found = _peft_names(names, marks())
-    assert found is not None
-    if not found.holds_base:
+    sorted_names = _peft_names(names, marks())
+    assert sorted_names is not None
+    base, adapter, holds_base = sorted_names
+    if not holds_base:
         return {}, {name: tensors[path] for name, path in names.items()}
-    base = {names[name]: tensors[names[name]] for name in found.base}
-    return base, {name: tensors[names[name]] for name in found.adapter}
+    return {names[name]: tensors[names[name]] for name in base}, {name: tensors[names[name]] for name in adapter}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PeftNames:
-    """The names in a saved `PeftModel`, sorted."""
-
-    base: Mapping[str, str]
-    """Names of tensors of the base, as saved and as the base alone has them."""
-
-    adapter: frozenset[str]
-    """Names of all other tensors, as saved."""
-
-    holds_base: bool
-    """Whether all of the base was saved, not the adapter alone."""
-
-
-def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> _PeftNames | None:
-    """Sort the names of a saved `PeftModel` into the base's and the adapter's; None for any other model.
+def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> tuple[dict[str, str], set[str], bool] | None:
+    """The base's names in a saved `PeftModel`, as saved and as the base alone has them; the adapter's, as saved; and
+    whether all of the base was saved. None for any other model.
 
     PEFT keeps an adapted module as `base_layer` or `original_module` beside what it adds. So where a name goes on
     otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base beside them.
@@ -179,4 +165,4 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> _PeftNam
                 unadapted.append(name)
     alone = [name for name in unadapted if any(part.startswith(marks) for part in split[name])] if marks else []
     holds_base = bool(homes or prompts) and bool(unadapted) and not alone
-    return _PeftNames(base=base, adapter=frozenset(split.keys() - base.keys()), holds_base=holds_base)
+    return base, split.keys() - base.keys(), holds_base

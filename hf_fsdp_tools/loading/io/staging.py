@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hf_fsdp_tools.accelerator import Mark, SideStream
+from hf_fsdp_tools.accelerator import SideStream
 from hf_fsdp_tools.loading.io.transfer import Batch, Route
 
 _HOST_BUFFER_BYTES = 8 * 2**20
@@ -45,7 +45,7 @@ class Ring:
         self._make = make
         self._count = count
         self._lock = threading.Lock()
-        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque()
+        self._free: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
         self.made = 0
 
     def take(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Ring:
             copied.synchronize()
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, copied: Mark | None) -> None:
+    def give_back(self, buffer: torch.Tensor, copied: torch.Event | None) -> None:
         """Note that a buffer can be taken again after `copied`."""
         with self._lock:
             self._free.append((buffer, copied))
