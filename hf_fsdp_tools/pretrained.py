@@ -192,8 +192,9 @@ def from_pretrained(
         compile = as_compile(compile)
         check_accelerator(accelerator)
         kind = mesh.device_type if mesh is not None else accelerator.device.type
-        given = sort_arguments(kwargs, local_device() if kind != "cpu" else torch.device("cpu"))
-    load_kwargs = {**given.load, **(load_kwargs or {})}
+        device = local_device() if kind != "cpu" else torch.device("cpu")
+        hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
+    load_kwargs = {**of_loading, **(load_kwargs or {})}
     settings = shard_arguments(accelerator, mesh)
     asked = {
         "mp_policy": mp_policy,
@@ -215,7 +216,7 @@ def from_pretrained(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
         load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
-        model_kwargs=given.model,
+        model_kwargs=model_kwargs,
         **{name: value for name, value in settings.items() if name != "mesh"},
     )
     # 2 config and headers of the checkpoint
@@ -225,7 +226,7 @@ def from_pretrained(
         peft_config=peft_config,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
-        **given.hub,
+        **hub_kwargs,
     )
     if checkpoint.adapter is not None and peft_config is not None:
         raise ConfigError(
@@ -233,16 +234,16 @@ def from_pretrained(
             "Give the base, or leave peft_config out."
         )
     with agreed("checking the arguments of from_pretrained"):
-        refuse_misspelt(given.model, checkpoint.config, PretrainedOptions.__annotations__)
+        refuse_misspelt(model_kwargs, checkpoint.config, PretrainedOptions.__annotations__)
     # 3 the model without storage
     is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
     with agreed("building the model"):
         model = build_meta_model(
             checkpoint.config,
             auto_class=auto_class,
-            dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, given.model),
+            dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
             trust_remote_code=trust_remote_code,
-            **given.model,
+            **model_kwargs,
         )
         set_generation_config(model, checkpoint.generation_config)
         if num_tokens is not None or pad_to_multiple_of is not None:
