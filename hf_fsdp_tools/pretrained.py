@@ -150,8 +150,10 @@ def from_pretrained(
             }
             settings |= {name: value for name, value in explicit.items() if value is not None}
             kind = settings["mesh"].device_type
-            sorted_kwargs = sort_arguments(kwargs, local_device() if kind != "cpu" else torch.device("cpu"))
-        load_kwargs = {**sorted_kwargs.load, **(load_kwargs or {})}
+            hub_kwargs, of_loading, model_kwargs = sort_arguments(
+                kwargs, local_device() if kind != "cpu" else torch.device("cpu")
+            )
+        load_kwargs = {**of_loading, **(load_kwargs or {})}
         same_on_all_ranks(
             "loading the model",
             peft_config=peft_config,
@@ -166,7 +168,7 @@ def from_pretrained(
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
             load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
-            model_kwargs=sorted_kwargs.model,
+            model_kwargs=model_kwargs,
             **{name: value for name, value in settings.items() if name != "mesh"},
         )
         # 1 config and headers of the checkpoint
@@ -176,7 +178,7 @@ def from_pretrained(
             peft_config=peft_config,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
-            **sorted_kwargs.hub,
+            **hub_kwargs,
         )
         if checkpoint.adapter is not None and peft_config is not None:
             raise ConfigError(
@@ -185,16 +187,16 @@ def from_pretrained(
             )
         with agreed("checking the arguments of from_pretrained"):
             known = {*signature(from_pretrained).parameters, "quantization_config"}
-            refuse_misspelt(sorted_kwargs.model, checkpoint.config, known)
+            refuse_misspelt(model_kwargs, checkpoint.config, known)
         # 2 the model without storage
         is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
         with agreed("building the model"):
             model = build_meta_model(
                 checkpoint.config,
                 auto_class=auto_class,
-                dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, sorted_kwargs.model),
+                dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
                 trust_remote_code=trust_remote_code,
-                **sorted_kwargs.model,
+                **model_kwargs,
             )
             set_generation_config(model, checkpoint.generation_config)
             if num_tokens is not None or pad_to_multiple_of is not None:

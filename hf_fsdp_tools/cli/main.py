@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser that understands `--config_file` for `--config-file`, as Accelerate's does."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in args or ()]
         return super().parse_known_args(words, namespace)
 

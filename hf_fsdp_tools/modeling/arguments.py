@@ -1,7 +1,6 @@
 """Arguments of loading: names of dtypes, and the keywords of `AutoModel….from_pretrained`, sorted."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,20 +38,13 @@ _CURES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadingArguments:
-    """The keywords of one call, by who takes them."""
+def sort_arguments(
+    keywords: Mapping[str, Any], device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Sort keywords of `AutoModel….from_pretrained`: how to fetch, for `load_weights`, and for the config or the model.
 
-    hub: Mapping[str, Any]
-    """How to fetch."""
-    load: Mapping[str, Any]
-    """For `load_weights`."""
-    model: dict[str, Any]
-    """The rest: for the config or the model."""
-
-
-def sort_arguments(keywords: Mapping[str, Any], device: torch.device) -> LoadingArguments:
-    """Sort keywords of `AutoModel….from_pretrained`; those that ask for nothing are left out."""
+    Those that ask for nothing are left out.
+    """
     refused = []
     for name in keywords.keys() & (_NOT_HONOURED | _DONE_ANYWAY):
         value = keywords[name]
@@ -64,11 +56,10 @@ def sort_arguments(keywords: Mapping[str, Any], device: torch.device) -> Loading
             f"from_pretrained cannot honour {'; '.join(sorted(refused))}. Leave it out; mesh, dtype, mp_policy and "
             "offload_policy decide where weights are, and in which precision."
         )
-    return LoadingArguments(
-        hub={name: keywords[name] for name in _HUB if name in keywords},
-        load={name: keywords[name] for name in _LOAD if name in keywords},
-        model={n: v for n, v in keywords.items() if n not in {*_HUB, *_LOAD, *_NOT_HONOURED, *_DONE_ANYWAY}},
-    )
+    hub = {name: keywords[name] for name in _HUB if name in keywords}
+    load = {name: keywords[name] for name in _LOAD if name in keywords}
+    needless = {*_NOT_HONOURED, *_DONE_ANYWAY, *hub, *load}
+    return hub, load, {name: value for name, value in keywords.items() if name not in needless}
 
 
 def _is_here(device_map: Any, device: torch.device) -> bool:

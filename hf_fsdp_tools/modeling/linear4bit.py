@@ -26,25 +26,18 @@ class Packing:
 
     shape: tuple[int, int]
     """Shape of the weight before it is packed: (out_features, in_features)."""
-
     dtype: torch.dtype
     """Dtype of the values before they are packed, and after a forward pass unpacks them."""
-
     storage: torch.dtype
     """Dtype as which the packed bytes are kept and gathered."""
-
     quant_type: str
     """"nf4" or "fp4"."""
-
     blocksize: int
     """Values of the flattened weight that share a scale."""
-
     is_nested: bool
     """Whether the scales are quantised too ("double quantisation")."""
-
     is_transposed: bool
     """Whether a plain checkpoint holds the weight as (in_features, out_features), as for GPT-2's `Conv1D`."""
-
     is_stored: bool
     """Whether the checkpoint holds the weight packed."""
 

@@ -20,13 +20,10 @@ class TreeCopy:
 
     model: nn.Module
     """Copies of the modules (not of their tensors) under their own classes, without the wrappers between them."""
-
     places: Mapping[str, str] = field(default_factory=dict)
     """Name in the copy to name in the original tree: of the outermost wrapper, or of a module without one."""
-
     names: Mapping[str, str] = field(default_factory=dict)
     """Name in the copy to name in the original tree: of the module inside its wrappers."""
-
     originals: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     """Module of the copy to module of the original tree."""
 

@@ -133,7 +133,6 @@ def detect_blocks(model: nn.Module) -> ModelBlocks:
           embedding   model.embed_tokens  Embedding  6.3 K
           final norm  model.norm  LlamaRMSNorm  48
           head        lm_head  Linear  6.3 K
-        ...
     """
     tree = ModuleTree(model)
     return describe_blocks(tree, find_blocks(tree))

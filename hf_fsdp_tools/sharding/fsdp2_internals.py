@@ -41,7 +41,6 @@ class ManagedParameter:
 
     shard: nn.Parameter
     """This rank's shard, which the optimizer holds, also while modules register the gathered parameter."""
-
     places: tuple[tuple[nn.Module, str], ...]
     """Every module that registers the parameter, with its name there; several where it is tied."""
 

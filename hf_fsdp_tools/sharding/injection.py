@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.allocate import renew, with_data
@@ -139,7 +139,7 @@ def errors_of_peft(config: Any) -> Iterator[None]:
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
-    renew(model)
+    mark_weights(model)
     shards = managed_parameters(model)
     mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
     if mesh.mesh_dim_names is None:

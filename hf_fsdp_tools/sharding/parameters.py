@@ -44,13 +44,6 @@ def _end_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def make_contiguous(model: nn.Module) -> None:
-    """Give transposed, sliced and expanded parameters, in place, memory in the order that FSDP2 takes."""
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
 def never_called(model: nn.Module, *, is_sharded: bool) -> str:
     """A sentence on hooks of parameters that FSDP2 does not call, with the cure; empty where there are none."""
     parameters = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor) == is_sharded]

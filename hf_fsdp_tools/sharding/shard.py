@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
@@ -30,7 +31,7 @@ from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cach
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
-from hf_fsdp_tools.sharding.parameters import check_first_pass, check_parameters, make_contiguous, never_called
+from hf_fsdp_tools.sharding.parameters import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import dtype_name
@@ -49,19 +50,14 @@ class Sharding:
 
     plan: WrapPlan
     """The units."""
-
     mesh: DeviceMesh
     """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
-
     mp_policy: MixedPrecisionPolicy
     """The dtypes of computation and of gradient reduction."""
-
     offload_policy: OffloadPolicy
     """Whether the shards live on the CPU between uses."""
-
     activation_checkpointing: bool
     """Whether the blocks recompute their activations in the backward pass."""
-
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
 
@@ -185,7 +181,9 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
         for group in mesh.get_all_groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
-    make_contiguous(model)
+    for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
         warnings.warn(problem, stacklevel=4)
     if sharding.activation_checkpointing:

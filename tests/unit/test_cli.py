@@ -149,7 +149,7 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{tmp}/empty"], "Give a folder that `save_pretrained` wrote"),
         (["{tmp}/unknown"], "nosuchtype"),
         (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
-        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "no AutoModelForSpeechSeq2Seq for LlamaConfig"),
+        (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "cannot make a model of this LlamaConfig"),
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
         (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
