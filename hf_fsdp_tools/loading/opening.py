@@ -25,7 +25,7 @@ from hf_fsdp_tools.loading.weight_files import (
     PICKLED,
     PICKLED_INDEX,
     has_safetensors,
-    stamps,
+    read_settled,
 )
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.untrusted import load_generation_config
@@ -289,11 +289,7 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
     home = None if near is None else replace(source, name=near)
     folder = home and home.path
     read = partial(_open_as_is, source, home, config, trust_remote_code, allow_pickle)
-    before = folder and stamps(folder)
-    checkpoint = read()
-    if not folder or stamps(folder) == before:
-        return checkpoint
-    return read()  # a save has replaced it meanwhile
+    return read_settled(folder, read) if folder else read()
 
 
 def _open_as_is(
