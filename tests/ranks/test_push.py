@@ -77,6 +77,7 @@ def a_model_uploads_itself(main: Path, out: Path) -> None:
     os.environ["HF_TOKEN"] = "secret"
     with pytest.raises(ConfigError, match=r"Call model\.save_pretrained.*repo_id='short'"):
         model.push_to_hub("short")
+    model.add_model_tags(["tiny", "llama"])
     model.save_pretrained(out / "named", push_to_hub=True, max_shard_size="100KB")
     assert_opens("me/named", model)
 
@@ -221,13 +222,13 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     files = server.files("org/new", "small")
     saved = {f.name: f.read_bytes() for f in (out / "saved").iterdir() if f.name != "notes.txt"}
     assert {name: text for name, text in files.items() if name not in (".gitattributes", "README.md")} == saved
-    assert server.created["org/new"]["visibility"] == "private" and server.created["me/short"]["name"] == "short"
+    assert server.created["org/new"]["visibility"] == "private" and server.created["me/named"]["name"] == "named"
     first, second, third = (commit for commit in server.commits if commit["name"] == "org/new")
     assert [first["summary"], second["summary"], third["summary"]] == ["four files", "Upload model", "one file"]
     weights = {name for kind, name in first["done"] if name.endswith(".safetensors")}
     assert len(weights) == 4 and {name for kind, name in second["done"] if kind == "deletedFile"} == weights
     assert {name for _, name in first["done"]} >= {"README.md", "config.json", "generation_config.json"}
-    card = server.files("me/short")["README.md"].decode()
+    card = server.files("me/named")["README.md"].decode()
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert "base_model:" in server.files("org/adapter")["README.md"].decode(), "PEFT's own card, which stays"
     assert not [name for name in server.files("org/adapter") if name.startswith("adapter")]
