@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
     from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
-    from hf_fsdp_tools.fresh import from_config as from_config
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
@@ -57,6 +56,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.planning.plan import WrapUnit as WrapUnit
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
     from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
+    from hf_fsdp_tools.pretrained import from_config as from_config
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
     from hf_fsdp_tools.saving.export import export_checkpoint as export_checkpoint
     from hf_fsdp_tools.saving.export import merge_adapter as merge_adapter
@@ -91,7 +91,6 @@ _NAMES_OF = {
     "foresight.recommendation": ("Recommendation",),
     "foresight.setup": ("TrainingSetup",),
     "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
-    "fresh": ("from_config",),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
@@ -110,7 +109,7 @@ _NAMES_OF = {
     "planning.plan": ("WrapPlan", "WrapUnit"),
     "planning.policy": ("HybridPolicy",),
     "planning.rules": ("check_wrap_plan",),
-    "pretrained": ("from_pretrained",),
+    "pretrained": ("from_config", "from_pretrained"),
     "saving.export": ("export_checkpoint", "merge_adapter"),
     "saving.report": ("SaveReport",),
     "saving.save": ("save_pretrained",),

@@ -1,84 +1,39 @@
-"""Load a model by name into shards (`from_pretrained`); each step is a public function."""
+"""A model in shards: loaded by name (`from_pretrained`), or new, from its configuration alone (`from_config`)."""
 
 from collections.abc import Collection, Mapping
+from inspect import signature
 from os import PathLike
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_fsdp_tools.distributed.agreement import agreed, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, agreed_steps, compare_at_end, own_seed, same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
-from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.loading.load import load_weights, rolled_back
 from hf_fsdp_tools.loading.opening import Checkpoint, open_checkpoint
-from hf_fsdp_tools.loading.report import LoadReport
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.configs import set_generation_config
+from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.planning.make_plan import plan_with_tree
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapter_files import as_peft_config, with_modules_to_save
 from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
+from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
-from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
 
 _FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
 """Arguments of `load_weights` that may differ between ranks."""
-
-
-class PretrainedOptions(TypedDict, total=False):
-    """The keywords of `from_pretrained`, for editors and type checkers."""
-
-    peft_config: Any
-    is_trainable: bool
-    auto_class: Any
-    policy: HybridPolicy | None
-    mesh: DeviceMesh | None
-    accelerator: Any
-    dtype: torch.dtype | str | None
-    mp_policy: MixedPrecisionPolicy | None
-    offload_policy: OffloadPolicy | None
-    activation_checkpointing: bool | None
-    compile: bool | str | Mapping[str, Any] | None
-    num_tokens: int | None
-    pad_to_multiple_of: int | None
-    mean_resizing: bool
-    allow_pickle: bool
-    trust_remote_code: bool
-    config: PreTrainedConfig | str | PathLike[str] | None
-    torch_dtype: torch.dtype | str | None
-    load_kwargs: dict[str, Any] | None
-    revision: str | None
-    token: str | bool | None
-    cache_dir: str | PathLike[str] | None
-    local_files_only: bool
-    subfolder: str | None
-    ignore_mismatched_sizes: bool
-    num_labels: int
-    attn_implementation: str
-    quantization_config: Any
-
-
-@overload
-def from_pretrained(
-    name_or_path: str | PathLike[str], *, output_loading_info: Literal[True], **options: Unpack[PretrainedOptions]
-) -> tuple[PreTrainedModel, LoadReport]: ...
-
-
-@overload
-def from_pretrained(
-    name_or_path: str | PathLike[str],
-    *,
-    output_loading_info: Literal[False] = False,
-    **options: Unpack[PretrainedOptions],
-) -> PreTrainedModel: ...
 
 
 def from_pretrained(
@@ -105,7 +60,7 @@ def from_pretrained(
     torch_dtype: torch.dtype | str | None = None,
     load_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> PreTrainedModel | tuple[PreTrainedModel, LoadReport]:
+) -> Any:
     """Load a Hugging Face checkpoint straight into FSDP2 shards; each rank reads and holds its own shards only.
 
     The model is built on meta, planned, sharded, and filled with this rank's byte ranges of the files. It equals the
@@ -154,7 +109,7 @@ def from_pretrained(
         pad_to_multiple_of: round the number of rows up, of `num_tokens` or of the vocabulary as it is.
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
-        output_loading_info: return `(model, LoadReport)`.
+        output_loading_info: return `(model, LoadReport)` in place of the model.
         trust_remote_code: run model code that comes with the checkpoint; of an adapter, with the base that its files
             name.
         config: in place of the checkpoint's own, or where it has none; a value, a name or a folder.
@@ -166,8 +121,8 @@ def from_pretrained(
             device d of this process, too); others are refused by name.
 
     Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
-    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and the figures
-    of the report, and under HSDP shards. Each node fetches a hub checkpoint once.
+    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and under
+    HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
         CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model; on all
@@ -180,86 +135,204 @@ def from_pretrained(
         >>> model.lm_head.weight.placements
         (Shard(dim=0),)
     """
-    # 1 the mesh, and settings of the accelerator where the caller gave none
-    mesh = as_mesh(mesh)
-    if accelerator is None and mesh is None:
-        mesh = ParallelDims().build_mesh()
-    with agreed("checking the arguments of from_pretrained"):
-        name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
-        dtype = one_dtype(dtype, torch_dtype)
-        policy, peft_config = as_policy(policy), as_peft_config(peft_config)
-        mp_policy, offload_policy = as_mp_policy(mp_policy), as_offload_policy(offload_policy)
-        compile = as_compile(compile)
-        check_accelerator(accelerator)
-        kind = mesh.device_type if mesh is not None else accelerator.device.type
-        device = local_device() if kind != "cpu" else torch.device("cpu")
-        hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
-    load_kwargs = {**of_loading, **(load_kwargs or {})}
-    settings = shard_arguments(accelerator, mesh)
-    asked = {
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "activation_checkpointing": activation_checkpointing,
-    }
-    settings |= {name: value for name, value in asked.items() if value is not None}
-    same_on_all_ranks(
-        "loading the model",
-        peft_config=peft_config,
-        is_trainable=is_trainable,
-        auto_class=auto_class,
-        policy=policy,
-        dtype=dtype,
-        compile=compile,
-        num_tokens=num_tokens,
-        pad_to_multiple_of=pad_to_multiple_of,
-        mean_resizing=mean_resizing,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-        load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
-        model_kwargs=model_kwargs,
-        **{name: value for name, value in settings.items() if name != "mesh"},
-    )
-    # 2 config and headers of the checkpoint
-    checkpoint = open_checkpoint(
-        name_or_path,
-        config=config,
-        peft_config=peft_config,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        **hub_kwargs,
-    )
-    if checkpoint.adapter is not None and peft_config is not None:
-        raise ConfigError(
-            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
-            "Give the base, or leave peft_config out."
-        )
-    with agreed("checking the arguments of from_pretrained"):
-        refuse_misspelt(model_kwargs, checkpoint.config, PretrainedOptions.__annotations__)
-    # 3 the model without storage
-    is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
-    with agreed("building the model"):
-        model = build_meta_model(
-            checkpoint.config,
+    settings = _settings_of(accelerator, as_mesh(mesh))
+    # what no rank has to wait for: one round for the errors, and for the digests of arguments, checkpoint and plan
+    with agreed_steps("loading the model"):
+        with agreed("checking the arguments of from_pretrained"):
+            name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
+            dtype = one_dtype(dtype, torch_dtype)
+            policy, peft_config = as_policy(policy), as_peft_config(peft_config)
+            options = as_compile(compile)
+            explicit = {
+                "mp_policy": as_mp_policy(mp_policy),
+                "offload_policy": as_offload_policy(offload_policy),
+                "activation_checkpointing": activation_checkpointing,
+            }
+            settings |= {name: value for name, value in explicit.items() if value is not None}
+            kind = settings["mesh"].device_type
+            hub_kwargs, of_loading, model_kwargs = sort_arguments(
+                kwargs, local_device() if kind != "cpu" else torch.device("cpu")
+            )
+        load_kwargs = {**of_loading, **(load_kwargs or {})}
+        same_on_all_ranks(
+            "loading the model",
+            peft_config=peft_config,
+            is_trainable=is_trainable,
             auto_class=auto_class,
-            dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
+            policy=policy,
+            dtype=dtype,
+            compile=options,
+            num_tokens=num_tokens,
+            pad_to_multiple_of=pad_to_multiple_of,
+            mean_resizing=mean_resizing,
+            allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
-            **model_kwargs,
+            load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
+            model_kwargs=model_kwargs,
+            **{name: value for name, value in settings.items() if name != "mesh"},
         )
-        set_generation_config(model, checkpoint.generation_config)
-        if num_tokens is not None or pad_to_multiple_of is not None:
-            resize_vocabulary(model, num_tokens, pad_to_multiple_of)
-            load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
-    # 4 the plan of its units
-    with agreed("planning the units"):
-        plan = make_wrap_plan(model, policy=policy or policy_from(accelerator, model))
-    # 5 shards without storage
-    shard_model(model, plan, compile=compile, **settings)
-    # 6 this rank's bytes of the files
+        # 1 config and headers of the checkpoint
+        checkpoint = open_checkpoint(
+            name_or_path,
+            config=config,
+            peft_config=peft_config,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            **hub_kwargs,
+        )
+        if checkpoint.adapter is not None and peft_config is not None:
+            raise ConfigError(
+                f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
+                "Give the base, or leave peft_config out."
+            )
+        with agreed("checking the arguments of from_pretrained"):
+            known = {*signature(from_pretrained).parameters, "quantization_config"}
+            refuse_misspelt(model_kwargs, checkpoint.config, known)
+        # 2 the model without storage
+        is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
+        with agreed("building the model"):
+            model = build_meta_model(
+                checkpoint.config,
+                auto_class=auto_class,
+                dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
+                trust_remote_code=trust_remote_code,
+                **model_kwargs,
+            )
+            set_generation_config(model, checkpoint.generation_config)
+            if num_tokens is not None or pad_to_multiple_of is not None:
+                resize_vocabulary(model, num_tokens, pad_to_multiple_of)
+                load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
+        # 3 the plan of its units
+        sharding, tree = _planned(model, accelerator, policy, options, settings)
+    # 4 shards without storage
+    shard_checked(model, sharding, tree)
+    # 5 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
-    # 7 the adapter, which PEFT reads or makes
+    # 6 the adapter, which PEFT reads or makes
     drawn = report.initialized_keys
     model = _with_adapter(model, checkpoint, peft_config, is_trainable, drawn, load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
+
+
+def from_config(
+    config: PreTrainedConfig | str | PathLike[str],
+    *,
+    accelerator: Any = None,
+    seed: int | None = None,
+    auto_class: Any = None,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
+    """Make a new FSDP2 model from its configuration: the model's own initialisation draws the weights, into shards.
+
+        accelerator = make_accelerator(mixed_precision="bf16")
+        model = from_config("Qwen/Qwen3-0.6B", accelerator=accelerator, seed=0)
+
+    The values are the same for any number of ranks, and other than those of transformers' `from_config`: module after
+    module is drawn whole, on the CPU, by a generator seeded by `seed` and the module's name, and each rank keeps its
+    shard. The model is in evaluation mode.
+
+    Args:
+        config: a configuration, a `config.json`, or a hub name or folder that has one; no weights are read.
+        accelerator: its FSDP plugin gives policy, mesh, precision, offload and activation checkpointing. None: FSDP
+            over all processes, in the dtype of the weights.
+        seed: of the whole model. None: it follows from rank 0's generator, that is from `torch.manual_seed` or
+            `set_seed`.
+        auto_class: as in `from_pretrained`.
+        dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
+            precision, else the config's dtype, or float32 if it has none.
+        trust_remote_code: run model code that comes with the configuration.
+        model_kwargs: for the config or the model (`attn_implementation`, …), as in `build_meta_model`.
+
+    Every rank must call with equal arguments; the ranks exchange errors, and digests of the arguments and the plan.
+
+    Raises:
+        CheckpointError: there is no such configuration, or the model's own code leaves a tensor without values.
+        ConfigError, WrapPlanError, MeshError: as for `from_pretrained`.
+
+    Example:
+        >>> model = from_config("checkpoint/config.json", seed=0)
+        >>> model.training, model.lm_head.weight.placements
+        (False, (Shard(dim=0),))
+    """
+    settings = _settings_of(accelerator, None)
+    seeds: list[int] = []
+    with agreed_steps("making the model"):
+        with agreed("checking the arguments of from_config"):
+            dtype = one_dtype(dtype, None)
+        computed = getattr(settings.get("mp_policy"), "param_dtype", None)
+        masters = torch.float32 if dtype is None and computed is not None else None
+        with agreed("building the model"):
+            model = build_meta_model(
+                config,
+                auto_class=auto_class,
+                dtype=dtype if isinstance(dtype, torch.dtype) else masters,
+                trust_remote_code=trust_remote_code,
+                **model_kwargs,
+            )
+        content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+        same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content)
+        compare_at_end(own_seed(seed), seeds.extend)
+        sharding, tree = _planned(model, accelerator, None, None, settings)
+    shard_checked(model, sharding, tree)
+    with rolled_back(model), agreed("initialising the model (it is on meta again)"):
+        # tied parameters are named once, and buffers that are in no state dict are always made
+        names = {name for name, _ in model.named_parameters()}
+        names |= {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+        allocate(model, device=sharding.device)
+        initialize_missing(model, missing_keys=names, seed=seeds[0])
+    return model
+
+
+def _planned(
+    model: PreTrainedModel, accelerator: Any, policy: HybridPolicy | None, compile: Any, settings: dict[str, Any]
+) -> tuple[Sharding, ModuleTree]:
+    """How the model is sharded, and the tree of its modules."""
+    with agreed("planning the units"):
+        plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+        if policy is None and hasattr(plugin, "policy_for"):
+            policy = plugin.policy_for(model)
+        plan, tree = plan_with_tree(model, policy)
+    with agreed("checking the plan"):
+        return checked_sharding(model, plan, compile=compile, **settings), tree
+
+
+def _settings_of(accelerator: Any, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Keywords of `shard_model` from an Accelerator's plugin, or the mesh alone. Every rank must call."""
+    if accelerator is None:
+        return {"mesh": ParallelDims().build_mesh() if mesh is None else mesh}
+    with agreed("checking the accelerator"):
+        state = getattr(accelerator, "state", None)
+        if state is None:
+            raise ConfigError(
+                f"accelerator is {quoted(accelerator)}: it must be an Accelerator. Make one with make_accelerator()."
+            )
+        if not hasattr(state, "distributed_type"):
+            raise ConfigError(
+                "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the "
+                "arguments first, then the accelerator and the model."
+            )
+        plugin: Any = getattr(state, "fsdp_plugin", None)
+        if plugin is None:
+            raise ConfigError(
+                f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). Make it with "
+                "make_accelerator(), which takes the same arguments; on CPUs and in one process, Accelerate itself "
+                "drops every FSDP plugin."
+            )
+        if not hasattr(plugin, "shard_arguments") and (
+            plugin.fsdp_version != 2 or plugin.auto_wrap_policy is not None or plugin.activation_checkpointing
+        ):
+            raise ConfigError(
+                f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
+                "fsdp_version=2, auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
+            )
+    if hasattr(plugin, "shard_arguments"):
+        settings: dict[str, Any] = plugin.shard_arguments(accelerator, mesh)
+        return settings
+    if mesh is None:
+        mesh = ParallelDims().build_mesh(accelerator.device.type)
+    return {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
 
 
 def _with_adapter(
@@ -296,67 +369,3 @@ def _chosen_dtype(
     if dtype is None and is_lower and not is_frozen and not has_4bit_layers(checkpoint.config, model_kwargs):
         return torch.float32
     return config_dtype(checkpoint.config) or checkpoint.index.dtype
-
-
-def check_accelerator(accelerator: Any) -> None:
-    """Refuse an accelerator that does not run FSDP2, or whose plugin cannot be honoured."""
-    if accelerator is None:
-        return
-    if not hasattr(accelerator, "state"):
-        raise ConfigError(
-            f"accelerator is {quoted(accelerator)}: it must be an Accelerator. Make one with make_accelerator()."
-        )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if not hasattr(accelerator.state, "distributed_type"):
-        raise ConfigError(
-            "Accelerate's state was reset after this accelerator was made: TrainingArguments does that. Make the "
-            "arguments first, then the accelerator and the model."
-        )
-    if plugin is None:
-        raise ConfigError(
-            f"The accelerator does not run FSDP2 (distributed type {accelerator.distributed_type}). Make it with "
-            "make_accelerator(), which takes the same arguments; on CPUs and in one process, Accelerate itself drops "
-            "every FSDP plugin."
-        )
-    if plugin.fsdp_version != 2:
-        raise ConfigError(
-            "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
-            "from_pretrained shards with FSDP2. Write `fsdp_version: 2` under `fsdp_config`, "
-            "or pass fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
-        )
-    if hasattr(plugin, "adopt"):
-        plugin.adopt(accelerator)
-    elif plugin.auto_wrap_policy is not None or plugin.activation_checkpointing:
-        raise ConfigError(
-            f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
-            "auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
-        )
-
-
-def shard_arguments(accelerator: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Keywords of `shard_model` from an Accelerator and its FSDP plugin: mesh, precision, offload, checkpointing.
-
-    Args:
-        accelerator: of Accelerate, running FSDP2, with any plugin; of None, there is the mesh alone.
-        mesh: instead of the Accelerator's own, which is FSDP over all processes where it has no parallelism config.
-
-    Every rank must call: a mesh may be made.
-    """
-    if accelerator is None:
-        return {"mesh": mesh}
-    plugin, config = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    if mesh is None and config:
-        mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
-    return {
-        "mesh": mesh if mesh is not None else ParallelDims().build_mesh(accelerator.device.type),
-        "mp_policy": plugin.mixed_precision_policy,
-        "offload_policy": plugin.cpu_offload,
-        "activation_checkpointing": plugin.activation_checkpointing,
-    }
-
-
-def policy_from(accelerator: Any, model: PreTrainedModel) -> HybridPolicy:
-    """The policy of the accelerator's plugin for this model; `HybridPolicy()` without one."""
-    plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    policy: HybridPolicy = plugin.policy_for(model) if hasattr(plugin, "policy_for") else HybridPolicy()
-    return policy

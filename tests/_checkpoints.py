@@ -23,24 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.modeling.meta import build_meta_model
 
-__all__ = [
-    "KINDS",
-    "QUANTIZED",
-    "assert_same_model",
-    "dequantized_by_transformers",
-    "full",
-    "full_state",
-    "make_checkpoint",
-    "make_model",
-    "make_quantized",
-    "pickled_copy",
-    "plain_model",
-    "randomize",
-    "sharded_meta_model",
-    "stored_tensors",
-    "tiny_config",
-]
-
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 48,

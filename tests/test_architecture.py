@@ -6,7 +6,6 @@ changes nothing.
 
 import ast
 import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -35,7 +34,6 @@ ROOMS = (
     "fsdp1",
     "diagnostics",
     "pretrained",
-    "fresh",
     "integrations",
     "scripting",
     "cli",
@@ -217,19 +215,6 @@ def test_editors_see_the_names_of_the_front_door(door):
     assert seen == {name: f"{door.__name__}.{module}" for name, module in door._MODULE_OF.items()}
 
 
-def test_editors_see_the_keywords_of_from_pretrained():
-    """Its overloads name them in a TypedDict: the parameters of the function, and a few that go to the model."""
-    from hf_fsdp_tools.pretrained import PretrainedOptions, from_pretrained
-
-    written = inspect.signature(from_pretrained).parameters.values()
-    keywords = {p.name: p.annotation for p in written if p.kind is p.KEYWORD_ONLY and p.name != "output_loading_info"}
-    seen = PretrainedOptions.__annotations__
-    assert {name: seen.get(name) for name in keywords} == keywords
-    of_transformers = {"attn_implementation", "cache_dir", "ignore_mismatched_sizes", "local_files_only", "num_labels"}
-    of_transformers |= {"quantization_config", "revision", "subfolder", "token"}
-    assert set(seen) - set(keywords) == of_transformers
-
-
 def test_importing_changes_nothing():
     """A fresh process: no heavy import, no variable set, no logger configured."""
     code = (
@@ -274,13 +259,12 @@ PRIVATE = {
         _sharded_param_data init_all_gather_outputs padded_sharded_param_size""",
     "fsdp1": """
         _handle flat_param uses_sharded_strategy _params _param_infos _shapes _shard_param_infos
-        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg _HYBRID_SHARD_ZERO2
-        _use_full_prec_in_eval""",
+        _shared_param_infos _contiguities _fqns _sharded_size _inter_node_pg""",
     "distributed.shards": "_get_root_mesh _spec",
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
-    "loading.quantized.rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
+    "loading.quantized.float_rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
     "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
 }
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a

@@ -1,6 +1,6 @@
 """Memory of a real training on a CUDA device, as PyTorch's caching allocator counts it; a program for one case.
 
-    python -m benchmarks.foreseeing.cuda "dense" middle --gpus 8 --result FILE [--history FILE]
+    python -m benchmarks.foreseeing.cuda "dense" middle --gpus 8 --result FILE
 
 This process is rank 0 of a process group of any size whose collectives do nothing, so one device is enough. Sizes are
 real, whether the device is a GPU or a stand-in for the CUDA runtime on which kernels do nothing. There, what the host
@@ -10,7 +10,6 @@ reads back from the device says nothing; of what transformers reads, the test fo
 import argparse
 import gc
 import json
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,8 +27,6 @@ from benchmarks.foreseeing.training import Training
 _STEPS = 4
 """The last one is measured: by then the allocator has all its segments."""
 
-_MOST_EVENTS = 1_000_000
-
 
 @contextmanager
 def _known_not_to_be_packed() -> Iterator[None]:
@@ -46,7 +43,7 @@ def _known_not_to_be_packed() -> Iterator[None]:
         yield
 
 
-def measure(name: str, size: str, num_gpus: int, history: Path | None) -> dict[str, Any]:
+def measure(name: str, size: str, num_gpus: int) -> dict[str, Any]:
     """What the allocator counts for the last step of a case, in bytes."""
     torch.cuda.set_device(0)
     dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
@@ -58,8 +55,6 @@ def measure(name: str, size: str, num_gpus: int, history: Path | None) -> dict[s
         if step == _STEPS - 1:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-            if history:
-                torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python")
         with _known_not_to_be_packed():
             training.step(lambda phase: nullcontext())
     torch.cuda.synchronize()
@@ -73,8 +68,6 @@ def measure(name: str, size: str, num_gpus: int, history: Path | None) -> dict[s
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    if history:
-        history.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
     return result
 
 
@@ -84,9 +77,8 @@ def main() -> None:
     parser.add_argument("size", choices=list(SIZES))
     parser.add_argument("--gpus", type=int, default=1, help="of the process group of which this process is rank 0")
     parser.add_argument("--result", type=Path, required=True, help="JSON")
-    parser.add_argument("--history", type=Path, help="pickle of the allocator's events in the last step")
     args = parser.parse_args()
-    args.result.write_text(json.dumps(measure(args.case, args.size, args.gpus, args.history)))
+    args.result.write_text(json.dumps(measure(args.case, args.size, args.gpus)))
 
 
 if __name__ == "__main__":

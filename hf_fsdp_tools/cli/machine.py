@@ -21,8 +21,8 @@ _ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 
 def add_machine_options(add: Callable[..., Any]) -> None:
     """Add how many processes and machines there are, of what kind, and how fast they are linked."""
-    add("--num-processes", type=count, metavar="N", help="counts processes over all machines, one for each GPU")
-    add("--num-machines", type=count, metavar="N", help="counts machines, each with equally many processes")
+    add("--num-processes", type=count, metavar="N", help="runs N processes over all machines, one for each GPU")
+    add("--num-machines", type=count, metavar="N", help="runs on N machines, with equally many processes each")
     add("--gpu", metavar="NAME", help="plans for this kind of GPU: a100-40gb, h100-80gb, h200-141gb, rtx-4090, …")
     about = "sets the Gbit/s of one machine, all network cards together (default: the usual)"
     add("--network-gbit-s", type=amount, metavar="X", help=about)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices
     if not words[0].startswith("-") and words[0] not in commands:
         parser.error(f"{words[0]!r} is no command{did_you_mean(words[0], commands, otherwise='; --help lists all')}")
-    options, rest = parser.parse_known_args([_with_hyphens(word) for word in words])
+    options, rest = parser.parse_known_args(words)
     if hasattr(options, "rest"):  # a recipe, which has options of its own
         options.rest = words[1:]
     elif rest:
@@ -55,14 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _with_hyphens(word: str) -> str:
-    """`--config_file` as `--config-file`: both are understood, as in Accelerate."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+class _Parser(argparse.ArgumentParser):
+    """A parser that understands `--config_file` for `--config-file`, as Accelerate's does."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in args or ()]
+        return super().parse_known_args(words, namespace)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-fsdp", description="Shard Hugging Face models with PyTorch FSDP.")
+    parser = _Parser(prog="hf-fsdp", description="Shard Hugging Face models with PyTorch FSDP.")
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"hf-fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""The pictures of `hf-fsdp estimate` and `hf-fsdp schedule`: which ones, and what stands on the page."""
+"""The pictures of `hf-fsdp estimate` and `hf-fsdp estimate --units`: which ones, and what stands on the page."""
 
 from collections.abc import Mapping
 from pathlib import Path

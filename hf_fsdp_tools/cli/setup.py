@@ -3,7 +3,6 @@
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -99,27 +98,18 @@ def usual_length(options: argparse.Namespace) -> int:
     return min(4096, max_positions(config) or 4096)
 
 
-_PATIENCE_S = 15
-"""Seconds after which a line is printed where no terminal is. (assumed)"""
-
-
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line of progress: on a terminal each over the last, gone at the end; elsewhere one, once work takes a while.
+    """A line of progress on a terminal, each over the last, gone at the end.
 
     Meanwhile Python looks for cycles in its objects rarely: a dry run makes millions of objects that live on, and
     looking through all of them again and again took a fifth of a search (measured).
     """
     is_shown, thresholds = sys.stderr.isatty(), gc.get_threshold()
-    started, is_silent = time.monotonic(), True
 
     def say(text: str) -> None:
-        nonlocal is_silent
         if is_shown:
             print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
-        elif text and is_silent and time.monotonic() - started > _PATIENCE_S:
-            print(f"{text} (this may take minutes)", file=sys.stderr, flush=True)
-            is_silent = False
 
     gc.set_threshold(200_000, 50, 1_000)
     try:

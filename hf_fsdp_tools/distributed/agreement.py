@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -65,10 +65,15 @@ def shared_rng_state() -> torch.Tensor:
     return shared
 
 
+def own_seed(seed: int | None) -> int:
+    """`seed`, or one that follows from the state of this rank's default generator, and so from `torch.manual_seed` and
+    `set_seed`. Nothing is drawn, and no rank communicates: take that of rank 0."""
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes()) if seed is None else seed
+
+
 def shared_seed(seed: int | None) -> int:
-    """`seed`, or one that follows from the state of rank 0's default generator, and so from `torch.manual_seed` and
-    `set_seed`; the same on every rank. All ranks must call; nothing is drawn."""
-    return zlib.crc32(shared_rng_state().numpy().tobytes()) if seed is None else seed
+    """`seed`, or rank 0's `own_seed`. All ranks must call."""
+    return own_seed(seed) if seed is not None else all_ranks(own_seed(None), "sharing the random state")[0]
 
 
 @contextmanager
@@ -357,25 +362,30 @@ def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def opened(
     doing: str,
-    name_or_path: str | PathLike[str],
+    name_or_path: str | PathLike[str] | Callable[[], Iterable[str | PathLike[str]]],
     open_it: Callable[[dict[str, Any]], T],
     hub_kwargs: Mapping[str, Any],
 ) -> T:
     """The result of `open_it(hub_kwargs)`, which opens a checkpoint, on every rank.
 
-    All ranks open a local path at once. A hub name is opened by the first rank of each node, and then by the other
-    ranks with `local_files_only`, so that a job asks the hub once per node and waits only once for a hub that fails.
+    All ranks open a local path at once; a function gives several, of which none may be on the hub. A hub name is opened
+    by the first rank of each node, and then by the other ranks with `local_files_only`, so that a job asks the hub once
+    per node and waits only once for a hub that fails.
 
     Every rank must call.
     """
     result: list[T] = []
     with agreed(doing):
         with _agreed_at_end(doing):
-            with watched(Path(name_or_path)):
-                is_local = local_path(name_or_path) is not None
-            is_first = is_local or rank_and_size()[1] == 1 or rank_on_node()[0] == 0
+            names = name_or_path() if callable(name_or_path) else [name_or_path]
+            is_first = rank_and_size()[1] == 1 or rank_on_node()[0] == 0 or all(map(_is_local, names))
             if is_first:
                 result.append(open_it(dict(hub_kwargs)))
         if not is_first:
             result.append(open_it({**hub_kwargs, "local_files_only": True}))
     return result[0]
+
+
+def _is_local(name: str | PathLike[str]) -> bool:
+    with watched(Path(name)):
+        return local_path(name) is not None

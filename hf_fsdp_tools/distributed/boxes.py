@@ -30,6 +30,11 @@ class Box:
         """How many elements the box holds; 1 for a 0-d tensor."""
         return math.prod(self.length)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the tensor."""
+        return tuple(slice(start, start + length) for start, length in zip(self.start, self.length, strict=True))
+
     def intersect(self, other: "Box") -> "Box":
         """The region in both boxes of the same tensor; empty where they do not meet."""
         start = tuple(map(max, self.start, other.start))

@@ -150,10 +150,10 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """
     boxes = local_boxes_of(like)
     if len(boxes) == 1:
-        return whole[_slices(boxes[0][0])]
+        return whole[boxes[0][0].slices]
     part = whole.new_empty(local_tensor(like).shape)
     for box, start in boxes:
-        memory_view(part, start, box.length).copy_(whole[_slices(box)])
+        memory_view(part, start, box.length).copy_(whole[box.slices])
     return part
 
 
@@ -195,7 +195,7 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
     for slab in Box.whole(tensor.shape).slabs(_SLAB_BYTES, tensor.element_size()):
         sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
         if is_first:
-            sent.copy_(whole.detach()[_slices(slab)])
+            sent.copy_(whole.detach()[slab.slices])
         for axis in reversed(range(mesh.ndim)):
             dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
         for box, start in local_boxes_of(tensor):
@@ -203,8 +203,4 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
             if both.numel:
                 inside = [s + b - a for s, a, b in zip(start, box.start, both.start, strict=True)]
                 held = Box(start=tuple(b - a for a, b in zip(slab.start, both.start, strict=True)), length=both.length)
-                memory_view(local, inside, both.length).copy_(sent[_slices(held)])
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(box.start, box.length, strict=True))
+                memory_view(local, inside, both.length).copy_(sent[held.slices])

@@ -12,7 +12,7 @@ from hf_fsdp_tools.foresight.events import Alloc, Work
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import Timeline, held, memory_timeline, states
+from hf_fsdp_tools.foresight.timeline import Timeline, memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
@@ -126,7 +126,8 @@ class MemoryEstimate:
         them: the module inside of the unit and the operator, or the kind of memory."""
         step = self.forecast.step
         groups: dict[tuple[object, ...], list[Alloc]] = {}
-        for alloc in held(step.events, step.resident, self.peak_event):
+        _, _, blocks = next(states(step.events, step.resident, [self.peak_event]))
+        for alloc in blocks.values():
             key = (alloc.source or alloc.kind, re.sub(r"\d+", "#", alloc.unit), alloc.source and alloc.num_bytes)
             groups.setdefault(key, []).append(alloc)
         rows = [
@@ -240,7 +241,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
-    unit, held = next(states(step.events, step.resident, [at]))
+    unit, held, _ = next(states(step.events, step.resident, [at]))
     coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
     kinds = {**held, "cuBLAS workspace": _WORKSPACES.get(gpu.family, _WORKSPACE)}
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())

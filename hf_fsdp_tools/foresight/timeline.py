@@ -98,7 +98,7 @@ def memory_timeline(
 
     Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
     """
-    allocated = [sum(now.values()) for _, now in states(events, resident, range(len(events)))]
+    allocated = [sum(now.values()) for _, now, _ in states(events, resident, range(len(events)))]
     phases = _phases(events)
     kept = extremes(allocated, phases, most_points)
     if reserved is not None:
@@ -106,7 +106,7 @@ def memory_timeline(
     taken = (event for event in (*resident, *events) if isinstance(event, Alloc))
     kinds: dict[str, list[int]] = {event.kind: [] for event in taken}
     units: list[str] = []
-    for unit, now in states(events, resident, kept):
+    for unit, now, _ in states(events, resident, kept):
         units.append(unit)
         for kind, values in kinds.items():
             values.append(now.get(kind, 0))
@@ -147,21 +147,11 @@ def extremes(values: Sequence[int], phases: Sequence[str], most: int = MOST_POIN
     return sorted(kept)
 
 
-def held(events: Sequence[Event], resident: Iterable[Alloc], at: int) -> list[Alloc]:
-    """The memory that is in use after an event."""
-    blocks = {alloc.block: alloc for alloc in resident}
-    for event in events[: at + 1]:
-        if isinstance(event, Alloc):
-            blocks[event.block] = event
-        elif isinstance(event, Free):
-            blocks.pop(event.block, None)
-    return list(blocks.values())
-
-
 def states(
     events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
-) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yield, after each event in `kept`, the unit that computes and the bytes by kind (changed in place later)."""
+) -> Iterator[tuple[str, Mapping[str, int], Mapping[int, Alloc]]]:
+    """Yield, after each event in `kept`, the unit that computes, the bytes by kind and the memory in use by its number
+    (changed in place later)."""
     chosen, unit = set(kept), ""
     blocks = {alloc.block: alloc for alloc in resident}
     now: dict[str, int] = {}
@@ -177,7 +167,7 @@ def states(
         elif isinstance(event, Work) and event.stream == "compute":
             unit = event.unit
         if i in chosen:
-            yield unit, now
+            yield unit, now, blocks
 
 
 _UNSEEN = 1 / 2000

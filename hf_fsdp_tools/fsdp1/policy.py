@@ -26,18 +26,11 @@ class HybridAutoWrapPolicy:
     """The units of a wrap plan as an FSDP1 auto-wrap policy for one model; `hybrid_auto_wrap_policy` makes it.
 
     Call it as `(module, recurse, nonwrapped_numel) -> bool`, alone or in `functools.partial(_or_policy, policies=[…])`.
-    It knows the modules of its model by identity: make it after adapters are added.
+    It knows the modules of its model by identity: make it after adapters are added. `units` are the fqns of the modules
+    to wrap, children before parents, without the root, which FSDP1 always wraps. `ignored` are the names of parameters
+    that stay whole on every rank: pass `ignored_states=policy.ignored_states` to FSDP1, which does not reduce their
+    gradients; `wrap_fsdp1` does.
     """
-
-    plan: WrapPlan
-    """The plan of the units."""
-
-    units: tuple[str, ...]
-    """Fqns of the modules to wrap, children before parents, without the root, which FSDP1 always wraps."""
-
-    ignored: tuple[str, ...]
-    """Names of parameters that stay whole on every rank. Pass `ignored_states=policy.ignored_states` to FSDP1, which
-    does not reduce their gradients; `wrap_fsdp1` does."""
 
     def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
         tree = ModuleTree(model)
@@ -45,12 +38,11 @@ class HybridAutoWrapPolicy:
         units.join_ties()
         units.part_groups(floor_params)
         units.refuse_mixed_dtypes()
-        self.plan = plan
+        self.plan, self._model = plan, model
         self.units = tuple(name for unit in plan.units for name in unit.modules if name in units.names and name)
         self.ignored = tuple(weight.names[0] for weight in units.ignored.values())
         self._modules = {tree.by_fqn[name].module for name in self.units}
         self._known = {node.module for node in tree}
-        self._model = model
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """Answer FSDP1 whether a module is a unit; `nonwrapped_numel` is not used, because the plan knows all sizes."""

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -225,29 +225,22 @@ def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch
 # ---- forward passes ----
 
 
-def cast_where_computed(model: FullyShardedDataParallel) -> None:
+def cast_where_computed(root: FullyShardedDataParallel) -> None:
     """Let units and modules of the root cast their inputs, and the root none; called again, nothing changes.
 
     FSDP1 casts every float that enters the root: labels of a regression, token counts and masks. A model without mixed
     precision, and one whose policy says `cast_root_forward_inputs=False`, stays as it is. Nothing is communicated.
     """
-    if model.mixed_precision.param_dtype is None or not model.mixed_precision.cast_root_forward_inputs:
+    dtype = root.mixed_precision.param_dtype
+    if dtype is None or not root.mixed_precision.cast_root_forward_inputs:
         return
-    model.mixed_precision = replace(model.mixed_precision, cast_root_forward_inputs=False)
-    for module, unit in _computing_modules(model):
-        if unit.mixed_precision.param_dtype is not None:
-            cast = functools.partial(cast_inputs, dtype=unit.mixed_precision.param_dtype)
-            module.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-def _computing_modules(root: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, FullyShardedDataParallel]]:
-    """The outermost units below the root, and the modules whose parameters lie in the root's own unit."""
-    yield from {module: root for part in flat_parts(root) for module, _ in part.places}.items()
-    inner: set[nn.Module] = set()
-    for module in root.modules():
-        if isinstance(module, FullyShardedDataParallel) and module is not root and module not in inner:
-            inner.update(module.modules())
-            yield module, module
+    root.mixed_precision = replace(root.mixed_precision, cast_root_forward_inputs=False)
+    dtypes = {module: dtype for part in flat_parts(root) for module, _ in part.places}
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    dtypes |= {unit: unit.mixed_precision.param_dtype for unit in units}
+    for module, dtype in dtypes.items():
+        if module is not root and dtype is not None:
+            module.register_forward_pre_hook(functools.partial(cast_inputs, dtype=dtype), with_kwargs=True)
 
 
 def let_generate(model: FullyShardedDataParallel) -> None:

@@ -172,10 +172,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         with agreed("opening the saved state", folder):
             if input_dir is None or not folder.is_dir():
                 former = former_of(folder.resolve())
-                has_former = former.is_dir()
-                cure = (
-                    f"Rename {str(former)!r}, where a save that was cut off left it" if has_former else "Give another"
-                )
+                cure = "Give another"
+                if former.is_dir():
+                    cure = f"Rename {str(former)!r}, where a save that was cut off left it"
                 raise CheckpointError(f"load_state: there is no folder {str(folder)!r}. {cure}.")
         absent = check_state(self, folder, allow_incomplete=allow_incomplete)
         with ExitStack() as stack:

@@ -237,17 +237,17 @@ class FSDPTrainerMixin(PushingMixin):
         """Save as the Trainer does, in a hidden folder; once that is complete it gets its name, and old ones go."""
         args, trainer_state = self.args, self.state
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
-        try:
-            with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
-                self._saving = state
-                state.needed.append(TRAINER_STATE_NAME)
+        with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
+            self._saving = state
+            state.needed.append(TRAINER_STATE_NAME)
+            try:
                 super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
-                save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
-                best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
-                if args.should_save:
-                    state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
-        finally:
-            self._saving = None
+            finally:
+                self._saving = None
+            save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
+            best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
+            if args.should_save:
+                state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""

@@ -73,14 +73,12 @@ def _block_types(classes: Iterable[Any]) -> dict[str, Any]:
     return {"block_types": types} if (types := tuple(classes)) else {}
 
 
-def _together(policies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def _together(settings: Iterable[dict[str, Any]]) -> dict[str, Any]:
     together: dict[str, Any] = {}
-    for part in policies:
-        for name, value in part.items():
-            known = together.get(name)
-            together[name] = (
-                value if known is None else min(known, value) if name == "min_unit_params" else known + value
-            )
+    for name, value in (item for each in settings for item in each.items()):
+        if name in together:
+            value = min(together[name], value) if name == "min_unit_params" else together[name] + value
+        together[name] = value
     return together
 
 

@@ -11,11 +11,9 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.conversion import LoadMap, persistent_tensors
+from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
-from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.sharding.adapter_files import open_adapter_config
 from hf_fsdp_tools.sharding.adapters import add_adapter
@@ -41,50 +39,42 @@ def split_adapter(index: CheckpointIndex) -> tuple[CheckpointIndex | None, Check
 
     Of any other checkpoint, itself and None. Nothing is read or communicated.
     """
-    return index.split_adapter(_marks)
 
+    def prefixes() -> tuple[str, ...]:  # of the names of the parameters that PEFT adds
+        from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
-def _marks() -> tuple[str, ...]:
-    """How PEFT begins the names of the parameters that it adds."""
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+        return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
 
-    return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
+    return index.split_adapter(prefixes)
 
 
 def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool) -> Any:
     """Add the adapter of a training state to a sharded, loaded base; return the `PeftModel`, in evaluation mode.
 
-    Each rank reads its own shards of the adapter.
-
     Every rank must call. The ranks exchange errors and what `add_adapter` exchanges, and under HSDP shards.
     """
+    import peft
+
     name, doing = state.index.name, "reading the adapter"
     with agreed("opening the config of the adapter", name):
-        config = _config_of(model, state)
+        config = copy.deepcopy(state.config)
+        if isinstance(config, str):
+            config = open_adapter_config(peft, Path(config))
     config.inference_mode = not is_trainable
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and (state.holds_base or start == "eva"):
         config.init_lora_weights = True  # the state holds the values, and the base as PEFT had changed it
     adapted = add_adapter(model, config)
     with agreed("matching the adapter with the state", name):
-        match = _match(adapted, state.index)
-    fill_shards(adapted, match, doing=doing, staging_bytes=STAGING_BYTES, in_flight=REQUESTS_IN_FLIGHT, progress=False)
+        loaded = _match(adapted, state.index)
+    fill_shards(adapted, state.index, loaded, doing=doing, progress=False)
     with agreed(doing):
         state.index.refuse_changed()
     return adapted
 
 
-def _config_of(model: nn.Module, state: AdapterState) -> Any:
-    """A copy of PEFT's config of the adapter."""
-    import peft
-
-    if isinstance(state.config, str):
-        return open_adapter_config(peft, Path(state.config))
-    return copy.deepcopy(state.config)
-
-
-def _match(model: nn.Module, index: CheckpointIndex) -> Match:
-    """Which tensor of the state fills which tensor of the model.
+def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
+    """The tensor of the state that fills each tensor of the adapter, by model key.
 
     States have the names of the model's own state dict, or those under which PEFT saves adapters, without their names.
     """
@@ -94,23 +84,23 @@ def _match(model: nn.Module, index: CheckpointIndex) -> Match:
     names = {saved: own[id(tensor)] for saved, tensor in by_peft.items() if id(tensor) in own} | {
         key: key for key in state
     }
-    found = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
+    stored = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
     needed = [own[id(tensor)] for tensor in by_peft.values() if id(tensor) in own] or [
         key for key, tensor in state.items() if tensor.requires_grad
     ]
-    filled = {id(state[key]) for key in found}
+    filled = {id(state[key]) for key in stored}
     strange = sorted(index.tensors.keys() - names.keys())
     if lacking := [key for key in needed if id(state[key]) not in filled]:
-        others = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
+        unknown = f", and holds tensors of other names: {listed(map(quoted, strange))}" if strange else ""
         raise CheckpointError(
             f"{index.name!r} lacks {len(lacking)} of the adapter's {len(needed)} tensors: "
-            f"{listed(map(quoted, lacking))}{others}. Give the peft_config that it was trained with; with "
+            f"{listed(map(quoted, lacking))}{unknown}. Give the peft_config that it was trained with; with "
             "fsdp_version 1, Accelerate 1.15 does not save the adapters inside units (adapter_only): use version 2, "
             "or save_pretrained."
         )
     wrong = [
         f"{key}: {list(tensor.shape)} in the state, {list(state[key].shape)} in the model"
-        for key, tensor in found.items()
+        for key, tensor in stored.items()
         if tensor.shape != tuple(state[key].shape)
     ]
     if wrong:
@@ -124,22 +114,7 @@ def _match(model: nn.Module, index: CheckpointIndex) -> Match:
             f"{listed(map(quoted, strange))}.",
             stacklevel=3,
         )
-    loaded = {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in found.items()}
-    return Match(
-        index=index,
-        dequantized=None,
-        state=state,
-        load_map=LoadMap(tensors=loaded, groups={}, unexpected_keys=frozenset(strange), used_conversions=None),
-        to_pack={},
-        loaded=loaded,
-        tied_pairs=(),
-        to_initialize=frozenset(),
-        missing_keys=frozenset(),
-        unexpected_keys=frozenset(strange),
-        mismatched=(),
-        resized=(),
-        added={},
-    )
+    return {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in stored.items()}
 
 
 def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:

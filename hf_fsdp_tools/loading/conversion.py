@@ -89,12 +89,17 @@ def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
     return scales
 
 
-def map_loading(model: nn.Module, stored: Mapping[str, Stored], *, is_model_state: bool = False) -> LoadMap:
-    """Trace every stored tensor through transformers' renamings and conversions to the model's keys.
+def map_loading(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Stored],
+    *,
+    is_model_state: bool = False,
+) -> LoadMap:
+    """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`.
 
     Nothing is read and no rank communicates; every rank gets the same map.
     """
-    state = persistent_tensors(model)
     with original_classes(model):
         convert = not is_model_state and isinstance(model, PreTrainedModel)
         transforms = get_model_conversion_mapping(model) if convert else []

@@ -1,33 +1,36 @@
 """Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import is_sharded, local_boxes_of, local_tensor, memory_view, replicated_axes
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replicated_axes
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
-from hf_fsdp_tools.loading.io.files import Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
+from hf_fsdp_tools.loading.io.transfer import Place, QuantizedPart, Transfer, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import (
-    Place,
-    QuantizedPart,
-    dequantize,
-    read_into,
-    reads_of,
-    whole_place,
-)
-from hf_fsdp_tools.loading.quantized.pack import quantize_weights
-from hf_fsdp_tools.loading.quantized.share import PackedShare, compute_device, share_of_packed
+from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.quantized.pack import quantize_weights, read_scales
+from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, compute_device, shares_of_packed
 from hf_fsdp_tools.loading.report import loading_bar
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.linear4bit import set_quant_state
+from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.text import listed_lines
+
+_SLAB_ELEMENTS = 2**22
+"""Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,52 +46,25 @@ class Filled:
     share_bytes: int
     """Bytes of this rank's shards as they are stored; of quantised tensors, with their part of the scales."""
 
-    replicated_bytes: int
-    """The part of `share_bytes` that every rank holds."""
-
-    host_bytes: int
-    """Bytes of host memory that the shards take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """This rank's shards of the model, and how to fill them."""
-
-    transfers: tuple[Transfer, ...]
-    """Reads straight into shards."""
-
-    quantized: tuple[QuantizedPart, ...]
-    """Values to dequantise into shards."""
-
-    opaque: tuple[ConversionGroup, ...]
-    """Conversions that compute, and so need whole tensors."""
-
-    received: tuple[str, ...]
-    """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
-
-    read_bytes: int
-    """Bytes to read for `transfers`, `quantized` and `opaque`, gaps left out."""
-
-    num_bytes: int
-    """Bytes of the shards in stored dtypes."""
-
-    replicated_bytes: int
-    """The part of `num_bytes` that every rank holds."""
-
     host_bytes: int
     """Bytes of host memory that the shards take."""
 
 
 def fill_shards(
     model: nn.Module,
-    match: Match,
+    index: CheckpointIndex,
+    loaded: Mapping[str, PieceTensor],
     *,
+    groups: Mapping[str, ConversionGroup] | None = None,
+    weights_4bit: Weights4Bit | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
     doing: str,
-    staging_bytes: int,
-    in_flight: int,
-    progress: bool | None,
+    staging_bytes: int = STAGING_BYTES,
+    in_flight: int = REQUESTS_IN_FLIGHT,
+    progress: bool | None = None,
 ) -> Filled:
-    """Fill the shards of an allocated model, as `load_weights` says.
+    """Fill the shards of a model, as `load_weights` says.
 
     Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
     and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
@@ -98,96 +74,133 @@ def fill_shards(
 
     Every rank must call. The ranks exchange errors, and under HSDP shards.
 
+    Args:
+        index: the checkpoint.
+        loaded: model key to stored elements.
+        groups: model key to the conversion of tensors that are computed.
+        weights_4bit: the model's 4-bit weights, which are not in `loaded`.
+        device: where tensors on meta get storage first; None: they have storage.
+        dtype: of this storage, for floating-point parameters; None keeps the model's own dtypes.
+        doing: what the ranks do, for messages.
+
     Raises:
         CheckpointError: reading fails on some rank; the same on every rank.
     """
     rank, world_size = rank_and_size()
-    with agreed(doing):
-        share = _share_of(model, match)
-        packed = share_of_packed(model, match.to_pack, match.load_map, match.index)
-        side = _side_stream_of(model, packed)
-    to_read = share.read_bytes + packed.read_bytes
     with ExitStack() as stack:
-        if side is not None:
-            stack.callback(side.release)
-        bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
-        reader = Reader(
-            staging_bytes=staging_bytes,
-            side=side,
-            in_flight=in_flight,
-            # Where all ranks share this machine, another rank wants the bytes that this one skips.
-            read_ahead=rank_on_node()[1] == world_size,
-            on_bytes=stack.enter_context(bar),
-        )
-        stack.enter_context(reader)
         with agreed(doing):
-            stats = reader.read(share.transfers)
-            stats += dequantize(share.quantized, reader, staging_bytes=staging_bytes)
-            converted = _convert_whole(model, match, share.opaque, reader, staging_bytes)
-        stats += quantize_weights(packed, match.index, reader, doing=doing, staging_bytes=staging_bytes)
-    _receive(persistent_tensors(model), share.received)
+            for layer in weights_4bit.layers.values() if weights_4bit else ():
+                set_quant_state(layer, None)  # no layer can run after a load that fails
+            if device is not None:
+                allocate(model, device=device, dtype=dtype)
+            state = persistent_tensors(model)
+            share = _share_of(state, index, loaded, groups or {})
+            packed = shares_of_packed(weights_4bit, state, index) if weights_4bit else []
+            scale_bytes = weights_4bit.scale_bytes(index) if weights_4bit else 0
+            shards = [local_tensor(tensor) for tensor in state.values()]
+            side = side_stream_for([*shards, *(torch.empty(0, device=compute_device(w.sharded)) for w in packed[:1])])
+            if side is not None:
+                stack.callback(side.release)
+            to_read = share.read_bytes + scale_bytes + sum(weight.read_bytes for weight in packed)
+            bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
+            reader = Reader(
+                staging_bytes=staging_bytes,
+                side=side,
+                in_flight=in_flight,
+                # Where all ranks share this machine, another rank wants the bytes that this one skips.
+                read_ahead=rank_on_node()[1] == world_size,
+                on_bytes=stack.enter_context(bar),
+            )
+            stack.enter_context(reader)
+            stats = reader.read(share.transfers) + _dequantized(share.quantized, reader, staging_bytes)
+            converted = _convert_whole(model, state, index, loaded, share.opaque, reader, staging_bytes)
+            if weights_4bit:
+                stats += read_scales(weights_4bit, index, reader)
+        if packed:
+            stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
+    _receive(state, share.received)
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share.num_bytes + packed.num_bytes,
-        replicated_bytes=share.replicated_bytes + packed.replicated_bytes,
-        host_bytes=share.host_bytes + packed.host_bytes,
+        share_bytes=share.num_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
+        host_bytes=_host_bytes(shards) + sum(weight.host_bytes for weight in packed),
     )
 
 
-def _side_stream_of(model: nn.Module, packed: PackedShare) -> SideStream | None:
-    """The side stream of the accelerator that values are read to; None where all of them go to the host."""
-    shards = [local_tensor(tensor) for tensor in persistent_tensors(model).values()]
-    computed = [torch.empty(0, device=compute_device(weight.sharded)) for weight in packed.weights[:1]]
-    return side_stream_for([*shards, *computed])
+def _host_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of host memory that tensors take, of which several may be one."""
+    return sum({t.data_ptr(): t.nbytes for t in tensors if t.device.type == "cpu"}.values())
 
 
-def _share_of(model: nn.Module, match: Match) -> _Share:
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """This rank's shards of the model, and how to fill them."""
+
+    transfers: Sequence[Transfer]
+    """Reads straight into shards."""
+
+    quantized: Sequence[QuantizedPart]
+    """Values to dequantise into shards."""
+
+    opaque: Sequence[ConversionGroup]
+    """Conversions that compute, and so need whole tensors."""
+
+    received: Sequence[str]
+    """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
+
+    read_bytes: int
+    """Bytes to read, gaps left out."""
+
+    num_bytes: int
+    """Bytes of the shards in stored dtypes."""
+
+
+def _share_of(
+    state: Mapping[str, torch.Tensor],
+    index: CheckpointIndex,
+    loaded: Mapping[str, PieceTensor],
+    groups: Mapping[str, ConversionGroup],
+) -> _Share:
     """Plan what this rank reads: for each loaded tensor, the transfers into the memory of its local boxes."""
-    state, index = persistent_tensors(model), match.index  # allocation made new tensors
     places: list[Place] = []
     opaque: dict[str, ConversionGroup] = {}
     received: list[str] = []
-    num_bytes = replicated_bytes = 0
-    for key, tensor in match.loaded.items():
+    num_bytes = 0
+    for key, tensor in loaded.items():
         local, boxes = local_tensor(state[key]), local_boxes_of(state[key])
         stored_size = index.stored_bytes(min(tensor.sources)) if tensor.sources else 0
-        size = round(sum(box.numel for box, _ in boxes) * stored_size)
-        num_bytes += size
-        replicated_bytes += 0 if is_sharded(state[key]) else size
+        num_bytes += round(sum(box.numel for box, _ in boxes) * stored_size)
         axes = replicated_axes(state[key])
         if axes:
             received.append(key)
         if any(coordinate for _, coordinate in axes):
             continue  # another replica reads it
         if tensor.pieces is None:
-            opaque[match.load_map.groups[key].target] = match.load_map.groups[key]
+            opaque[groups[key].target] = groups[key]
             continue
         places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
     transfers, quantized = reads_of(places, index)
     opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
-    distinct = {id(t): local_tensor(t) for t in state.values()}.values()
     return _Share(
-        transfers=tuple(transfers),
-        quantized=tuple(quantized),
+        transfers=transfers,
+        quantized=quantized,
         opaque=tuple(opaque.values()),
-        received=tuple(received),
+        received=received,
         read_bytes=sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + opaque_bytes,
         num_bytes=num_bytes,
-        replicated_bytes=replicated_bytes,
-        host_bytes=sum(t.numel() * t.element_size() for t in distinct if t.device.type == "cpu"),
     )
 
 
 def _convert_whole(
     model: nn.Module,
-    match: Match,
+    state: Mapping[str, torch.Tensor],
+    index: CheckpointIndex,
+    loaded: Mapping[str, PieceTensor],
     opaque: Iterable[ConversionGroup],
     reader: Reader,
     staging_bytes: int,
 ) -> TransferStats:
     """Run conversions that compute, one at a time: read whole tensors, convert them, keep this rank's shards."""
-    state, index = persistent_tensors(model), match.index
     stats = TransferStats()
     for group in opaque:
         # transformers casts what it reads to the dtype of the model before it converts
@@ -196,12 +209,11 @@ def _convert_whole(
         places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
         stats += read_into(places, index, reader, staging_bytes=staging_bytes)
         for key, result in convert_group(model, group, whole).items():
-            if key not in match.loaded or match.loaded[key].pieces is not None:
+            if key not in loaded or loaded[key].pieces is not None:
                 continue
             local = local_tensor(state[key])
             for box, start in local_boxes_of(state[key]):
-                part = result[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
-                memory_view(local, start, box.length).copy_(part)
+                memory_view(local, start, box.length).copy_(result[box.slices])
     return stats
 
 
@@ -218,3 +230,91 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
                 dist.broadcast(sent, group=tensor.device_mesh.get_group(axis), group_src=0)
             if sent is not local:
                 local.copy_(sent)
+
+
+# ---- values ----
+
+
+def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
+    """
+    transfers, parts = reads_of(places, index)
+    return reader.read(transfers) + _dequantized(parts, reader, staging_bytes)
+
+
+def _dequantized(parts: Sequence[QuantizedPart], reader: Reader, staging_bytes: int) -> TransferStats:
+    return dequantize(parts, reader, staging_bytes=staging_bytes) if parts else TransferStats()
+
+
+def check_ties(match: Match, *, staging_bytes: int) -> None:
+    """Compare the two stored values of each tied pair; each rank compares its own shards."""
+    index = match.index
+    if not match.tied_pairs:
+        return
+    with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
+        for name, other in match.tied_pairs:
+            first, second = match.loaded[name], match.load_map.tensors[other]
+            if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
+                continue  # what a conversion computes has no bytes in the file to compare
+            for box, _ in local_boxes_of(match.state[name]):
+                for slab in box.slabs(staging_bytes // 4, first.dtype.itemsize):
+                    values = torch.zeros(2, *slab.length, dtype=first.dtype)  # rows of added tokens stay 0
+                    places = [(value, tensor, slab) for tensor, value in zip((first, second), values, strict=True)]
+                    read_into(places, index, reader, staging_bytes=staging_bytes // 2)
+                    if not torch.equal(values[0], values[1]):
+                        raise CheckpointError(
+                            f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
+                            "different values for them. Set tie_word_embeddings=False in the config to keep both."
+                        )
+
+
+def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
+    """Whether two keys name the same bytes: pickled files list a tied tensor under both names and store it once."""
+    places = []
+    for tensor in (first, second):
+        stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
+        places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
+    return places[0] == places[1]
+
+
+def refuse_not_finite(model: nn.Module, keys: Iterable[str], weights_4bit: Weights4Bit | None) -> None:
+    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales."""
+    state = persistent_tensors(model)
+    counts = {key: _num_not_finite(_memory_of(state[key])) for key in keys}
+    if weights_4bit is not None:
+        counts |= {key: _num_not_finite(_scales(layer)) for key, layer in weights_4bit.layers.items()}
+    rows = [f"{key}: {count} of its values here" for key, count in sorted(counts.items()) if count]
+    if rows:
+        raise CheckpointError(
+            f"{len(rows)} tensors hold values that are not finite:\n{listed_lines(rows)}\nThe training that wrote the "
+            "checkpoint diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or "
+            "dtype, or check_finite=False to load it as it is."
+        )
+
+
+def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of this rank's shard."""
+    local = local_tensor(tensor)
+    return [memory_view(local, start, box.length) for box, start in local_boxes_of(tensor)]
+
+
+def _scales(layer: Any) -> list[torch.Tensor]:
+    """The scales of a 4-bit weight; where these are quantised, their own scales."""
+    state = layer.quant_state
+    return [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
+
+
+def _num_not_finite(tensors: Iterable[torch.Tensor]) -> int:
+    """How many values are NaN or infinite."""
+    slabs = (slab for tensor in tensors if tensor.is_floating_point() for slab in _slabs(tensor))
+    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for slab in slabs)
+
+
+def _slabs(part: torch.Tensor) -> Iterable[torch.Tensor]:
+    """A tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
+    if part.is_contiguous():
+        return torch.split(part.view(-1), _SLAB_ELEMENTS)
+    return torch.split(part, max(1, _SLAB_ELEMENTS * part.shape[0] // max(1, part.numel())))

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -15,29 +16,28 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import (
     agreed,
-    all_ranks,
+    agreed_steps,
+    compare_at_end,
     opened,
+    own_seed,
     rank_and_size,
     same_on_all_ranks,
-    shared_seed,
 )
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
-from hf_fsdp_tools.loading.fill import Filled, fill_shards
+from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards, refuse_not_finite
 from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
-from hf_fsdp_tools.loading.match import Match, check_ties, match_checkpoint, refuse_not_finite
-from hf_fsdp_tools.loading.quantized.pack import forget_scales
+from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.quantization import forget_quantization
-from hf_fsdp_tools.sharding.allocate import allocate, renew
+from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
 
@@ -99,8 +99,8 @@ def load_weights(
 
     Every rank of the default process group must call, with equal arguments but for `path_or_repo`,
     `requests_in_flight`, `progress` and how to fetch; without a group, one process loads all. The ranks exchange
-    errors, digests of the arguments and of the checkpoint (`refuse_other_contents`), and the figures of the report;
-    under HSDP also shards, along the replicate axis.
+    errors, digests of the arguments and of the checkpoint (`refuse_other_contents`), and the seed; under HSDP also
+    shards, along the replicate axis.
 
     Where storage does not answer, a warning names file and position after 30 s; ranks that wait for such a rank raise
     `RanksError` after ten minutes without progress.
@@ -121,32 +121,35 @@ def load_weights(
         >>> load_weights(model, "checkpoint", progress=False).missing_keys
         ()
     """
-    with agreed("checking the arguments of load_weights"):
-        dtype = as_dtype(dtype)
-        device = device or _device_of(model)
-        if staging_bytes is None:
-            staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
-        _refuse_arguments(path_or_repo, staging_bytes, requests_in_flight, hub_kwargs)
-        _refuse_other_dtype(model, dtype)
-    same_on_all_ranks(
-        "loading weights",
-        dtype=dtype,
-        device=device,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
-        strict=strict,
-        added_tokens=added_tokens,
-        check_finite=check_finite,
-        seed=seed,
-        staging_bytes=staging_bytes,
-        allow_pickle=hub_kwargs.get("allow_pickle", False),
-    )
-    reshard_units(model)
     seconds: dict[str, float] = {}
     watch = MemoryWatch()
-    with _timed(seconds, "plan"):
-        index = _opened(path_or_repo, hub_kwargs)
+    seeds: list[int] = []
+    with agreed_steps("loading weights"), _timed(seconds, "plan"):
+        with agreed("checking the arguments of load_weights"):
+            dtype, device = as_dtype(dtype), device or _device_of(model)
+            if staging_bytes is None:
+                staging_bytes = STAGING_BYTES if device.type == "cpu" else STAGING_BYTES_PINNED
+            _refuse_arguments(isinstance(path_or_repo, CheckpointIndex), staging_bytes, requests_in_flight, hub_kwargs)
+        same_on_all_ranks(
+            "loading weights",
+            dtype=dtype,
+            device=device,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            strict=strict,
+            added_tokens=added_tokens,
+            check_finite=check_finite,
+            seed=seed,
+            staging_bytes=staging_bytes,
+            allow_pickle=hub_kwargs.get("allow_pickle", False),
+        )
+        if isinstance(path_or_repo, CheckpointIndex):
+            index = path_or_repo
+        else:
+            wait_for_saves()  # perhaps of this checkpoint
+            index = opened("opening the checkpoint", path_or_repo, partial(_open, path_or_repo), hub_kwargs)
         refuse_other_contents(index)
         with agreed("matching the checkpoint with the model"):
+            reshard_units(model)
             match = match_checkpoint(
                 model,
                 index,
@@ -154,65 +157,58 @@ def load_weights(
                 strict=strict,
                 resize_vocabulary=added_tokens is not None,
             )
+            _refuse_other_dtype(model, match, dtype)
             check_ties(match, staging_bytes=staging_bytes)
+        compare_at_end(own_seed(seed), seeds.extend)
     after = state_after_failure(model)
-    seed = shared_seed(seed)
+    doing = f"reading the checkpoint ({after})"
     with rolled_back(model):
         with _timed(seconds, "read"):
-            doing = f"reading the checkpoint ({after})"
-            with agreed(doing):
-                forget_scales(model)
-                allocate(model, device=device, dtype=dtype)
-            in_flight = requests_in_flight
             filled = fill_shards(
-                model, match, doing=doing, staging_bytes=staging_bytes, in_flight=in_flight, progress=progress
+                model,
+                match.index,
+                match.loaded,
+                groups=match.load_map.groups,
+                weights_4bit=match.weights_4bit,
+                device=device,
+                dtype=dtype,
+                doing=doing,
+                staging_bytes=staging_bytes,
+                in_flight=requests_in_flight,
+                progress=progress,
             )
+        with agreed_steps(f"initialising what is in no file ({after})"):
             with agreed(doing):
                 index.refuse_changed()
-        if check_finite:
-            with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
-                refuse_not_finite(model, {*match.loaded, *match.to_pack})
-        with _timed(seconds, "initialize"), agreed(f"initialising what is in no file ({after})"):
-            initialize_missing(model, missing_keys=match.to_initialize, seed=seed)
-            set_conversions(model, match.load_map)
-            forget_quantization(model)
-        if added_tokens is not None:
-            fill_added(model, match.added, added_tokens, seed)
+            if check_finite:
+                with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
+                    refuse_not_finite(model, match.loaded, match.weights_4bit)
+            with _timed(seconds, "initialize"):
+                initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
+                set_conversions(model, match.load_map)
+                forget_quantization(model)
+                if added_tokens is not None:
+                    fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
     log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
-    return report.with_ranks(all_ranks(report.figures(), "adding up the report"))
+    return report
 
 
-def _refuse_arguments(
-    path_or_repo: str | PathLike[str] | CheckpointIndex,
-    staging_bytes: int,
-    requests_in_flight: int,
-    hub_kwargs: dict[str, Any],
-) -> None:
+def _refuse_arguments(is_open: bool, staging_bytes: int, requests_in_flight: int, hub_kwargs: dict[str, Any]) -> None:
     if staging_bytes < 2**20:
         raise ConfigError(f"staging_bytes is {staging_bytes}; it must be at least {2**20} (1 MiB).")
     if requests_in_flight < 1:
         raise ConfigError(f"requests_in_flight is {requests_in_flight}; it must be 1 or more.")
-    is_open = isinstance(path_or_repo, CheckpointIndex)
-    of_files = signature(CheckpointIndex.open).parameters
-    if unknown := sorted(hub_kwargs.keys() - (() if is_open else of_files)):
+    of_files = () if is_open else signature(CheckpointIndex.open).parameters.keys()
+    if unknown := sorted(hub_kwargs.keys() - of_files):
+        end = did_you_mean(unknown[0], signature(load_weights).parameters.keys() | of_files)
         of = " for a checkpoint that is open" if is_open else ""
-        known = signature(load_weights).parameters.keys() | of_files.keys()
-        raise ConfigError(
-            f"load_weights has no argument {', '.join(unknown)}{of}{did_you_mean(unknown[0], known - {*unknown})}"
-        )
+        raise ConfigError(f"load_weights has no argument {', '.join(unknown)}{of}{end}")
 
 
-def _opened(path_or_repo: str | PathLike[str] | CheckpointIndex, hub_kwargs: dict[str, Any]) -> CheckpointIndex:
-    """The index of a checkpoint, which may be open already. Every rank must call."""
-    if isinstance(path_or_repo, CheckpointIndex):
-        return path_or_repo
-    wait_for_saves()  # perhaps of this checkpoint
-    # The doing is the same text on all ranks, whatever name each gave.
-    return opened(
-        "opening the checkpoint", path_or_repo, lambda asked: CheckpointIndex.open(path_or_repo, **asked), hub_kwargs
-    )
+def _open(path_or_repo: str | PathLike[str], hub_kwargs: dict[str, Any]) -> CheckpointIndex:
+    return CheckpointIndex.open(path_or_repo, **hub_kwargs)
 
 
 def _report(
@@ -234,9 +230,7 @@ def _report(
         dequantized_bytes=dequantized.num_values * getattr(torch, dtypes[0]).itemsize if dequantized else 0,
         bytes_read=filled.stats.num_bytes + filled.converted.num_bytes,
         share_bytes=filled.share_bytes,
-        replicated_bytes=filled.replicated_bytes,
         converted_bytes=filled.converted.num_bytes,
-        header_bytes=match.index.header_bytes,
         read_calls=filled.stats.calls + filled.converted.calls,
         staging_bytes=max(filled.stats.staging_bytes, filled.converted.staging_bytes),
         peak_host_bytes=watch.above(filled.host_bytes),
@@ -252,12 +246,12 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = round(time.perf_counter() - start, 4)
 
 
-def _refuse_other_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse a dtype for parameters that have storage already, and for 4-bit weights."""
-    if dtype and (packed := packed_linears(model)):
+def _refuse_other_dtype(model: nn.Module, match: Match, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype for 4-bit weights, and for parameters that have storage already."""
+    if dtype and match.weights_4bit:
         raise ConfigError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which have the dtype of their "
-            "storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
+            f"dtype={dtype} cannot be honoured: {min(match.weights_4bit.layers)!r} holds 4-bit values, which have the "
+            "dtype of their storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
         )
     for name, parameter in model.named_parameters():
         if dtype and parameter.is_floating_point() and not parameter.is_meta and parameter.dtype != dtype:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed_steps, opened, rank_and_size
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
@@ -97,78 +97,133 @@ def open_checkpoint(
         >>> model = build_meta_model(checkpoint.config)
         >>> report = load_weights(shard_model(model, make_wrap_plan(model)), checkpoint.index, progress=False)
     """
-    peft_config = as_peft_config(peft_config)
     wait_for_saves()  # perhaps of this checkpoint
-    name = fspath(name_or_path)
+    name, peft_config = fspath(name_or_path), as_peft_config(peft_config)
+
+    def open_alone(hub_kwargs: dict[str, Any]) -> Checkpoint:
+        return _open_alone(Source(name, hub_kwargs), config, peft_config, trust_remote_code, allow_pickle)
+
+    with agreed_steps("opening the checkpoint"):
+        names = partial(_names, Source(name, hub_kwargs), config, peft_config)
+        checkpoint = opened("opening the checkpoint", names, open_alone, hub_kwargs)
+        is_adapter = {"is an adapter": checkpoint.adapter is not None}
+        refuse_other_contents(checkpoint.index, checkpoint.config, checkpoint.generation_config, is_adapter)
+        if checkpoint.adapter_state is not None:
+            refuse_other_contents(checkpoint.adapter_state.index)
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint is, and how it is fetched."""
+
+    name: str
+    """Hub name, folder or file."""
+
+    hub: Mapping[str, Any]
+    """`revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`."""
+
+    @property
+    def path(self) -> Path | None:
+        """The local path; None for a hub name."""
+        return local_path(self.name)
+
+    def folder(self, *patterns: str) -> "tuple[Path, Source]":
+        """The local folder, with files of these patterns fetched, and the source at the same commit."""
+        if self.path is None:
+            folder, pinned = fetch(self.name, *patterns, **self.hub)
+            return folder, replace(self, hub={**self.hub, **pinned})
+        return self.path / (self.hub.get("subfolder") or ""), self
+
+    def at(self, commit: str | None) -> "Source":
+        """The same source at a commit; None leaves it as it is."""
+        return replace(self, hub={**self.hub, "revision": commit}) if commit else self
+
+    def of(self, name: str, revision: str | None) -> "Source":
+        """Another checkpoint, fetched in the same way."""
+        hub = {key: value for key, value in self.hub.items() if key not in ("revision", "subfolder")}
+        return Source(name, hub | ({"revision": revision} if revision else {}))
+
+    def holding(self, file: str) -> str | None:
+        """The folder in which a file that belongs to the checkpoint is: its own, or the nearest of two above, or None.
+
+        A hub name, a name that does not exist and one with a subfolder are given back: whoever opens them says more.
+        """
+        path = self.path
+        if path is None or not path.exists() or self.hub.get("subfolder"):
+            return self.name
+        own = path.absolute() if path.is_dir() else path.absolute().parent
+        return next((str(folder) for folder in (own, *list(own.parents)[:2]) if (folder / file).is_file()), None)
+
+
+def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike[str]]:
+    """All that is opened with a source: itself, its config if that is a name, and the base of its adapter."""
+    names: list[str | PathLike[str]] = [source.name]
     if config is not None and not isinstance(config, PreTrainedConfig):
-        config = opened("opening the config", config, partial(_load_config, config, trust_remote_code), {})
-    read = partial(_open, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    here, base = opened("looking for the checkpoint", name, partial(_find_base, name), hub_kwargs)
-    home, asked = base or (name, here)
-    found = opened("opening the checkpoint", home, partial(read, home), asked)
-    state = None if base else found.adapter_state
+        names.append(config)
+    with watched(Path(source.name)):
+        near = None if source.path is None else source.holding(ADAPTER_CONFIG)
+    base = _base_in(near if peft_config is None else peft_config)
+    return names if base is None else [*names, base[0]]
+
+
+def _open_alone(
+    source: Source, config: Any, peft_config: Any, trust_remote_code: bool, allow_pickle: bool
+) -> Checkpoint:
+    """The checkpoint of a source, or the base of its adapter. No rank communicates."""
+    if config is not None and not isinstance(config, PreTrainedConfig):
+        config = load_config(config, trust_remote_code=trust_remote_code)
+    files = partial(_open_files, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    source, base = _find_base(source)
+    home = base or source
+    checkpoint = files(home)
+    state = None if base else checkpoint.adapter_state
     if state is not None:
-        with agreed("looking for the config of the adapter", name):
-            state = replace(state, config=peft_config or state.config)
-            named = _base_of_state(name, state, found.config)
-        if named is not None:
-            base_name, asked = named[0], _without_place(here) | named[1]
-            load = partial(_load_config, base_name, trust_remote_code)
-            if state.holds_base:
-                own = opened("opening the config", base_name, load, asked)
-                found = replace(found, config=own)
-            else:
-                home, found = base_name, opened("opening the base", base_name, partial(read, base_name), asked)
-    if home != name and found.adapter_state is not None:
+        state = replace(state, config=peft_config or state.config)
+        base_of_state = _base_of_state(source, state, checkpoint.config)
+        if base_of_state is not None and state.holds_base:
+            own = load_config(base_of_state.name, trust_remote_code=trust_remote_code, **base_of_state.hub)
+            checkpoint = replace(checkpoint, config=own)
+        elif base_of_state is not None:
+            home = base_of_state
+            checkpoint = files(home)
+    if home.name != source.name and checkpoint.adapter_state is not None:
         raise CheckpointError(
-            f"The base of {name!r}, {home!r}, is the state of a PeftModel itself. Merge its adapter into it and name "
-            "the result."
+            f"The base of {source.name!r}, {home.name!r}, is the state of a PeftModel itself. Merge its adapter into "
+            "it and name the result."
         )
-    index, known = found.index, found.config
-    assert index is not None and known is not None
-    refuse_other_contents(index, known, found.generation_config, {"is an adapter": base is not None})
-    if state is not None:
-        refuse_other_contents(state.index)
-    return Checkpoint(
-        name=home,
-        config=known,
-        index=index,
-        generation_config=found.generation_config,
-        adapter=name if base else None,
-        adapter_state=state,
-        hub_kwargs=here,
-    )
+    adapter = source.name if base else None
+    return replace(checkpoint, name=home.name, adapter=adapter, adapter_state=state, hub_kwargs=source.hub)
 
 
 # ---- adapters ----
 
 
-def _find_base(name: str, hub_kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, dict[str, Any]] | None]:
-    """Arguments that fetch the same commit again; and, of an adapter, its base with the arguments to fetch it."""
-    with watched(Path(name)):
-        path = local_path(name)
-    if path is None:
-        folder, pinned = fetch(name, "*config.json", **hub_kwargs)
-    else:
-        folder, pinned = path / (hub_kwargs.get("subfolder") or ""), {}
-    here = hub_kwargs | pinned
-    with watched(folder):
-        holds = "adapter" if path is None else _what_is_in(folder)
-    written = read_adapter_config(folder) if "adapter" in holds else None
+def _find_base(source: Source) -> tuple[Source, Source | None]:
+    """The source at one commit, and the base if it is an adapter."""
+    with watched(Path(source.name)):
+        folder, source = source.folder("*config.json")
+        content = "adapter" if source.path is None else _content_of(folder)
+    written = read_adapter_config(folder) if "adapter" in content else None
     if written is None:
-        return here, None
-    base = (name, here) if "model" in holds else _base_in(written)
-    if base is not None and (folder / CONFIG).is_file() and (path is None or base[0] == name):
-        _tell_of_both(name, base[0])
+        return source, None
+    base = source if "model" in content else _base_of(source, written)
     if base is None:
         raise CheckpointError(
-            f"The adapter {name!r} names no base model (base_model_name_or_path in adapter_config.json). Write the "
-            "base's name or folder there, or load the base and call load_adapter(model, folder)."
+            f"The adapter {source.name!r} names no base model (base_model_name_or_path in adapter_config.json). Write "
+            "the base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
-    return here, base if base[0] == name else (base[0], _without_place(here) | base[1])
+    is_beside = base.name == source.name
+    if (folder / CONFIG).is_file() and (source.path is None or is_beside) and rank_and_size()[0] == 0:
+        logging.get_logger("transformers.modeling_utils").warning(
+            f"{source.name!r} holds {CONFIG} and {ADAPTER_CONFIG}: the adapter is opened, on "
+            f"{'the model beside it' if is_beside else repr(base.name)}, as transformers does. Take {ADAPTER_CONFIG} "
+            "out to open the model alone."
+        )
+    return source, source if is_beside else base
 
 
-def _what_is_in(folder: Path) -> str:
+def _content_of(folder: Path) -> str:
     """What a local folder holds: "model" (or a training state), "adapter", or "model and adapter".
 
     Axolotl writes the config of the base beside an adapter, and Accelerate an adapter's values beside those of PEFT.
@@ -183,47 +238,40 @@ def _what_is_in(folder: Path) -> str:
     return "model" if is_state else "adapter"
 
 
-def _tell_of_both(name: str, base: str) -> None:
-    """Say in one line on rank 0 which base an adapter is put on that has a config of a model beside it."""
-    if rank_and_size()[0] == 0:
-        on = "the model beside it" if base == name else repr(base)
-        logging.get_logger("transformers.modeling_utils").warning(
-            f"{name!r} holds {CONFIG} and {ADAPTER_CONFIG}: the adapter is opened, on {on}, as transformers does. Take "
-            f"{ADAPTER_CONFIG} out to open the model alone."
-        )
+def _base_in(peft_config: Any) -> tuple[str, str | None] | None:
+    """The base that a config of PEFT names, and its revision; the config may be the name of the folder that has it."""
+    if isinstance(peft_config, str):
+        peft_config = read_adapter_config(Path(peft_config)) or {}
+    if peft_config is None:
+        return None
+    fields = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
+    base = fields.get("base_model_name_or_path")
+    return (base, fields.get("revision")) if base else None
 
 
-def _base_in(written: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The base that a config of PEFT names, and its revision."""
-    base, revision = (written.get(key) for key in ("base_model_name_or_path", "revision"))
-    return (base, {"revision": revision} if revision else {}) if base else None
+def _base_of(source: Source, peft_config: Any) -> Source | None:
+    base = _base_in(peft_config)
+    return None if base is None else source.of(*base)
 
 
-def _without_place(hub_kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in hub_kwargs.items() if key not in ("revision", "subfolder")}
-
-
-def _base_of_state(
-    name: str, state: AdapterState, config: PreTrainedConfig | None
-) -> tuple[str, dict[str, Any]] | None:
+def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig | None) -> Source | None:
     """The base that must be opened beside a training state with an adapter; None where the state has all of it."""
     if state.config is None:
         base = "" if state.holds_base else ", in which base_model_name_or_path names the base"
         raise CheckpointError(
-            f"{name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
+            f"{source.name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
             f"{quoted(min(state.index.tensors))}), and neither it nor the two folders above have an {ADAPTER_CONFIG}. "
             f"Pass peft_config=, the config that it was trained with{base}, or put that file there."
         )
     if state.holds_base and config is not None:
         return None
-    written = read_adapter_config(Path(state.config)) if isinstance(state.config, str) else vars(state.config)
-    named = _base_in(written or {})
+    named = _base_of(source, state.config)
     if named is None:
         lacks = "has no config.json near it" if state.holds_base else "does not hold the base"
         cure = " or pass config=, its name or folder" if state.holds_base else ""
         raise CheckpointError(
-            f"{name!r} is the state of a PeftModel, which {lacks}, and its PEFT config names no base. Name it there "
-            f"(base_model_name_or_path){cure}."
+            f"{source.name!r} is the state of a PeftModel, which {lacks}, and its PEFT config names no base. Name it "
+            f"there (base_model_name_or_path){cure}."
         )
     return named
 
@@ -231,86 +279,51 @@ def _base_of_state(
 # ---- files ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """What one folder or hub name holds, None for what it lacks."""
+def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_pickle: bool) -> Checkpoint:
+    """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save.
 
-    config: PreTrainedConfig | None
-    index: CheckpointIndex | None
-    generation_config: GenerationConfig | None
-    adapter_state: AdapterState | None
-
-
-def _open(
-    name: str,
-    hub_kwargs: dict[str, Any],
-    *,
-    config: PreTrainedConfig | None,
-    trust_remote_code: bool,
-    allow_pickle: bool,
-) -> _Opened:
-    """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save."""
-    with watched(Path(name)):
-        home = _home_of(name, CONFIG, hub_kwargs)
-        folder = home and local_path(home)
+    Config and index are None where it lacks them.
+    """
+    with watched(Path(source.name)):
+        near = source.holding(CONFIG)
+    home = None if near is None else replace(source, name=near)
+    folder = home and home.path
+    read = partial(_open_as_is, source, home, config, trust_remote_code, allow_pickle)
     before = folder and stamps(folder)
-    read = partial(_open_as_is, name, home, config, trust_remote_code, allow_pickle, hub_kwargs)
-    found = read()
+    checkpoint = read()
     if not folder or stamps(folder) == before:
-        return found
+        return checkpoint
     return read()  # a save has replaced it meanwhile
 
 
 def _open_as_is(
-    name: str,
-    home: str | None,
-    config: PreTrainedConfig | None,
-    trust_remote_code: bool,
-    allow_pickle: bool,
-    hub_kwargs: dict[str, Any],
-) -> _Opened:
-    asked = dict(hub_kwargs)
-    if home is not None and (config is None or local_path(home) is None):  # of a hub name, this fixes the commit
-        own = load_config(home, trust_remote_code=trust_remote_code, **asked)
-        asked |= {"revision": own._commit_hash} if own._commit_hash else {}
+    source: Source, home: Source | None, config: Any, trust_remote_code: bool, allow_pickle: bool
+) -> Checkpoint:
+    pinned = source
+    if home is not None and (config is None or home.path is None):  # of a hub name, this fixes the commit
+        own = load_config(home.name, trust_remote_code=trust_remote_code, **source.hub)
+        pinned = source.at(own._commit_hash)
         config = own if config is None else config
-    index = CheckpointIndex.open(name, allow_pickle=allow_pickle, **asked)
-    asked |= {"revision": index.commit} if index.commit else {}
+    index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **pinned.hub)
+    pinned = pinned.at(index.commit)
     base, adapter = split_adapter(index)
     if config is None and adapter is None:
         raise CheckpointError(
-            f"No {CONFIG} in {name!r} or in the two folders above. Pass config=, the name or folder of the model that "
-            "was saved, or copy its config.json there."
+            f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config=, the name or folder of the "
+            "model that was saved, or copy its config.json there."
         )
-    state = None
+    state, index_of_base = None, cast(CheckpointIndex, base)
     if adapter is not None:
-        near = _home_of(name, ADAPTER_CONFIG, hub_kwargs)
-        state = AdapterState(index=adapter, config=near, holds_base=base is not None)
-    return _Opened(
-        config=config, index=base, generation_config=_generation_config(name, home, asked), adapter_state=state
+        state = AdapterState(index=adapter, config=source.holding(ADAPTER_CONFIG), holds_base=base is not None)
+    settings = replace(pinned, name=home.name if home else source.name)
+    if settings.path is None:  # they were fetched with the config if they exist
+        settings = replace(settings, hub={**settings.hub, "local_files_only": True})
+    return Checkpoint(
+        name=source.name,
+        config=config,
+        index=index_of_base,
+        generation_config=load_generation_config(settings.folder()[0]),
+        adapter=None,
+        adapter_state=state,
+        hub_kwargs=source.hub,
     )
-
-
-def _generation_config(name: str, home: str | None, hub_kwargs: dict[str, Any]) -> GenerationConfig | None:
-    path = local_path(home or name)
-    if path is None:  # it was fetched with the config if it exists
-        folder, _ = fetch(name, **hub_kwargs | {"local_files_only": True})
-    else:
-        folder = path / (hub_kwargs.get("subfolder") or "")
-    return load_generation_config(folder)
-
-
-def _load_config(name: str | PathLike[str], trust_remote_code: bool, asked: dict[str, Any]) -> PreTrainedConfig:
-    return load_config(name, trust_remote_code=trust_remote_code, **asked)
-
-
-def _home_of(name: str, file: str, hub_kwargs: dict[str, Any]) -> str | None:
-    """The folder in which a file that belongs to a checkpoint is: its own, or the nearest of two above; None without.
-
-    A hub name, a name that does not exist and one with a subfolder are given back: whoever opens them says more.
-    """
-    path = local_path(name)
-    if path is None or not path.exists() or hub_kwargs.get("subfolder"):
-        return name
-    own = path.absolute() if path.is_dir() else path.absolute().parent
-    return next((str(folder) for folder in (own, *list(own.parents)[:2]) if (folder / file).is_file()), None)

@@ -3,9 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,8 @@ class LoadReport:
     share_bytes: int
     """Bytes of this rank's shards of the loaded tensors, in the stored dtypes: the least that must be read."""
 
-    replicated_bytes: int
-    """The part of `share_bytes` that every rank reads because every rank holds it."""
-
     converted_bytes: int
     """The part of `bytes_read` that was read as whole tensors, because their conversion does more than move data."""
-
-    header_bytes: int
-    """Bytes of headers and index files; `bytes_read` does not count them."""
 
     read_calls: int
     """System calls that read data."""
@@ -95,38 +89,10 @@ class LoadReport:
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
 
-    per_rank: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Every figure above for every rank, in rank order, by its name here; stages as `seconds.read` and so on."""
-
     @property
     def read_ratio(self) -> float:
         """`bytes_read` over `share_bytes`; 1.0 is the least possible."""
         return self.bytes_read / self.share_bytes if self.share_bytes else 1.0
-
-    @property
-    def bytes_read_per_rank(self) -> tuple[int, ...]:
-        """`bytes_read` of every rank."""
-        return tuple(int(n) for n in self.per_rank["bytes_read"])
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Each figure summed over all ranks."""
-        return {name: sum(values) for name, values in self.per_rank.items()}
-
-    @property
-    def largest(self) -> dict[str, float]:
-        """Each figure of the rank where it is largest: the slowest rank's seconds, the fullest one's memory."""
-        return {name: max(values) for name, values in self.per_rank.items()}
-
-    def figures(self) -> dict[str, float]:
-        """This rank's figures by name, as `with_ranks` takes them."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
-        numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
-        return numbers | {f"seconds.{stage}": seconds for stage, seconds in self.seconds.items()}
-
-    def with_ranks(self, figures: Sequence[Mapping[str, float]]) -> "LoadReport":
-        """The same report with every rank's `figures()`, given in rank order, as `per_rank`."""
-        return replace(self, per_rank={name: tuple(rank[name] for rank in figures) for name in self.figures()})
 
     def loading_info(self) -> dict[str, Any]:
         """This report as the dictionary that transformers returns for `output_loading_info=True`."""
@@ -138,53 +104,34 @@ class LoadReport:
         }
 
     def to_json(self) -> str:
-        """All fields as one JSON object, with `total` and `largest`."""
-        return json.dumps(asdict(self) | {"total": self.total, "largest": self.largest}, indent=2)
+        """All fields as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        rows = [
-            ("checkpoint", self.checkpoint),
-            ("weights", f"{', '.join(self.dtypes)}"),
-            ("read per rank", self._show_ranks()),
-            (
-                f"rank {self.rank}",
-                f"{show_bytes(self.bytes_read)} in {self.seconds.get('read', 0.0):.2f} s"
-                f"{_speed(self.bytes_read, self.seconds.get('read', 0.0))}; {self.read_ratio:.3f} of its share",
-            ),
-            (
-                "host memory",
-                f"{show_bytes(self.peak_host_bytes)} above the shards, staging {show_bytes(self.staging_bytes)}",
-            ),
-            ("missing", listed(self.missing_keys) or "none"),
-            ("unexpected", listed(self.unexpected_keys) or "none"),
-        ]
+        seconds = self.seconds.get("read", 0.0)
+        speed = f", {self.bytes_read / seconds / 1e9:.2f} GB/s" if seconds > 0 and self.bytes_read > 1e6 else ""
+        rows = {
+            "checkpoint": self.checkpoint,
+            "weights": ", ".join(self.dtypes),
+            f"rank {self.rank} read": f"{show_bytes(self.bytes_read)} in {seconds:.2f} s{speed}, {self.read_ratio:.3f} "
+            f"of its share, with {show_bytes(self.peak_host_bytes)} of host memory above the shards",
+            "missing": listed(self.missing_keys) or "none",
+            "unexpected": listed(self.unexpected_keys) or "none",
+        }
         if self.converted_bytes:
-            rows.append(
-                ("read whole", f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data")
-            )
+            rows["read whole"] = f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data"
         if self.dequantized_from:
-            rows.append(("dequantised", self.show_dequantized()))
+            rows["dequantised"] = self.show_dequantized()
         if self.resized_keys:
-            rows.append(("other vocabulary", listed(key for key, _, _ in self.resized_keys)))
+            rows["other vocabulary"] = listed(key for key, _, _ in self.resized_keys)
         if self.mismatched_keys:
-            rows.append(("other shape", listed(key for key, _, _ in self.mismatched_keys)))
-        return "\n".join(table(rows))
+            rows["other shape"] = listed(key for key, _, _ in self.mismatched_keys)
+        return "\n".join(table(list(rows.items())))
 
     def show_dequantized(self) -> str:
         """What was dequantised: the method, bytes as stored and as floats."""
         stored, floats = show_bytes(self.quantized_bytes), show_bytes(self.dequantized_bytes)
         return f"{self.dequantized_from}: {stored} as stored, with scales, became {floats} of {self.dtypes[0]}"
-
-    def _show_ranks(self) -> str:
-        """Bytes of each rank, or their range for more than 8 ranks; and their sum."""
-        sizes = self.bytes_read_per_rank
-        each = ", ".join(show_bytes(n) for n in sizes)
-        if len(sizes) > 8:
-            each = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))} on {len(sizes)} ranks"
-        if len(sizes) == 1:
-            return each
-        slowest = self.largest.get("seconds.read", 0.0)
-        return f"{each}; {show_bytes(sum(sizes))} in {slowest:.2f} s{_speed(sum(sizes), slowest)}"
 
 
 class MemoryWatch:
@@ -213,11 +160,6 @@ def _resident(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
         return 0, 0
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
     return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
-
-
-def _speed(num_bytes: int, seconds: float) -> str:
-    """The speed as text, ", 1.23 GB/s"; "" for less than 1 MB, of which the speed says nothing."""
-    return f", {num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 and num_bytes > 1e6 else ""
 
 
 class _WithoutColours(LoggerAdapter):  # type: ignore[type-arg]  # over transformers' own logger

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import shared_seed
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import gather_on_device, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
@@ -110,19 +111,19 @@ def _refuse(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
     """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
-    whole = gather_on_device(old)
+    gathered = gather_on_device(old)
     if not isinstance(old, nn.Parameter):
-        swap(model, {old: whole.new_zeros(shape)})
+        swap(model, {old: gathered.new_zeros(shape)})
     elif isinstance(old, DTensor):
         replace_parameter(model, key, old, shape)
         allocate(model, device=local_tensor(old).device)
     else:
-        swap(model, {old: with_data(old, whole.new_empty(shape))})
+        swap(model, {old: with_data(old, gathered.new_empty(shape))})
     tensor = persistent_tensors(model)[key]
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         kept = [max(0, min(n, m - s)) for s, n, m in zip(box.start, box.length, old.shape, strict=True)]
-        source = whole[tuple(slice(s, s + n) for s, n in zip(box.start, kept, strict=True))]
+        source = gathered[Box(start=box.start, length=tuple(kept)).slices]
         memory_view(local, start, kept).copy_(source)
 
 

@@ -116,7 +116,7 @@ def _pick(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _permute(t: PieceTensor, order: Sequence[int]) -> PieceTensor:
-    """Reorder the dimensions."""
+    """Reorder the dimensions; those that are left out must have length one, and are dropped."""
     order = [d % t.dim() for d in order]
     pieces = [
         Piece(
@@ -146,8 +146,7 @@ def _slice(
     low, high, _ = slice(start, end).indices(t.shape[dim])
     high = max(low, high)
     shape = [high - low if d == dim else n for d, n in enumerate(t.shape)]
-    box_start = [low if d == dim else 0 for d in range(t.dim())]
-    keep = Box(start=tuple(box_start), length=tuple(shape))
+    keep = Box(start=tuple(low if d == dim else 0 for d in range(t.dim())), length=tuple(shape))
     pieces = []
     for p in t.pieces or ():
         common = p.box.intersect(keep)
@@ -189,21 +188,7 @@ def _unbind(t: PieceTensor, dim: int = 0) -> list[PieceTensor | None]:
 
 def _drop_dims(t: PieceTensor, dims: Sequence[int]) -> PieceTensor:
     """Remove dimensions of length one."""
-    kept = [d for d in range(t.dim()) if d not in dims]
-    return _permute_kept(t, kept, _pick(t.shape, kept))
-
-
-def _permute_kept(t: PieceTensor, kept: Sequence[int], shape: Sequence[int]) -> PieceTensor:
-    """Keep the dimensions `kept`, in order; all others have length one and are dropped."""
-    pieces = [
-        Piece(
-            box=Box(start=_pick(p.box.start, kept), length=_pick(p.box.length, kept)),
-            source=p.source,
-            view=View(offset=p.view.offset, length=_pick(p.view.length, kept), strides=_pick(p.view.strides, kept)),
-        )
-        for p in t.pieces or ()
-    ]
-    return _moved(t, shape, pieces)
+    return _permute(t, [d for d in range(t.dim()) if d not in dims])
 
 
 def _squeeze(t: PieceTensor, dims: int | Sequence[int] | None = None) -> PieceTensor:
@@ -323,10 +308,8 @@ def _even_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, 
     dims = [d for d in range(len(old)) if box.length[d] > 1]
     base = sum(s * p for s, p in zip(box.start, place, strict=True))
     tail, run, step = len(dims), 1, 1
-    if dims:  # the last dimension, and every dimension before it that goes on where it ends, in both orders
+    if dims and place[dims[-1]] == 1:  # the last one, and each before it that goes on where it ends, in both orders
         tail, run, step = len(dims) - 1, box.length[dims[-1]], view.strides[dims[-1]]
-        if place[dims[-1]] != 1:
-            tail, run, step = len(dims), 1, 1
         while tail and run > 1 and place[dims[tail - 1]] == run and view.strides[dims[tail - 1]] == run * step:
             tail, run = tail - 1, run * box.length[dims[tail - 1]]
     counts = [box.length[d] for d in dims[:tail]]

@@ -1,7 +1,6 @@
 """Rows for added tokens: which tensors have one row per token, and which values fill the rows that no file holds."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
@@ -84,12 +82,14 @@ def vocabulary_dims(model: nn.Module) -> dict[str, int]:
 def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedTokens, seed: int) -> None:
     """Fill the new rows of loaded tensors, in place, with values that do not depend on the number of ranks.
 
-    "mean": each new row is the exact mean of the old rows (transformers adds noise of 3e-5 of their spread). The ranks
-    add up their rows as integers, whose sum has no rounding. "random", and buffers in any case: the model's own
-    initialisation of the new rows, from a generator seeded by `seed` and the module's name.
+    "mean": each new row is the mean of the old rows, summed in float64 (transformers adds noise of 3e-5 of their
+    spread). "random", and buffers in any case: the model's own initialisation of the new rows, from a generator seeded
+    by `seed` and the module's name.
 
-    Every rank must call; each gathers two numbers and one row per tensor from the others.
+    Every rank must call; each gathers one row per tensor from the others.
     """
+    if not added:
+        return
     state = persistent_tensors(model)
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
     shapes = {}
@@ -98,8 +98,16 @@ def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedToken
         shape[added[key].dim] -= added[key].start
         shapes[key] = tuple(shape)
     values = draw_values(model, shapes, seed=seed)
-    for key in sorted(by_mean):
-        values[key] = _exact_mean(key, state[key], added[key])
+    sums = {key: _sum_of_old(state[key], added[key]) for key in sorted(by_mean)}
+    of_ranks = all_ranks(sums, "averaging the rows of a vocabulary")
+    for key in sums:
+        mean = torch.stack([sums_of_rank[key] for sums_of_rank in of_ranks]).sum(0) / added[key].start
+        if not mean.isfinite().all():
+            raise CheckpointError(
+                f"{key!r} holds values that are not finite, so its rows have no mean. "
+                "Use added_tokens='random', or another checkpoint."
+            )
+        values[key] = mean.to(state[key].dtype).unsqueeze(added[key].dim)
     for key, rows in added.items():
         _write_new(state[key], rows, values[key])
 
@@ -126,38 +134,20 @@ def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> No
             memory_view(local, place, length).copy_(source)
 
 
-def _old_parts(tensor: torch.Tensor, rows: AddedRows) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield this rank's part of the old rows as (box, memory); nothing on ranks other than the first replica."""
+def _sum_of_old(tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
+    """The sum of this rank's part of the old rows, zero elsewhere; of zeros on ranks other than the first replica."""
+    other_dims = [d for d in range(tensor.dim()) if d != rows.dim]
+    total = torch.zeros([tensor.shape[d] for d in other_dims], dtype=torch.float64)
     if not is_first_replica(tensor):
-        return
+        return total
     local = local_tensor(tensor)
     for box, start in local_boxes_of(tensor):
         count = min(box.length[rows.dim], rows.start - box.start[rows.dim])
-        if count > 0:
-            length = tuple(count if d == rows.dim else n for d, n in enumerate(box.length))
-            yield Box(start=box.start, length=length), memory_view(local, start, length)
-
-
-def _exact_mean(key: str, tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
-    """The mean of the old rows, bit for bit the same for any sharding, because a sum of integers has no order."""
-    doing = "averaging the rows of a vocabulary"
-    parts = list(_old_parts(tensor, rows))
-    finite = all(bool(torch.isfinite(part).all()) for _, part in parts)
-    peaks = all_ranks(max((float(part.abs().max()) for _, part in parts), default=0.0) if finite else None, doing)
-    if None in peaks:
-        raise CheckpointError(
-            f"{key!r} holds values that are not finite, so its rows have no mean. "
-            "Use added_tokens='random', or another checkpoint."
-        )
-    peak = max(peak for peak in peaks if peak is not None)
-    # Each value becomes a whole number of so small a unit that the sum of all rows still fits into 62 bits.
-    unit = 2.0 ** -min(1000, 61 - math.frexp(peak)[1] - rows.start.bit_length())
-    others = [d for d in range(tensor.dim()) if d != rows.dim]
-    total = torch.zeros([tensor.shape[d] for d in others], dtype=torch.int64)
-    for box, part in parts:
-        place = tuple(slice(box.start[d], box.start[d] + box.length[d]) for d in others)
-        by_token = part.movedim(rows.dim, 0)
+        if count <= 0:
+            continue
+        length = [count if d == rows.dim else n for d, n in enumerate(box.length)]
+        by_token = memory_view(local, start, length).movedim(rows.dim, 0)
+        place = tuple(box.slices[d] for d in other_dims)
         for slab in torch.split(by_token, max(1, _SLAB_ELEMENTS * by_token.shape[0] // by_token.numel())):
-            total[place] += (slab.double() / unit).round().to(torch.int64).sum(0).cpu()
-    total = torch.stack(all_ranks(total, doing)).sum(0)
-    return (total.double() * unit / rows.start).to(tensor.dtype).unsqueeze(rows.dim)
+            total[place] += slab.double().sum(0).cpu()
+    return total

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.loading.fill import check_ties
 from hf_fsdp_tools.loading.io.files import TransferStats
-from hf_fsdp_tools.loading.match import check_ties
 from hf_fsdp_tools.loading.opening import open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
@@ -228,7 +228,7 @@ def _write(
             check_ties(material.match, staging_bytes=STAGING_BYTES)
             layout = plan_layout(material.model, dtype, max_shard_size)
             rewrite = Rewrite(material, layout)
-            parts = list(rewrite.parts())[rank::num_ranks]
+            parts = rewrite.parts_of(rank, num_ranks)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
     except BaseException:
         hidden.end()

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tens
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.opening import Checkpoint
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
@@ -163,10 +162,10 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
         loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
     fill_shards(
         model,
-        replace(match, loaded=loaded),
+        match.index,
+        loaded,
+        groups=match.load_map.groups,
         doing="reading the embeddings",
-        staging_bytes=STAGING_BYTES,
-        in_flight=REQUESTS_IN_FLIGHT,
         progress=False,
     )
     return restore_adapter(model, state, is_trainable=False)

@@ -16,10 +16,10 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import convert_group, persistent_tensors, revert_group
+from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats, Writer
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.quantized.dequantize import Place as ReadPlace
-from hf_fsdp_tools.loading.quantized.dequantize import read_into, whole_place
+from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
+from hf_fsdp_tools.loading.io.transfer import Transfer, whole_place
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place
@@ -34,6 +34,9 @@ _PART_BYTES = 64 * 2**20
 """Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
 little beside what importing torch takes. (assumed)"""
 
+
+_COMPUTING = 4
+"""How much longer a byte takes that is computed than one that is moved, for dealing parts out. (assumed)"""
 
 Part = tuple[list[tuple[str, Box]], bool]
 """What one process makes at a time: boxes of tensors of the model, by key, and whether they are computed together."""
@@ -59,7 +62,17 @@ class Rewrite:
             for piece in place.tensor.pieces or ():
                 self._moved.setdefault(piece.source, []).append((place, piece))
 
-    def parts(self) -> Iterator[Part]:
+    def parts_of(self, rank: int, num_ranks: int) -> list[Part]:
+        """The parts of one rank: in the order of the files, each goes to the rank that has least to do by then."""
+        mine: list[Part] = []
+        loads = [0] * num_ranks
+        for part in self._parts():
+            least = loads.index(min(loads))
+            loads[least] += self.num_bytes(part) * (_COMPUTING if part[1] else 1)
+            mine += [part] if least == rank else []
+        return mine
+
+    def _parts(self) -> Iterator[Part]:
         """Yield all parts, in the order of the files."""
         order: dict[str, tuple[Path, int]] = {}
         for place in self._layout.places.values():

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
@@ -278,7 +279,6 @@ def _check_targets(model: Any, model_args: Any) -> None:
 
 def _check_4bit(model_args: Any, training: Any) -> None:
     """Pack and multiply a small weight on the device that the run will use."""
-    import torch
     from bitsandbytes.nn import Linear4bit
 
     device = torch.device("cpu") if training.use_cpu else training.device
@@ -290,3 +290,57 @@ def _check_4bit(model_args: Any, training: Any) -> None:
             f"--load_in_4bit: bitsandbytes cannot compute with 4-bit weights on this {device.type}: "
             f"{first_line(error)}. Use --use_peft without --load_in_4bit, or a GPU that it knows."
         ) from error
+
+
+# ---- packed rows ----
+
+_TOKENS = 16
+"""Tokens of each of two documents."""
+
+_NOISE, _NOISE_16_BITS = 1e-3, 3e-2
+"""Noise of logits relative to their spread, in fp32 and in 16 bits. Mixtures of experts change by 1e-5 in rounding,
+models that leak by 0.02 to 6 (measured over 60 architectures)."""
+
+
+def check_documents_apart(trainer: Any) -> None:
+    """Refuse a model whose logits for a document depend on the document before it in a packed row.
+
+    The trainer's own collator packs two documents twice, with another first document the second time, and the model
+    runs forward on both. Some architectures make their attention mask without regard to positions (GPT-OSS, OPT,
+    Falcon), and recurrent ones carry their state on (Mamba): reading their code does not tell all of them.
+
+    Every rank must call: the forward passes gather the units. All ranks compute the same.
+    """
+    model = trainer.model
+    option = "--packing" if trainer.args.packing else "--padding_free"
+    ids = [3 + number % (model.config.get_text_config().vocab_size - 3) for number in range(3 * _TOKENS)]
+    first, other, second = ids[:_TOKENS], ids[_TOKENS : 2 * _TOKENS], ids[2 * _TOKENS :]
+    was_training = model.training
+    model.eval()
+    try:
+        logits, changed = (_logits_of_second(trainer, before, second) for before in (first, other))
+    except (ValueError, NotImplementedError) as error:  # how recurrent models of transformers say it
+        raise ConfigError(
+            f"{option}: {type(model).__name__} cannot run on packed rows: {first_line(error)}. Or leave {option} out."
+        ) from error
+    model.train(was_training)
+    noise = _NOISE_16_BITS if logits.dtype.itemsize < 4 else _NOISE
+    difference = ((logits.float() - changed.float()).pow(2).mean().sqrt() / logits.float().std()).item()
+    if not difference < noise:
+        raise ConfigError(
+            f"{option}: {type(model).__name__} with the attention implementation "
+            f"{model.config._attn_implementation!r} sees the documents before its own in a packed row (its logits "
+            f"change by {difference:.0%} of their spread). Use --attn_implementation flash_attention_2 where the model "
+            f"has it, or leave {option} out."
+        )
+
+
+@torch.no_grad()
+def _logits_of_second(trainer: Any, first: list[int], second: list[int]) -> torch.Tensor:
+    row = {"input_ids": first + second, "seq_lengths": [len(first), len(second)]}
+    batch = {name: value for name, value in trainer.data_collator([row]).items() if name != "labels"}
+    device = trainer.accelerator.device
+    moved = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    with trainer.compute_loss_context_manager():
+        logits: torch.Tensor = trainer.model(**moved, use_cache=False).logits[0, len(first) :]
+    return logits

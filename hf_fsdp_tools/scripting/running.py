@@ -25,8 +25,7 @@ from transformers import (
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
-from hf_fsdp_tools.scripting.checks import check_prepared_rows
-from hf_fsdp_tools.scripting.packing import check_documents_apart
+from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import use_share_of_stream
 from hf_fsdp_tools.text import listed

@@ -224,15 +224,24 @@ def bad_scales(folder: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_stops_all_ranks(checkpoints, tmp_path, value):
-    """It lies in the last block, which the last rank alone reads."""
-    folder = Path(shutil.copytree(checkpoints / "fp8", tmp_path / "bad"))
-    scales = "model.layers.1.mlp.up_proj.weight_scale_inv"
-    file = next(f for f in folder.glob("*.safetensors") if scales in load_file(f))
+def with_scale(folder: Path, target: Path, value: float) -> Path:
+    """A copy with this value in the last block, which the last rank alone reads."""
+    shutil.copytree(folder, target)
+    file = next(f for f in target.glob("*.safetensors") if BAD in load_file(f))
     tensors = load_file(file)
-    tensors[scales][-1, -1] = value
+    tensors[BAD][-1, -1] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    messages = run_ranks(bad_scales, 2, folder)
-    assert len(set(messages)) == 1 and "failed on 1 of 2 ranks" in messages[0]
-    assert f"{scales!r} holds 1 scales that are zero, infinite or NaN" in messages[0]
+    return target
+
+
+BAD = "model.layers.1.mlp.up_proj.weight_scale_inv"
+
+
+def test_a_scale_that_is_no_number_stops_all_ranks(checkpoints, tmp_path):
+    values = (0.0, float("nan"), float("inf"))
+    folders = [with_scale(checkpoints / "fp8", tmp_path / str(value), value) for value in values]
+    first, second = run_ranks(run_cases, 2, {folder.name: partial(bad_scales, folder) for folder in folders})
+    assert first == second
+    for message in first.values():
+        assert "failed on 1 of 2 ranks" in message
+        assert f"{BAD!r} holds 1 scales that are zero, infinite or NaN" in message

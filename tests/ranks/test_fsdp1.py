@@ -291,7 +291,7 @@ def _loads_and_saves(folder, use_orig_params):
             assert torch.equal(whole[name], parameter), (kind, name)
         buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
         assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.named_buffers())
-        ratios[kind] = report.read_ratio, sum(report.bytes_read_per_rank)
+        ratios[kind] = report.read_ratio, sum(all_ranks(report.bytes_read))
         save_pretrained(plain_view(wrapped), f"{folder}/{kind}-saved")
     return ratios
 

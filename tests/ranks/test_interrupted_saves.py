@@ -477,7 +477,7 @@ def disk_is_full(model: Any, _: Any, target: Path) -> str:
         refused(lambda: save_pretrained(model, target), "Cannot save to .*No space left on .*bytes are to be written")
     on_one_rank = patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with on_one_rank if dist.get_rank() == 1 else nullcontext():
-        return refused(lambda: save_pretrained(model, target), "rank 1: .*cannot be written: .*No space left.*Check")
+        return refused(lambda: save_pretrained(model, target), "rank 1: .*Cannot write .*No space left.*Check")
 
 
 def folder_is_another_on_each_rank(model: Any, _: Any, target: Path) -> None:
@@ -489,7 +489,7 @@ def folder_is_another_on_each_rank(model: Any, _: Any, target: Path) -> None:
 
 def folder_is_a_file(model: Any, _: Any, target: Path) -> str:
     file = target / "config.json"
-    refused(lambda: save_pretrained(model, file / "saved"), "Cannot save to .*Not a directory.*Check space, permission")
+    refused(lambda: save_pretrained(model, file / "saved"), "Cannot save to .*Not a directory.*Check ")
     return refused(lambda: save_pretrained(model, file), "is a file; give the name of a folder")
 
 

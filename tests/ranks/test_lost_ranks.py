@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -101,29 +102,14 @@ def stop_on(road: str, folder: Path) -> None:
     assert len(set(all_ranks(str(caught.value)))) == 1
 
 
-def stop_on_the_way_to_load(folder: Path) -> None:
-    stop_on("load", folder)
-
-
-def stop_on_the_way_to_prepare(folder: Path) -> None:
-    stop_on("prepare", folder)
-
-
-def stop_on_the_way_to_save(folder: Path) -> None:
-    stop_on("save", folder)
-
-
-def stop_on_the_way_to_join(folder: Path) -> None:
-    stop_on("join", folder)
-
-
-STOPS = (stop_on_the_way_to_join, stop_on_the_way_to_load, stop_on_the_way_to_prepare, stop_on_the_way_to_save)
+def stop_on_every_road(folder: Path) -> None:
+    run_cases({road: partial(stop_on, road) for road in ROADS}, folder)
 
 
 def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.symlink_to(folders["llama"])
-    run_ranks(run_cases, 2, STOPS, folder)
+    run_ranks(stop_on_every_road, 2, folder)
 
 
 def live(rank: int, port: int, road: str, folder: Path) -> None:

@@ -2,7 +2,11 @@
 
 import json
 import re
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +16,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, load_weights, save_pretrained, sharding_of
+from hf_fsdp_tools import (
+    FSDPToolsError,
+    HybridPolicy,
+    from_pretrained,
+    make_accelerator,
+    sharding_of,
+)
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.rounds import Rounds
+from hf_fsdp_tools.loading import conversion, fill, fingerprint, match
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.planning import draft, make_plan
+from hf_fsdp_tools.sharding import shard
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
 from tests._hub import fake_hub, use_hub
@@ -85,17 +101,45 @@ def test_settings_reach_the_step_they_are_for(tmp_path):
         torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
 
 
-def _round_trip(source, target):
-    model = from_pretrained(source)
-    save_pretrained(model, target)
-    again = from_pretrained(target)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.to_local(), again.get_parameter(name).to_local()), name
-    load_weights(model, source)  # into the storage that is there
+# ---- work that is done once ----
 
 
-def test_saved_and_loaded_again_is_the_same(tmp_path):
-    run_ranks(_round_trip, 2, make_checkpoint("mixtral", tmp_path / "a"), tmp_path / "b")
+def _counted(folder: Path, **options: Any) -> Counter[str]:
+    """How often one load meets the other ranks, walks the model, and asks about it."""
+    counts: Counter[str] = Counter()
+
+    def counting(owner: Any, name: str) -> Any:
+        own = getattr(owner, name)
+        return patch.object(owner, name, lambda *a, **k: (counts.update([name]), own(*a, **k))[1])
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (Rounds, "exchange"),
+            (ModuleTree, "__init__"),
+            (draft, "find_blocks"),
+            (make_plan, "broken_rules"),
+            (shard, "broken_rules"),
+            (fill, "persistent_tensors"),
+            (match, "persistent_tensors"),
+            (conversion, "persistent_tensors"),
+            (fingerprint, "_header"),
+            (match, "packed_linears"),
+        ):
+            stack.enter_context(counting(owner, name))
+        from_pretrained(folder, **options)
+    return counts
+
+
+def _counted_twice(folder: Path) -> None:
+    counts = _counted(folder)
+    assert counts.pop("exchange") <= 5
+    assert counts == {"__init__": 1, "find_blocks": 1, "broken_rules": 1, "persistent_tensors": 2, "_header": 1}
+    accelerator = make_accelerator(cpu=True)
+    assert _counted(folder, accelerator=accelerator)["exchange"] <= 6
+
+
+def test_a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders: dict[str, Path]) -> None:
+    run_ranks(_counted_twice, 2, folders["llama"])
 
 
 # ---- bad input ----
@@ -171,7 +215,9 @@ def _written_out(folder, url):
         names = {key: getattr(hf_fsdp_tools, key) for key in hf_fsdp_tools.__all__}
         names |= {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy}
         exec(code.replace("Qwen/Qwen3-8B", name), names)
-        assert names["report"].total["bytes_read"] <= 1.01 * names["checkpoint"].index.num_bytes, "one replica reads"
+        assert sum(all_ranks(names["report"].bytes_read)) <= 1.01 * names["checkpoint"].index.num_bytes, (
+            "one replica reads"
+        )
         for key, tensor in names["model"].state_dict().items():
             assert torch.equal(full(tensor), plain[key]), key
 

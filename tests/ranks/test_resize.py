@@ -166,7 +166,7 @@ def cases_of(kinds: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     return cases | {case.__name__: case for case in others}
 
 
-def test_complaint_32_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     fewer = ("llama", "tied")
@@ -188,11 +188,8 @@ def resize_under_another_policy(folders: dict[str, Path]) -> None:
     assert sharding_of(live).plan == sharding_of(again).plan != make_wrap_plan(again)
 
 
-def test_a_plan_of_another_policy_gets_the_new_sizes(folders: dict[str, Path]) -> None:
-    run_ranks(resize_under_another_policy, 2, folders)
-
-
 def resize_with_settings(folders: dict[str, Path]) -> None:
+    """Sharding anew would lose what a user set on the units: it is no argument of fully_shard."""
     live = loaded_model("llama", folders)
     live.set_requires_gradient_sync(False)
     resize_token_embeddings(live, 140)
@@ -202,11 +199,6 @@ def resize_with_settings(folders: dict[str, Path]) -> None:
     live.set_requires_gradient_sync(True)
     live(**inputs).loss.backward()
     assert all(full(parameter.grad).any() for parameter in live.parameters())
-
-
-def test_what_a_user_set_on_the_units_survives_a_resize(folders: dict[str, Path]) -> None:
-    """Sharding anew would lose it: it is no argument of fully_shard."""
-    run_ranks(resize_with_settings, 2, folders)
 
 
 def resize_what_is_not_sharded(folders: dict[str, Path]) -> None:
@@ -221,8 +213,8 @@ def resize_what_is_not_sharded(folders: dict[str, Path]) -> None:
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def test_gradients_of_a_resized_parameter_that_is_not_sharded_are_averaged(folders: dict[str, Path]) -> None:
-    run_ranks(resize_what_is_not_sharded, 2, folders)
+def test_plan_settings_and_gradients_of_a_resized_model(folders: dict[str, Path]) -> None:
+    run_ranks(run_cases, 2, (resize_under_another_policy, resize_with_settings, resize_what_is_not_sharded), folders)
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:

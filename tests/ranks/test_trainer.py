@@ -287,8 +287,6 @@ def a_forgotten_mixin_is_named(folder: Path) -> None:
     trainer = Trainer(model=model, args=arguments(folder / "out"), train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"does not run FSDP2.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
         trainer.train()
-    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*class MyTrainer\(FSDPTrainerMixin, Trainer\)"):
-        torch.nn.parallel.DistributedDataParallel(model)
 
 
 def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:

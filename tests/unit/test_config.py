@@ -32,14 +32,6 @@ CONFIGS = [
 ]
 WRITTEN = {f"config_{n}": config for n, config in enumerate(CONFIGS)}
 
-PROBE = """
-import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_FSDP", "FSDP_VERSION",
-         "ACCELERATE_MIXED_PRECISION", "CUDA_VISIBLE_DEVICES")
-with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".json"), "w") as file:
-    json.dump({name: os.environ.get(name) for name in names}, file)
-"""
-
 LAUNCHER_ENVIRONMENTS = """
 import json, sys
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -110,27 +102,6 @@ def test_yaml_names_its_command():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_accelerate_launch_takes_what_is_shipped(launched, path):
     assert launched[path.stem]["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
-
-
-def test_two_processes_start_on_cpu(tmp_path):
-    """Also where there are GPUs: they are hidden, because use_cpu itself does not reach the processes."""
-    path = tmp_path / "cpu.yaml"
-    path.write_text(FSDPConfig(num_processes=2, use_cpu=True).to_accelerate_yaml())
-    script = tmp_path / "probe.py"
-    script.write_text(PROBE)
-    launch = "from accelerate.commands.launch import main; main()"
-    done = run_python(launch, "--config_file", str(path), str(script), str(tmp_path))
-    assert done.stderr == "" and done.stdout == ""
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for rank, environment in enumerate(found):
-        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
-        assert environment["WORLD_SIZE"] == "2"
-        assert environment["MASTER_ADDR"] and int(environment["MASTER_PORT"]) > 0
-        assert environment["ACCELERATE_USE_FSDP"] == "true"
-        assert environment["FSDP_VERSION"] == "2"
-        assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
-        assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
 
 
 CONTRADICTIONS = [

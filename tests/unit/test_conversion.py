@@ -4,8 +4,7 @@ architectures."""
 import dis
 import inspect
 import math
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,14 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from torch import nn
 from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading import conversion
-from hf_fsdp_tools.loading.conversion import map_loading, map_saving
+from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, map_saving, persistent_tensors
+from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.loading.symbolic import PieceTensor
@@ -47,13 +47,17 @@ RENAMED = [  # stored as the model has it, some keys renamed
 # fmt: on
 
 
+def loading_map(model: nn.Module, stored: Mapping[str, Stored]) -> LoadMap:
+    return map_loading(model, persistent_tensors(model), stored)
+
+
 def filled(symbol: PieceTensor, sources: dict[str, torch.Tensor]) -> torch.Tensor:
     """The real tensor that a symbolic one stands for; fails if its pieces overlap or leave something out."""
     assert symbol.pieces is not None, symbol
     result = torch.zeros(symbol.shape, dtype=symbol.dtype)
     count = torch.zeros(symbol.shape, dtype=torch.int64)
     for piece in symbol.pieces:
-        box = tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.length, strict=True))
+        box = piece.box.slices
         source = sources[piece.source].contiguous()
         result[box] = source.as_strided(piece.view.length, piece.view.strides, piece.view.offset)
         count[box] += 1
@@ -191,55 +195,6 @@ def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, t
     assert all(torch.equal(ours_[k], t) and ours_[k].dtype == t.dtype for k, t in theirs.items())
 
 
-def with_keys(folder: Path, target: Path, rename: Callable[[str], str | None]) -> Path:
-    """The same checkpoint in one file under other keys; None leaves one out."""
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
-    renamed = {rename(key): tensor for key, tensor in stored_tensors(folder).items() if rename(key)}
-    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def legacy_norm(key: str) -> str:
-    """The names that BERT's norms had in checkpoints of TensorFlow's days."""
-    for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
-        key = key.replace(new, old)
-    return key
-
-
-BASE: dict[str, Any] = {
-    "llama": transformers.LlamaModel,
-    "bert": transformers.BertModel,
-    "gpt2": transformers.GPT2Model,
-}
-LEGACY: dict[str, tuple[str, Callable[[str], str | None]]] = {
-    "gamma and beta": ("bert", legacy_norm),
-    "base model only": ("bert", lambda key: key.removeprefix("bert.") if key.startswith("bert.") else None),
-    "base model only, llama": ("llama", lambda key: key.removeprefix("model.") if key.startswith("model.") else None),
-    "base model only, gpt2": ("gpt2", lambda key: key.removeprefix("transformer.")),
-    "another head": ("bert", lambda key: key.replace("cls.predictions", "cls.seq_relationship")),
-}
-
-
-@pytest.mark.parametrize("name", LEGACY)
-def test_legacy_names_and_base_models_load_as_transformers_loads_them(name: str, tmp_path: Path) -> None:
-    """Into the model with a head and into the base model: the same values of what is there, the same lists of keys."""
-    kind, rename = LEGACY[name]
-    folder = with_keys(make_checkpoint(kind, tmp_path / "stored"), tmp_path / "renamed", rename)
-    for cls in (type(make_model(kind)), BASE[kind]):
-        reference, info = cls.from_pretrained(folder, output_loading_info=True)
-        model = build_meta_model(folder, auto_class=cls)
-        report = load_weights(model, folder)
-        assert set(report.missing_keys) == set(info["missing_keys"]), cls
-        assert set(report.unexpected_keys) == set(info["unexpected_keys"]), cls
-        drawn = {*report.initialized_keys}
-        for key, tensor in reference.state_dict().items():
-            assert key in drawn or key in info["missing_keys"] or torch.equal(model.state_dict()[key], tensor), (
-                cls,
-                key,
-            )
-        assert report.converted_bytes == 0 and report.bytes_read > 0
-
-
 class Doubled(ops.ConversionOps):
     """A conversion that computes: what is stored is half of what the model has."""
 
@@ -315,7 +270,7 @@ def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path)
     key = next(k for k in tensors if "experts.1.w1" in k)
     tensors[key] = replace(tensors[key], shape=(3, 3))
     with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
-        map_loading(make_model("mixtral"), tensors)
+        loading_map(make_model("mixtral"), tensors)
 
 
 @pytest.mark.parametrize("operation", conversion.NAME_BLIND)
@@ -344,9 +299,9 @@ def test_layers_that_differ_in_names_alone_are_traced_once_and_to_the_same(
     monkeypatch.setattr(
         conversion, "_trace", lambda model, group, *rest: traced.append(group.target) or trace(model, group, *rest)
     )
-    found, once = map_loading(model, stored), len(traced)
+    found, once = loading_map(model, stored), len(traced)
     monkeypatch.setattr(conversion, "NAME_BLIND", ())
-    expected, each = map_loading(model, stored), len(traced) - once
+    expected, each = loading_map(model, stored), len(traced) - once
     assert each - once == 2  # of two layers, one has gate_up_proj and down_proj from the other
     assert list(found.tensors) == list(expected.tensors) and found.unexpected_keys == expected.unexpected_keys
     for key, tensor in expected.tensors.items():
@@ -366,14 +321,14 @@ def test_a_layer_of_other_shapes_or_another_dtype_is_traced_by_itself(tmp_path: 
     model = build_meta_model(folder)
     down, other_down = (f"model.layers.{i}.mlp.experts.down_proj" for i in range(2))
     model.model.layers[1].mlp.experts.half()
-    tensors = map_loading(model, stored).tensors
+    tensors = loading_map(model, stored).tensors
     assert (tensors[down].dtype, tensors[other_down].dtype) == (torch.float32, torch.float16)
 
     model = build_meta_model(folder)
     for key, tensor in stored.items():
         if ".layers.1." in key and "experts" in key:
             stored[key] = replace(tensor, shape=tensor.shape[::-1])
-    tensors = map_loading(model, stored).tensors
+    tensors = loading_map(model, stored).tensors
     experts, rows, columns = tensors[down].shape
     assert tensors[other_down].shape == (experts, columns, rows) and rows != columns
 
@@ -409,5 +364,5 @@ def test_maps_need_no_storage(tmp_path: Path) -> None:
     folder = make_checkpoint("mixtral", tmp_path)
     model = build_meta_model(folder)
     index = CheckpointIndex.open(folder)
-    assert map_loading(model, index.tensors).tensors.keys() == model.state_dict().keys()
+    assert loading_map(model, index.tensors).tensors.keys() == model.state_dict().keys()
     assert map_saving(model).keys() == index.tensors.keys()

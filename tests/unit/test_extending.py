@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from hf_fsdp_tools.errors import CheckpointError, WrapPlanError
@@ -75,6 +76,23 @@ def test_a_checkpoint_format(tmp_path: Path) -> None:
             names["open_npy"](tmp_path)
 
 
+def test_a_stored_weight_format(tmp_path: Path) -> None:
+    plain = make_model("llama")
+    stored, expected = {}, {}
+    for key, tensor in plain.state_dict().items():
+        stored[key] = expected[key] = tensor
+        if key.endswith("_proj.weight"):
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            del stored[key]
+            stored |= {f"{key}_q8": (tensor / scale).round().to(torch.int8), f"{key}_q8_scale": scale}
+            expected[key] = stored[f"{key}_q8"] * scale
+    plain.config.save_pretrained(tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    names = run_section("A stored weight format", folder=tmp_path)
+    assert names["report"].missing_keys == names["report"].unexpected_keys == ()
+    torch.testing.assert_close(names["model"].state_dict(), expected, rtol=0, atol=0)
+
+
 def test_another_trainer(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "in")
     batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 131, (3, 2, 9))]
@@ -93,9 +111,15 @@ def _train(folder: Path, out: Path, batches: list[dict[str, torch.Tensor]]) -> N
 
 
 def test_every_section_is_run_and_every_name_is_there() -> None:
-    assert list(SECTIONS) == ["A rule for units", "A step of the plan", "A checkpoint format", "Another trainer"]
+    assert list(SECTIONS) == [
+        "A rule for units",
+        "A step of the plan",
+        "A checkpoint format",
+        "A stored weight format",
+        "Another trainer",
+    ]
     assert all("**Called**" in text and "**Keep**" in text and "**Copy**" in text for text in SECTIONS.values())
     for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT):
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no test {test}"
-    for file in re.findall(r"`((?:planning|checkpoint|integrations)/\w[\w/]*\.py)`", TEXT):
+    for file in re.findall(r"`((?:planning|loading|integrations)/\w[\w/]*\.py)`", TEXT):
         assert (ROOT / "hf_fsdp_tools" / file).is_file(), f"there is no {file}"

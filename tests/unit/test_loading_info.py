@@ -159,11 +159,3 @@ def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
         assert all(key in str(caught.value) for key in info["missing_keys"] | info["unexpected_keys"])
     else:
         load_weights(again, folder, strict=True)
-
-
-def test_other_shapes_stop_both_unless_ignored(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        AutoModelForCausalLM.from_pretrained(folder, vocab_size=77)
-    with pytest.raises(CheckpointError, match="ignore_mismatched_sizes"):
-        load_weights(build_meta_model(folder, vocab_size=77), folder)

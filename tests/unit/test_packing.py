@@ -10,7 +10,7 @@ import transformers as hf
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.packing import check_documents_apart
+from hf_fsdp_tools.scripting.checks import check_documents_apart
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -52,12 +52,9 @@ def test_the_committed_efficiencies_are_those_of_the_table_of_results() -> None:
             assert kept.compiled_memory == pytest.approx(fit.compiled_memory, rel=0.01)
 
 
-def test_the_published_rows_are_of_many_regimes() -> None:
-    rows = read_rows("throughput")
-    assert len(rows) > 240 and len(read_rows("memory")) == 40
-    assert len({each.publisher for each in rows}) >= 7
-    assert {each.setup.seq_len for each in rows} >= {512, 8192, 65536}
+def test_teraflops_are_counted_as_published() -> None:
     first = row("gpt-175b a100-40gb")
+    assert first.tokens_per_second is not None
     assert teraflops("gpt-175b", first.tokens_per_second, 512) == pytest.approx(159)
 
 

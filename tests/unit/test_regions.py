@@ -22,7 +22,7 @@ def put_together(shape: list[int], placements: list[Placement], mesh_shape: list
         torch.cartesian_prod(*(torch.arange(n) for n in mesh_shape)).reshape(-1, len(mesh_shape)).tolist()
     ):
         for box, _ in local_boxes(shape, placements, mesh_shape, coordinate):
-            count[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))] += 1
+            count[box.slices] += 1
     return count
 
 
@@ -48,7 +48,7 @@ def test_a_shard_is_what_torch_chunk_gives(shape: list[int], ranks: int, data: s
             continue
         ((box, start),) = boxes
         assert set(start) == {0}
-        held = tensor[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
+        held = tensor[box.slices]
         assert torch.equal(held, chunks[rank])
 
 
@@ -107,7 +107,7 @@ def test_the_part_of_a_view_in_a_box_is_found_exactly(
     view = View(offset=tensor.storage_offset(), length=tuple(tensor.shape), strides=tensor.stride())
     found: list[int] = []
     for part, local in slice_view(view, base.shape, Box(start=start, length=length)):
-        wanted = tensor[tuple(slice(s, s + n) for s, n in zip(part.start, part.length, strict=True))]
+        wanted = tensor[part.slices]
         assert torch.equal(inside.as_strided(local.length, local.strides, local.offset), wanted)
         found += wanted.flatten().tolist()
     assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
@@ -127,20 +127,12 @@ def test_the_part_of_a_piece_in_a_box_is_found_exactly(
     piece = Piece(box=Box(start=at, length=view.length), source="w", view=view)
     whole = torch.full([s + n for s, n in zip(at, view.length, strict=True)], -1)  # what the piece is a part of
     whole[tuple(slice(s, s + n) for s, n in zip(at, view.length, strict=True))] = tensor
-    wanted = whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))]
+    wanted = whole[box.slices]
     found = slice_piece(piece, box)
     if found is None:
         assert (wanted == -1).all()
         return
     assert found.source == "w" and found.box.length == found.view.length
-    place = tuple(slice(s, s + n) for s, n in zip(found.box.start, found.box.length, strict=True))
+    place = found.box.slices
     part = base.as_strided(found.view.length, found.view.strides, found.view.offset)
     assert torch.equal(part, whole[place]) and part.numel() == int((wanted != -1).sum()) > 0
-
-
-def test_a_row_shard_of_a_stacked_tensor_takes_one_run_of_each_source() -> None:
-    """Experts stacked along dimension 0 and sharded there: whole experts, in one range each."""
-    view = View(offset=0, length=(1, 4, 6), strides=(24, 6, 1))
-    piece = Piece(box=Box(start=(2, 0, 0), length=(1, 4, 6)), source="expert 2", view=view)
-    assert slice_piece(piece, Box(start=(0, 0, 0), length=(2, 4, 6))) is None
-    assert slice_piece(piece, Box(start=(2, 0, 0), length=(2, 4, 6))) == piece

@@ -137,7 +137,7 @@ class QuantizedTensor:
     """What the rule takes beside the values, by the rule's names."""
 
     rule: str
-    """How values and scales become floats (`quantized.rules`)."""
+    """How values and scales become floats (`quantized.float_rules`)."""
 
     shape: tuple[int, ...]
     """Shape of the tensor, dequantised."""

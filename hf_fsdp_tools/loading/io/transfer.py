@@ -7,6 +7,7 @@ Words used here:
     batch      requests that share a staging buffer, or one request that needs none
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.loading.formats.stored import StoredTensor
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.regions import View, slice_piece
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 
@@ -186,6 +188,48 @@ def transfer_of(stored: StoredTensor, view: View, memory: torch.Tensor) -> Trans
         strides=view.strides,
         memory=memory,
     )
+
+
+Place = tuple[torch.Tensor, PieceTensor, Box]
+"""Memory of any strides, and the box of a stored tensor that fills it."""
+
+
+def whole_place(memory: torch.Tensor, stored: Stored) -> Place:
+    """Memory for all of a stored tensor, in the memory's dtype."""
+    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPart:
+    """Values of a quantised tensor, and their place in memory."""
+
+    tensor: QuantizedTensor
+    """The tensor."""
+
+    view: View
+    """Which values: a view of the tensor's matrix."""
+
+    memory: torch.Tensor
+    """Where they go; of the lengths of the view, of any strides, dtype and device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values as they are stored, and their part of the scales."""
+        return round(self.memory.numel() * self.tensor.num_bytes / max(1, math.prod(self.tensor.shape)))
+
+
+def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Transfer], list[QuantizedPart]]:
+    """What fills memory with boxes of stored tensors: reads as they are, and values to dequantise."""
+    transfers: list[Transfer] = []
+    parts: list[QuantizedPart] = []
+    for memory, tensor, box in places:
+        for name, view, place in views_into(memory, tensor, box):
+            source = index.source(name)
+            if isinstance(source, QuantizedTensor):
+                parts.append(QuantizedPart(tensor=source, view=view, memory=place))
+            else:
+                transfers.append(transfer_of(source, view, place))
+    return transfers, parts
 
 
 def cut_batches(

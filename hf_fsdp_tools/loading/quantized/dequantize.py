@@ -7,72 +7,17 @@ makes of the whole weight.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, Stored
-from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.formats.stored import BlockScales
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Transfer, transfer_of, views_into
-from hf_fsdp_tools.loading.quantized.rules import RULES, unpacked
+from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
+from hf_fsdp_tools.loading.quantized.float_rules import RULES, unpacked
 from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.loading.regions import View, row_major_strides
-from hf_fsdp_tools.loading.symbolic import PieceTensor
-
-Place = tuple[torch.Tensor, PieceTensor, Box]
-"""Memory of any strides, and the box of a stored tensor that fills it."""
-
-
-def whole_place(memory: torch.Tensor, stored: Stored) -> Place:
-    """Memory for all of a stored tensor, in the memory's dtype."""
-    return memory, PieceTensor.stored(stored, memory.dtype), Box.whole(memory.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedPart:
-    """Values of a quantised tensor, and their place in memory."""
-
-    tensor: QuantizedTensor
-    """The tensor."""
-
-    view: View
-    """Which values: a view of the tensor's matrix."""
-
-    memory: torch.Tensor
-    """Where they go; of the lengths of the view, of any strides, dtype and device."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values as they are stored, and their part of the scales."""
-        return round(self.memory.numel() * self.tensor.num_bytes / max(1, math.prod(self.tensor.shape)))
-
-
-def reads_of(places: Iterable[Place], index: CheckpointIndex) -> tuple[list[Transfer], list[QuantizedPart]]:
-    """What fills memory with boxes of stored tensors: reads as they are, and values to dequantise."""
-    transfers: list[Transfer] = []
-    parts: list[QuantizedPart] = []
-    for memory, tensor, box in places:
-        for name, view, place in views_into(memory, tensor, box):
-            source = index.source(name)
-            if isinstance(source, QuantizedTensor):
-                parts.append(QuantizedPart(tensor=source, view=view, memory=place))
-            else:
-                transfers.append(transfer_of(source, view, place))
-    return transfers, parts
-
-
-def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
-    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
-    """
-    transfers, parts = reads_of(places, index)
-    return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
 
 
 def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes: int) -> TransferStats:
@@ -180,8 +125,8 @@ class _Slab:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
         values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        beside = {name: scales.of_each_row() for name, scales in self.scales.items()}
-        floats = RULES[tensor.rule](values, beside, memory.dtype).contiguous()
+        scales_of_rows = {name: scales.of_each_row() for name, scales in self.scales.items()}
+        floats = RULES[tensor.rule](values, scales_of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]
@@ -226,14 +171,14 @@ class _ScalesOfRows:
         self._refuse_bad()
         dtype = self._memory.dtype
         stored = self._memory.view(torch.uint8) if dtype.itemsize == 1 else self._memory  # torch picks no 8-bit floats
-        found = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
+        scales = stored.index_select(-2, self._blocks.flatten().to(stored.device)).view(dtype)
         if self._bits:
-            first_bits = (self._within.flatten() * self._bits).to(found)
-            found = unpacked(found, first_bits.unsqueeze(1), self._bits)
-        found = found.view(*found.shape[:-2], *self._blocks.shape, found.shape[-1])
+            first_bits = (self._within.flatten() * self._bits).to(scales)
+            scales = unpacked(scales, first_bits.unsqueeze(1), self._bits)
+        scales = scales.view(*scales.shape[:-2], *self._blocks.shape, scales.shape[-1])
         order = [*self._outer, *self._inner]
-        found = found.permute(*(order.index(d) for d in range(len(order))), found.dim() - 1)
-        return found.reshape(-1, found.shape[-1])
+        scales = scales.permute(*(order.index(d) for d in range(len(order))), scales.dim() - 1)
+        return scales.reshape(-1, scales.shape[-1])
 
     def _refuse_bad(self) -> None:
         """Refuse scales of which no quantisation gives any: damaged files hold such."""

@@ -20,18 +20,21 @@ from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.quantized.dequantize import Place, dequantize, reads_of, whole_place
-from hf_fsdp_tools.loading.quantized.share import PackedShare, PackedWeight, Span, compute_device
+from hf_fsdp_tools.loading.io.transfer import Place, Transfer, reads_of, whole_place
+from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.quantized.weights_4bit import PackedWeight, Span, Weights4Bit, compute_device
 from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.loading.regions import row_major_strides
-from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of, set_quant_state
+from hf_fsdp_tools.modeling.linear4bit import Packing, packing_of, set_quant_state
+
+_NESTED_BLOCKSIZE = 256
+"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
 
 
 def quantize_weights(
-    share: PackedShare, index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
+    weights: Sequence[PackedWeight], index: CheckpointIndex, reader: Reader, *, doing: str, staging_bytes: int
 ) -> TransferStats:
-    """Fill the shards of 4-bit weights and give all 4-bit layers their scales.
+    """Pack weights of 4-bit layers into their shards, and give the layers their scales.
 
     The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
     packed on the mesh's device, a bounded number at a time; while some are packed, the next ones are read.
@@ -40,21 +43,16 @@ def quantize_weights(
     weights at a time.
     """
     stats = TransferStats()
-    if share.scales:
-        with agreed(doing):
-            stats += read_scales(share, index, reader)
-    if not share.weights:
-        return stats
-    device = compute_device(share.weights[0].sharded)
+    device = compute_device(weights[0].sharded)
     bounds = Bounds.of(device, staging_bytes)
     # The scales of one batch of weights are joined together; the batches are the same on every rank.
-    for weights in batches(share.weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks):
-        scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in weights]
+    for batch in batches(weights, bounds.scale_bytes, lambda w: 4 * w.packing.num_blocks):
+        scales = [torch.zeros(weight.packing.num_blocks, dtype=torch.float32, device=device) for weight in batch]
         with agreed(doing):
-            stats += _pack(weights, scales, index, reader, staging_bytes)
-        for weight, own in zip(weights, scales, strict=True):
-            join_scales(own, weight.sharded)
-            set_quant_state(weight.module, make_quant_state(own, weight.packing))
+            stats += _pack(batch, scales, index, reader, staging_bytes)
+        for weight, own in zip(batch, scales, strict=True):
+            _join_scales(own, weight.sharded)
+            set_quant_state(weight.module, _make_quant_state(own, weight.packing))
     return stats
 
 
@@ -97,8 +95,7 @@ def _pack(
     def begin(window: Sequence[_Part]) -> tuple[list[tuple[_Part, torch.Tensor]], list[Transfer]]:
         nonlocal dequantized
         values = torch.empty(sum(part.numel for part in window), dtype=window[0].dtype, device=device)
-        regions = torch.split(values, [part.numel for part in window])
-        placed = list(zip(window, regions, strict=True))
+        placed = list(zip(window, torch.split(values, [part.numel for part in window]), strict=True))
         transfers, quantized = reads_of((place for part, region in placed for place in _places_of(part, region)), index)
         dequantized += dequantize(quantized, reader, staging_bytes=staging_bytes)
         return placed, transfers
@@ -116,8 +113,7 @@ def _parts_of(weights: Sequence[PackedWeight], scales: Sequence[torch.Tensor], m
         step = max(1, many // block) * block
         for span in weight.spans:
             for start in range(span.start, span.stop, step):
-                stop = min(start + step, span.stop)
-                yield _Part(weight=weight, span=span, scales=own, start=start, stop=stop)
+                yield _Part(weight=weight, span=span, scales=own, start=start, stop=min(start + step, span.stop))
 
 
 def _places_of(part: _Part, region: torch.Tensor) -> Iterator[Place]:
@@ -126,8 +122,7 @@ def _places_of(part: _Part, region: torch.Tensor) -> Iterator[Place]:
     while at < part.stop:
         row, column = divmod(at, columns)
         rows = 1 if column else max(1, (part.stop - at) // columns)
-        width = min(columns - column, part.stop - at)
-        box = Box(start=(row, column), length=(rows, width))
+        box = Box(start=(row, column), length=(rows, min(columns - column, part.stop - at)))
         local = region[at - part.start :].as_strided(box.length, row_major_strides(box.length))
         yield local, part.weight.plain, box
         at += box.numel
@@ -149,23 +144,8 @@ def _pack_part(part: _Part, values: torch.Tensor) -> None:
     span.memory[begin - span.first_byte : end - span.first_byte] = packed.view(-1)[begin - offset : end - offset]
 
 
-_NESTED_BLOCKSIZE = 256
-"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
-
-
-def forget_scales(model: nn.Module) -> None:
-    """Take the scales from all 4-bit layers, so that no layer can run after a load that fails."""
-    for module in packed_linears(model).values():
-        set_quant_state(module, None)
-
-
-def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
-    """Join every rank's scales of one weight, in place, by an all-reduce.
-
-    A rank has zeros for blocks that other ranks packed, so the maximum over the ranks is the scale.
-
-    Every rank of the parameter's mesh must call.
-    """
+def _join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Join every rank's scales of one weight, in place, by an all-reduce: zeros stand for blocks of other ranks."""
     if not isinstance(sharded, DTensor):
         return
     bits = scales.view(torch.int32)  # scales are not negative, so their bits are in their order; NaN comes last
@@ -174,7 +154,7 @@ def join_scales(scales: torch.Tensor, sharded: torch.Tensor) -> None:
             dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group(axis))
 
 
-def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
+def _make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
     """bitsandbytes' `QuantState` of a weight from the scales of all blocks, as `quantize_4bit` of 0.50 makes it."""
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 
@@ -192,24 +172,19 @@ def make_quant_state(scales: torch.Tensor, packing: Packing) -> Any:
     return QuantState(absmax=nested, offset=offset, state2=of_scales, **common)
 
 
-def read_scales(share: PackedShare, index: CheckpointIndex, reader: Reader) -> TransferStats:
+def read_scales(weights_4bit: Weights4Bit, index: CheckpointIndex, reader: Reader) -> TransferStats:
     """Read the stored scales, whole, and give them to the layers whose packed weights are stored."""
-    read = [
-        (
-            module,
-            keys,
-            {name: torch.empty(index.tensors[key].shape, dtype=index.tensors[key].dtype) for name, key in keys.items()},
-        )
-        for module, keys in share.scales
-    ]
-    stats = reader.read(
-        transfer
-        for _, keys, tensors in read
-        for name, memory in tensors.items()
-        for transfer in reads_of([whole_place(memory, index.tensors[keys[name]])], index)[0]
-    )
-    for module, keys, tensors in read:
-        set_quant_state(module, _checked_state(module, keys, tensors, index))
+    memory = {
+        name: torch.empty(index.tensors[name].shape, dtype=index.tensors[name].dtype)
+        for stored in weights_4bit.scales.values()
+        for name in stored.values()
+    }
+    places = [whole_place(tensor, index.tensors[name]) for name, tensor in memory.items()]
+    stats = reader.read(reads_of(places, index)[0])
+    for key, stored in weights_4bit.scales.items():
+        tensors = {name: memory[source] for name, source in stored.items()}
+        module = weights_4bit.layers[key]
+        set_quant_state(module, _checked_state(module, stored, tensors, index))
     return stats
 
 
@@ -224,16 +199,16 @@ def _checked_state(
     assert isinstance(weight, torch.Tensor)
     try:
         state = QuantState.from_dict(qs_dict=tensors, device=compute_device(weight))
-        found = (tuple(state.shape), state.absmax.numel())
+        actual = (tuple(state.shape), state.absmax.numel())
         expected = (packing.shape, -(-packing.numel // int(state.blocksize)))
     except (ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{index.name!r}: {', '.join(sorted(keys.values()))} are no scales of bitsandbytes "
             f"({type(error).__name__}: {error}). Download or save the checkpoint again."
         ) from error
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
-            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(found[0])} with {found[1]} "
+            f"{index.name!r}: {min(keys.values())!r} belongs to a weight of shape {list(actual[0])} with {actual[1]} "
             f"scales, expected {list(expected[0])} with {expected[1]}. Use the config that belongs to the checkpoint."
         )
     return state

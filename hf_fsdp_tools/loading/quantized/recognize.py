@@ -68,10 +68,9 @@ def with_floats(
     method = method_of(quantization)
     if method is not None and method not in _FINE_GRAINED + _MXFP4 + _COMPRESSED:
         return index, None
-    finder = _Finder(tensors=index.tensors, method=method, config=quantization or {})
-    finder.look()
-    found = {tensor.key: tensor for tensor in finder.found}
-    if not found and not finder.problems:
+    finder = _Finder(index.tensors, method, quantization or {})
+    tensors_by_key = {tensor.key: tensor for tensor in finder.quantized}
+    if not tensors_by_key and not finder.problems:
         return index, None
     if finder.problems:
         raise CheckpointError(
@@ -85,11 +84,11 @@ def with_floats(
         for key, tensor in index.tensors.items()
         if key not in finder.used and (key.rpartition(".")[2] not in _OF_ACTIVATIONS - known)
     }
-    tensors = dict(sorted((plain | found).items()))
+    tensors = dict(sorted((plain | tensors_by_key).items()))
     dequantized = Dequantized(
         method=method or Counter(finder.shown).most_common(1)[0][0],
-        stored_bytes=sum(tensor.num_bytes for tensor in found.values()),
-        num_values=sum(math.prod(tensor.shape) for tensor in found.values()),
+        stored_bytes=sum(tensor.num_bytes for tensor in tensors_by_key.values()),
+        num_values=sum(math.prod(tensor.shape) for tensor in tensors_by_key.values()),
         other_blocks=tuple(finder.other_blocks),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
@@ -120,16 +119,12 @@ class _Finder:
 
     def __init__(self, tensors: Mapping[str, Stored], method: str | None, config: Mapping[str, Any]) -> None:
         self._tensors = {key: t for key, t in tensors.items() if isinstance(t, StoredTensor)}
-        self._method = method
-        self._config = config
-        self.found: list[QuantizedTensor] = []
+        self._method, self._config = method, config
+        self.quantized: list[QuantizedTensor] = []
         self.used: set[str] = set()
         self.problems: list[str] = []
         self.shown: list[str] = []
         self.other_blocks: list[str] = []
-
-    def look(self) -> None:
-        """Go through all tensors once."""
         bare: list[StoredTensor] = []
         for key, values in self._tensors.items():
             try:
@@ -138,11 +133,11 @@ class _Finder:
                 self.problems.append(f"{values.file}: {key!r} {_looks(values)}: {error}")
                 continue
             if tensor is not None:
-                self.found.append(tensor)
+                self.quantized.append(tensor)
                 self.used.update((key, *(scales.stored.key for scales in tensor.scales.values())))
             elif values.dtype in _FP8 and len(values.shape) > 1:
                 bare.append(values)
-        if self.found or self._method is not None:
+        if self.quantized or self._method is not None:
             self.problems += [
                 f"{t.file}: {t.key!r} {_looks(t)} has no scales beside it" for t in bare if t.key not in self.used
             ]
@@ -156,10 +151,10 @@ class _Finder:
             base = key.removesuffix("_scale_inv").removesuffix("_scale").removesuffix("_scales")
             if f"{base}_packed" in self._tensors:  # of a format without a rule, which is refused by its values
                 continue
-            beside = self._tensors.get(base)
-            if beside is None or beside.dtype.itemsize > 1:
-                found = "no such tensor" if beside is None else _looks(beside)
-                yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {found}"
+            values = self._tensors.get(base)
+            if values is None or values.dtype.itemsize > 1:
+                kind = "no such tensor" if values is None else _looks(values)
+                yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {kind}"
 
     def _made_of(self, key: str, values: StoredTensor) -> QuantizedTensor | None:
         """The quantised weight whose values are this tensor; None for any other tensor."""
@@ -168,8 +163,8 @@ class _Finder:
             scales = self._tensors.get(f"{key.removesuffix('_blocks')}_scales")
             return self._mxfp4(values, scales)
         if name == "weight_packed" and self._method in _COMPRESSED:
-            of = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
-            return None if of is None else of(values, f"{module}.weight")
+            make = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
+            return None if make is None else make(values, f"{module}.weight")
         if values.dtype not in (*_FP8, torch.int8):
             return None
         if self._method in (None, *_FINE_GRAINED):
@@ -187,12 +182,10 @@ class _Finder:
         """Values times the scale of their block; 4-bit values lie two to a byte."""
         packed = 2 if values.dtype == torch.int8 else 1
         _expect(scales, (*_SCALES, *_EXPONENTS))
-        shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
         self.shown.append("fp8" if packed == 1 else "fp4")
-        grid = self._grid(
-            values.key, shape, scales, _block("weight_block_size", self._config.get("weight_block_size")), packed
-        )
-        return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", shape, packed)
+        block = _block("weight_block_size", self._config.get("weight_block_size"))
+        grid = self._grid(values.key, _shape(values, packed), scales, block, packed)
+        return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", packed)
 
     def _compressed(
         self, values: StoredTensor, scales: StoredTensor, zero_points: StoredTensor | None
@@ -200,14 +193,14 @@ class _Finder:
         """8-bit values of compressed-tensors, with scales per tensor, channel, group or block."""
         _expect(scales, _SCALES)
         self.shown.append("compressed-tensors")
-        blocks = _blocks_of_groups(self._config)
-        beside = {"scale": self._grid(values.key, values.shape, scales, blocks, 1, as_said=True)}
+        block = _block_of_groups(self._config)
+        grids = {"scale": self._grid(values.key, values.shape, scales, block, 1, config_first=True)}
         if zero_points is not None:
             _expect(zero_points, (values.dtype,))
             if zero_points.shape != scales.shape:
                 raise _DoesNotFit(f"its zero points are {list(zero_points.shape)}, its scales {list(scales.shape)}")
-            beside["zero point"] = replace(beside["scale"], stored=zero_points)
-        return _tensor(values.key, values, beside, "scaled", values.shape, 1)
+            grids["zero point"] = replace(grids["scale"], stored=zero_points)
+        return _tensor(values.key, values, grids, "scaled", 1)
 
     def _packed(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
         """Integers of compressed-tensors, several to an int32, with scales per channel or group.
@@ -227,35 +220,34 @@ class _Finder:
         _expect(scales, _SCALES)
         self.shown.append("compressed-tensors")
         packed = 32 // bits
-        shape = (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
-        beside = {"scale": self._grid(key, shape, scales, (), packed)}
+        shape = _shape(values, packed)
+        grids = {"scale": self._grid(key, shape, scales, (), packed)}
         zero_points = self._tensors.get(f"{key}_zero_point")
         if zero_points is not None:
             _expect(zero_points, (torch.int32,))
-            grid = beside["scale"]
+            grid = grids["scale"]
             if grid.block[0] > 1 or _row_major(zero_points).shape != (-(-shape[0] // packed), grid.columns):
                 raise _DoesNotFit(
                     f"its zero points {zero_points.key!r} are {list(zero_points.shape)}, its scales "
                     f"{list(scales.shape)}; expected one word for each {packed} rows of them"
                 )
-            high = (packed, grid.block[1])
-            beside["zero point"] = replace(grid, stored=zero_points, block=high, bits=bits)
-        return _tensor(key, values, beside, f"packed int{bits}", shape, packed)
+            grids["zero point"] = replace(grid, stored=zero_points, block=(packed, grid.block[1]), bits=bits)
+        return _tensor(key, values, grids, f"packed int{bits}", packed)
 
     def _nvfp4(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
         """4-bit floats of compressed-tensors, with 8-bit scales per group and a float32 scale of the weight."""
-        scales, whole = self._tensors.get(f"{key}_scale"), self._tensors.get(f"{key}_global_scale")
+        scales, of_weight = self._tensors.get(f"{key}_scale"), self._tensors.get(f"{key}_global_scale")
         if scales is None or scales.dtype != torch.float8_e4m3fn:  # another format
             return None
-        if whole is None:
+        if of_weight is None:
             raise _DoesNotFit(f"it has no {key + '_global_scale'!r} beside it")
-        _expect(whole, (torch.float32,))
-        if whole.shape != (1,):
-            raise _DoesNotFit(f"{whole.key!r} beside it is {list(whole.shape)}, expected one number, [1]")
+        _expect(of_weight, (torch.float32,))
+        if of_weight.shape != (1,):
+            raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
         self.shown.append("compressed-tensors")
-        shape = (*values.shape[:-1], values.shape[-1] * 2) if values.shape else ()
-        beside = {"scale": self._grid(key, shape, scales, (), 2), "global scale": self._grid(key, shape, whole, (), 2)}
-        return _tensor(key, values, beside, "nvfp4", shape, 2)
+        stored = {"scale": scales, "global scale": of_weight}
+        grids = {name: self._grid(key, _shape(values, 2), each, (), 2) for name, each in stored.items()}
+        return _tensor(key, values, grids, "nvfp4", 2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
         """Experts of gpt-oss: [experts, rows, blocks, bytes of a block], transposed once they are dequantised."""
@@ -289,48 +281,52 @@ class _Finder:
         key: str,
         shape: tuple[int, ...],
         scales: StoredTensor,
-        said: tuple[int, ...],
+        config_block: tuple[int, ...],
         packed: int,
         *,
-        as_said: bool = False,
+        config_first: bool = False,
     ) -> BlockScales:
         """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
 
-        With `as_said` (compressed-tensors), what the config says comes first.
+        With `config_first` (compressed-tensors), the config decides where it fits.
         """
         if len(shape) < 2:
             raise _DoesNotFit("expected a matrix, or a stack of matrices")
         *outer, rows, columns = shape
-        count, found = math.prod(outer), _row_major(scales).shape
-        if math.prod(found) == 1:
+        count, counts = math.prod(outer), _row_major(scales).shape
+        if math.prod(counts) == 1:
             return BlockScales(stored=scales, columns=1, block=(count * rows, columns))
-        if len(found) == 1 and outer and found[0] == count:  # a scale for each matrix
+        if len(counts) == 1 and outer and counts[0] == count:  # a scale for each matrix
             return BlockScales(stored=scales, columns=1, block=(rows, columns))
-        down, across = found[-2:] if len(found) > 1 else (0, 0)
-        is_whole = down > 0 and across > 0 and math.prod(found[:-2]) == count
-        said_fits = len(said) == 2 and (-(-rows // said[0]), -(-columns // said[1])) == (down, across)
-        is_even = is_whole and not rows % down and not columns % across and not columns // across % packed
-        if is_even and not (as_said and said_fits):
+        down, across = counts[-2:] if len(counts) > 1 else (0, 0)
+        is_complete = down > 0 and across > 0 and math.prod(counts[:-2]) == count
+        high, wide = config_block or (0, 0)
+        config_fits = high > 0 and (-(-rows // high), -(-columns // wide)) == (down, across)
+        is_even = is_complete and not rows % down and not columns % across and not columns // across % packed
+        if is_even and not (config_first and config_fits):
             block = (rows // down, columns // across)
-            if said_fits and any(a > 1 and n != m for a, n, m in zip((down, across), block, said, strict=True)):
+            if config_fits and any(
+                a > 1 and n != m for a, n, m in zip((down, across), block, config_block, strict=True)
+            ):
                 self.other_blocks.append(key)
             return BlockScales(stored=scales, columns=across, block=block)
-        if is_whole and said_fits and not (outer and rows % said[0]) and not said[1] % packed:
-            return BlockScales(stored=scales, columns=across, block=(said[0], said[1]))
+        if is_complete and config_fits and not (outer and rows % high) and not wide % packed:
+            return BlockScales(stored=scales, columns=across, block=(high, wide))
         raise _DoesNotFit(
-            f"its scales {scales.key!r} {list(found)} lie on no blocks of it"
-            + (f", nor on blocks of {said[0]} x {said[1]} as the config says" if len(said) == 2 else "")
+            f"its scales {scales.key!r} {list(counts)} lie on no blocks of it"
+            + (f", nor on blocks of {high} x {wide} as the config says" if config_block else "")
         )
 
 
+def _shape(values: StoredTensor, packed: int) -> tuple[int, ...]:
+    """The shape of the plain weight, of which a stored element holds so many values of a row."""
+    return (*values.shape[:-1], values.shape[-1] * packed) if values.shape else ()
+
+
 def _tensor(
-    key: str,
-    values: StoredTensor,
-    scales: Mapping[str, BlockScales],
-    rule: str,
-    shape: tuple[int, ...],
-    packed: int,
+    key: str, values: StoredTensor, scales: Mapping[str, BlockScales], rule: str, packed: int
 ) -> QuantizedTensor:
+    shape = _shape(values, packed)
     return QuantizedTensor(
         key=key,
         values=_row_major(values),
@@ -358,10 +354,10 @@ def _looks(tensor: StoredTensor) -> str:
     return f"({dtype_name(tensor.dtype)} {list(tensor.shape)})"
 
 
-def _blocks_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _block_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The block size that a config of compressed-tensors names; empty without one."""
-    said = (weights.get("block_structure") for _, weights in _groups(config))
-    return next((_block("block_structure", block) for block in said if block), ())
+    sizes = (weights.get("block_structure") for _, weights in _groups(config))
+    return next((_block("block_structure", size) for size in sizes if size), ())
 
 
 def _bits_of_packed(config: Mapping[str, Any]) -> int | None:
@@ -384,11 +380,11 @@ def _groups(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[
     return [(group, weights) for group, weights in inside if isinstance(weights, Mapping)]
 
 
-def _block(name: str, said: Any) -> tuple[int, ...]:
+def _block(name: str, value: Any) -> tuple[int, ...]:
     """The rows and columns of a block, of which the config says the size; empty where it says none."""
-    if not said:
+    if not value:
         return ()
-    size = [int(n) if n.isdigit() else 0 for n in said.split("x")] if isinstance(said, str) else said
+    size = [int(n) if n.isdigit() else 0 for n in value.split("x")] if isinstance(value, str) else value
     if isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return tuple(size)
-    raise _DoesNotFit(f"the config's {name} is {quoted(said)}, expected two numbers above 0")
+    raise _DoesNotFit(f"the config's {name} is {quoted(value)}, expected two numbers above 0")

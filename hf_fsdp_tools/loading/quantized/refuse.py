@@ -9,7 +9,6 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _REASONS = {
@@ -38,24 +37,30 @@ _PLAIN = (
 
 
 def refuse_quantized(
-    model: nn.Module, load_map: LoadMap, index: CheckpointIndex, method: str | None, *, is_known: bool
+    state: Mapping[str, torch.Tensor],
+    layers: Collection[str],
+    load_map: LoadMap,
+    index: CheckpointIndex,
+    method: str | None,
+    *,
+    is_known: bool,
 ) -> None:
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
     The files decide, whatever the method is called. A stored tensor is packed if it fills a floating-point parameter
     with integers, or if the model does not know it and it belongs to the module of a parameter that is missing or one
-    byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`).
+    byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`). The 4-bit weights of `layers`, at which
+    `part_packed` has looked, do not count.
     """
-    layers = packed_linears(model)  # 4-bit layers of bitsandbytes, whose own weights `part_packed` looked at
-    packed = _packed_tensors(model, load_map, index.tensors, layers)
+    packed = _packed_tensors(state, load_map, index.tensors, layers)
     is_said = method is not None and not layers and not is_known
     if not packed and not is_said:
         return
     if not packed:
-        found = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
+        dtypes = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
         raise CheckpointError(
             f"{index.name!r}: the config says that it is quantised ({quoted(method)[1:-1]}), but its files hold plain "
-            f"values ({found}). Remove quantization_config from the config to load these."
+            f"values ({dtypes}). Remove quantization_config from the config to load these."
         )
     rows = listed_lines(
         f"{t.file}: {t.key!r} holds {dtype_name(t.dtype)}, expected floating-point values for {target!r}"
@@ -74,11 +79,11 @@ def refuse_quantized(
 
 
 def _packed_tensors(
-    model: nn.Module, load_map: LoadMap, stored: Mapping[str, Stored], layers: Collection[str]
+    state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored], layers: Collection[str]
 ) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    floats = {key for key, parameter in parameters if parameter.is_floating_point() and key not in layers}
+    parameters = {key: tensor for key, tensor in state.items() if isinstance(tensor, nn.Parameter)}
+    floats = {key for key, parameter in parameters.items() if parameter.is_floating_point() and key not in layers}
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
     beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key

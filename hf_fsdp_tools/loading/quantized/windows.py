@@ -1,8 +1,7 @@
 """Read and work on a bounded number of values at a time: while one window is worked on, the next one is read."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,8 +16,7 @@ WORK_BYTES = 32
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
+class Bounds(NamedTuple):
     """How much is worked on at a time."""
 
     scale_bytes: int
@@ -32,19 +30,14 @@ class Bounds:
 
     @classmethod
     def of(cls, device: torch.device, staging_bytes: int) -> "Bounds":
-        """On a CPU, half of `staging_bytes` in all; buffers for reading take the other half."""
+        """On a CPU, half of `staging_bytes` in all; buffers for reading take the other half.
+
+        An accelerator's memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
+        eight ranks' windows are joined together. (assumed)
+        """
         if device.type != "cpu":
-            return _ON_DEVICE
-        return cls(
-            scale_bytes=staging_bytes // 8,
-            window_bytes=staging_bytes // 16,
-            part_values=staging_bytes // (4 * WORK_BYTES),
-        )
-
-
-_ON_DEVICE = Bounds(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
-"""On an accelerator, whose memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
-eight ranks' windows are joined together. (assumed)"""
+            return cls(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
+        return cls(staging_bytes // 8, staging_bytes // 16, staging_bytes // (4 * WORK_BYTES))
 
 
 def batches(

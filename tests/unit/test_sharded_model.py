@@ -1,5 +1,4 @@
-"""What somebody new gives to the public functions and does with a sharded model, in one process: it is understood, or
-named in one sentence with its cure."""
+"""A sharded model with an Accelerator, a Trainer and folders of other models, in one process: mistakes are named."""
 
 import logging
 import shutil
