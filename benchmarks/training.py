@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
 from benchmarks.measuring.tables import Page, table_of
-from hf_fsdp_tools import make_demo_model
+from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._dist import num_gpus
 
 ROOT = Path(__file__).resolve().parents[1]

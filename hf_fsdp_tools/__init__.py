@@ -14,24 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the table below
     from hf_fsdp_tools.background import wait_for_saves as wait_for_saves
-    from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis as Diagnosis
     from hf_fsdp_tools.diagnostics.diagnosis import diagnose as diagnose
-    from hf_fsdp_tools.diagnostics.findings import Finding as Finding
     from hf_fsdp_tools.distributed.mesh import ParallelDims as ParallelDims
     from hf_fsdp_tools.distributed.rounds import patience as patience
-    from hf_fsdp_tools.errors import BlockDetectionError as BlockDetectionError
     from hf_fsdp_tools.errors import CheckpointError as CheckpointError
     from hf_fsdp_tools.errors import ConfigError as ConfigError
     from hf_fsdp_tools.errors import FSDPToolsError as FSDPToolsError
-    from hf_fsdp_tools.errors import MeshError as MeshError
     from hf_fsdp_tools.errors import RanksError as RanksError
     from hf_fsdp_tools.errors import WrapPlanError as WrapPlanError
-    from hf_fsdp_tools.foresight.memory import MemoryEstimate as MemoryEstimate
     from hf_fsdp_tools.foresight.memory import estimate_memory as estimate_memory
     from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
-    from hf_fsdp_tools.foresight.recommendation import Recommendation as Recommendation
     from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
-    from hf_fsdp_tools.foresight.throughput import ThroughputEstimate as ThroughputEstimate
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
     from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
@@ -41,56 +34,34 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
-    from hf_fsdp_tools.loading.index import CheckpointIndex as CheckpointIndex
     from hf_fsdp_tools.loading.load import load_weights as load_weights
-    from hf_fsdp_tools.loading.opening import Checkpoint as Checkpoint
     from hf_fsdp_tools.loading.opening import open_checkpoint as open_checkpoint
-    from hf_fsdp_tools.loading.report import LoadReport as LoadReport
     from hf_fsdp_tools.loading.resize import resize_token_embeddings as resize_token_embeddings
     from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
-    from hf_fsdp_tools.planning.blocks import BlockStack as BlockStack
-    from hf_fsdp_tools.planning.blocks import ModelBlocks as ModelBlocks
     from hf_fsdp_tools.planning.blocks import detect_blocks as detect_blocks
     from hf_fsdp_tools.planning.make_plan import make_wrap_plan as make_wrap_plan
     from hf_fsdp_tools.planning.plan import WrapPlan as WrapPlan
-    from hf_fsdp_tools.planning.plan import WrapUnit as WrapUnit
     from hf_fsdp_tools.planning.policy import HybridPolicy as HybridPolicy
-    from hf_fsdp_tools.planning.rules import check_wrap_plan as check_wrap_plan
     from hf_fsdp_tools.pretrained import from_config as from_config
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
     from hf_fsdp_tools.saving.export import export_checkpoint as export_checkpoint
     from hf_fsdp_tools.saving.export import merge_adapter as merge_adapter
-    from hf_fsdp_tools.saving.report import SaveReport as SaveReport
     from hf_fsdp_tools.saving.save import save_pretrained as save_pretrained
-    from hf_fsdp_tools.scripting.demo import make_demo_model as make_demo_model
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
-    from hf_fsdp_tools.sharding.added import shard_added as shard_added
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
-    from hf_fsdp_tools.sharding.shard import Sharding as Sharding
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
-    from hf_fsdp_tools.sharding.shard import sharding_of as sharding_of
 
 _NAMES_OF = {
     "background": ("wait_for_saves",),
-    "diagnostics.diagnosis": ("Diagnosis", "diagnose"),
-    "diagnostics.findings": ("Finding",),
+    "diagnostics.diagnosis": ("diagnose",),
     "distributed.mesh": ("ParallelDims",),
     "distributed.rounds": ("patience",),
-    "errors": (
-        "BlockDetectionError",
-        "CheckpointError",
-        "ConfigError",
-        "FSDPToolsError",
-        "MeshError",
-        "RanksError",
-        "WrapPlanError",
-    ),
-    "foresight.memory": ("MemoryEstimate", "estimate_memory"),
+    "errors": ("CheckpointError", "ConfigError", "FSDPToolsError", "RanksError", "WrapPlanError"),
+    "foresight.memory": ("estimate_memory",),
     "foresight.recommend": ("recommend_config",),
-    "foresight.recommendation": ("Recommendation",),
     "foresight.setup": ("TrainingSetup",),
-    "foresight.throughput": ("ThroughputEstimate", "estimate_throughput"),
+    "foresight.throughput": ("estimate_throughput",),
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
@@ -98,26 +69,20 @@ _NAMES_OF = {
     "integrations.plugin": ("HybridFSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),
-    "loading.index": ("CheckpointIndex",),
     "loading.load": ("load_weights",),
-    "loading.opening": ("Checkpoint", "open_checkpoint"),
-    "loading.report": ("LoadReport",),
+    "loading.opening": ("open_checkpoint",),
     "loading.resize": ("resize_token_embeddings",),
     "modeling.meta": ("build_meta_model",),
-    "planning.blocks": ("BlockStack", "ModelBlocks", "detect_blocks"),
+    "planning.blocks": ("detect_blocks",),
     "planning.make_plan": ("make_wrap_plan",),
-    "planning.plan": ("WrapPlan", "WrapUnit"),
+    "planning.plan": ("WrapPlan",),
     "planning.policy": ("HybridPolicy",),
-    "planning.rules": ("check_wrap_plan",),
     "pretrained": ("from_config", "from_pretrained"),
     "saving.export": ("export_checkpoint", "merge_adapter"),
-    "saving.report": ("SaveReport",),
     "saving.save": ("save_pretrained",),
-    "scripting.demo": ("make_demo_model",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
-    "sharding.added": ("shard_added",),
     "sharding.describe": ("describe_sharding",),
-    "sharding.shard": ("Sharding", "shard_model", "sharding_of"),
+    "sharding.shard": ("shard_model",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -10,20 +10,13 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
-from hf_fsdp_tools import (
-    ParallelDims,
-    Sharding,
-    WrapUnit,
-    add_adapter,
-    build_meta_model,
-    make_wrap_plan,
-    shard_model,
-)
+from hf_fsdp_tools import ParallelDims, add_adapter, build_meta_model, make_wrap_plan, shard_model
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, images_of, make_batch
+from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.shard import apply_sharding
+from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

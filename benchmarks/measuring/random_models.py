@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers as hf
 
-from hf_fsdp_tools import make_demo_model
+from hf_fsdp_tools.scripting.demo import make_demo_model
 
 # Shapes of meta-llama/Llama-3.2-1B, Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B, from their configs on the hub.
 _LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}

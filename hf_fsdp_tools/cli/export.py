@@ -15,7 +15,7 @@ from hf_fsdp_tools.cli.common import add_class_and_json, parse_dtype
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools import SaveReport
+    from hf_fsdp_tools.saving.report import SaveReport
 
 
 def add_export(commands: Any) -> None:

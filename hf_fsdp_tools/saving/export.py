@@ -98,7 +98,7 @@ def export_checkpoint(
 
     Example:
         >>> report = export_checkpoint("checkpoint", "in-bfloat16", dtype=torch.bfloat16)
-        >>> CheckpointIndex.open("in-bfloat16").dtype
+        >>> from_pretrained("in-bfloat16", dtype="auto", load_kwargs={"progress": False}).dtype
         torch.bfloat16
     """
     start_s, source = time.perf_counter(), fspath(state)

@@ -41,10 +41,10 @@ from hf_fsdp_tools import (
     make_accelerator,
     make_wrap_plan,
     save_pretrained,
-    shard_added,
-    sharding_of,
 )
 from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.sharding.added import shard_added
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import full, full_state, make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_gradients, logged, train

@@ -26,11 +26,11 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     save_pretrained,
     shard_model,
-    sharding_of,
 )
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.integrations.model import check_managed
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, num_units, train

@@ -335,5 +335,5 @@ def _all_cases(folder: Path, out: Path) -> None:
         pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
     ],
 )
-def test_every_road_on_this_device(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(_all_cases, ranks, folders["llama"], tmp_path, device=device, timeout_s=500)

@@ -16,13 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hf_fsdp_tools
-from hf_fsdp_tools import (
-    FSDPToolsError,
-    HybridPolicy,
-    from_pretrained,
-    make_accelerator,
-    sharding_of,
-)
+from hf_fsdp_tools import FSDPToolsError, HybridPolicy, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.rounds import Rounds
@@ -30,6 +24,7 @@ from hf_fsdp_tools.loading import conversion, fill, fingerprint, match
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
 from tests._hub import fake_hub, use_hub

@@ -28,10 +28,10 @@ from hf_fsdp_tools import (
     make_accelerator,
     resize_token_embeddings,
     save_pretrained,
-    shard_added,
 )
 from hf_fsdp_tools.loading.quantized import pack
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.sharding.added import shard_added
 from tests._checkpoints import full_state, randomize
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged

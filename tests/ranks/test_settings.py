@@ -28,10 +28,10 @@ from hf_fsdp_tools import (
     build_meta_model,
     from_pretrained,
     make_accelerator,
-    sharding_of,
 )
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units
@@ -333,7 +333,8 @@ def test_a_users_own_accelerator_runs_our_plugin_or_says_what_to_use(checkpoint)
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from hf_fsdp_tools import FSDPTrainerMixin, sharding_of
+from hf_fsdp_tools import FSDPTrainerMixin
+from hf_fsdp_tools.sharding.shard import sharding_of
 
 class ShardedTrainer(FSDPTrainerMixin, Trainer):
     pass

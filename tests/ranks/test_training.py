@@ -36,10 +36,10 @@ from hf_fsdp_tools import (
     load_weights,
     make_wrap_plan,
     shard_model,
-    sharding_of,
 )
 from hf_fsdp_tools.distributed.mesh import backends, local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import (

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
-from hf_fsdp_tools import ConfigError, HybridPolicy, ParallelDims, from_pretrained, sharding_of
+from hf_fsdp_tools import ConfigError, HybridPolicy, ParallelDims, from_pretrained
 from hf_fsdp_tools.modeling.arguments import sort_arguments
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import make_checkpoint
 
 IDLE = {

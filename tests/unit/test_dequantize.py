@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from hf_fsdp_tools import CheckpointError, CheckpointIndex, ConfigError, build_meta_model, from_pretrained, load_weights
+from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, from_pretrained, load_weights
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.loading.fill import read_into
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader
 from hf_fsdp_tools.loading.quantized import dequantize
 from hf_fsdp_tools.loading.quantized.float_rules import RULES

@@ -14,7 +14,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed.constants import default_pg_timeout
 from transformers import Trainer, TrainingArguments
 
-from hf_fsdp_tools import FSDPTrainerMixin, MeshError, make_accelerator
+from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import cpu_backend
 from hf_fsdp_tools.distributed.cpu_backend import (
@@ -26,6 +26,7 @@ from hf_fsdp_tools.distributed.cpu_backend import (
 )
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
+from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.scripting import arguments
 from tests._checkpoints import make_model
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from transformers import BertConfig, LlamaConfig
 
-from hf_fsdp_tools import MemoryEstimate, estimate_memory
+from hf_fsdp_tools import estimate_memory
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight import forecast, memory
+from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GPU = gpu_named("a100-80gb")

@@ -2,7 +2,7 @@
 
 import json
 
-from hf_fsdp_tools import LoadReport
+from hf_fsdp_tools.loading.report import LoadReport
 
 REPORT = LoadReport(
     checkpoint="org/model",

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from hf_fsdp_tools import ThroughputEstimate, estimate_throughput
+from hf_fsdp_tools import estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import straggling, throughput_of
+from hf_fsdp_tools.foresight.throughput import ThroughputEstimate, straggling, throughput_of
 from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import simulate

@@ -15,7 +15,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from transformers import TrainingArguments
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model, sharding_of
+from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
@@ -26,6 +26,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     plugin_of,
     precision_of,
 )
+from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import make_model
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
