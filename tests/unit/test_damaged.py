@@ -408,11 +408,6 @@ NESTED = "[" * 5000
 
 FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
     "a manifest that is a pipe": (pipe(MANIFEST), manifest_of, "is no regular file"),
-    "a manifest of many files": (
-        in_file(MANIFEST, json.dumps({"format": 1, "ranks": 1, "files": {str(i): {} for i in range(100_001)}})),
-        manifest_of,
-        "is no list of files",
-    ),
     "a history of numbers": (trainer_state(log_history=[5]), problem, r"\(log_history is \[5\]\)"),
     "logging every 0 steps": (trainer_state(logging_steps=0), problem, r"\(logging_steps is 0\)"),
     "a plan nested deeply": (
