@@ -295,7 +295,7 @@ def _planned(
             policy = plugin.policy_for(model)
         plan, tree = plan_with_tree(model, policy)
     with agreed("checking the plan"):
-        return checked_sharding(model, plan, compile=compile, **settings), tree
+        return checked_sharding(model, plan, tree, compile=compile, **settings), tree
 
 
 def _settings_of(accelerator: Any, mesh: DeviceMesh | None) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def test_a_room_imports_only_rooms_above_it(name):
     own = room_of(name)
     for other in {room_of(module) for module in imports(modules()[name])} - {own}:
         assert own == "" or ROOMS.index(other) < ROOMS.index(own), f"{name} imports {other}, which is not above it"
-        assert (own, other) not in NEVER and other != "integrations", f"{name} must never import {other}"
+        is_launcher = (name, other) == ("cli.launch", "integrations")  # whose parser is Accelerate's
+        assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -196,7 +197,7 @@ def test_the_environment_is_read_in_two_places():
         for name, path in modules().items()
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers <= {"distributed", "integrations"}
+    assert readers <= {"distributed", "integrations", "scripting"}  # the last sets `env` of a recipe's file
 
 
 def test_the_front_door_lists_real_names():

@@ -178,7 +178,7 @@ class Rounds:
         the rank that was the first to tell."""
         self._left.append(f"{scope.path}/end")
         with suppress(RuntimeError):  # the store is gone, as they will see
-            reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _given_up(str(error))))
+            reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))
             return error if reason == str(error) else RanksError(reason)
         return error
 
@@ -190,8 +190,8 @@ class Rounds:
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
-                joined = _join(self._store.multi_get([f"{path}/{rank}" for rank in self.ranks]))
-                outcome = self._store.compare_set(f"{path}/outcome", "", joined)
+                values = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
+                outcome = self._store.compare_set(f"{path}/outcome", "", _outcome(values))
                 for former in self._left:  # all ranks have read them, or they would not have come here
                     for key in ("count", "outcome"):
                         self._store.delete_key(f"{former}/{key}")
@@ -250,21 +250,16 @@ class Rounds:
                 looked_s = time.monotonic()
                 if problem := lookout.problem(doing, _limits_s(), warns=place == 1):
                     if not self._failed(around):
-                        self._store.compare_set(f"{path}/outcome", "", _given_up(problem))
+                        self._store.compare_set(f"{path}/outcome", "", _outcome([], problem))
                     continue
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
 
 
-def _join(values: list[bytes]) -> bytes:
-    """The outcome of a round: no problem, and the values. Equal ones, as most rounds have, are pickled once."""
+def _outcome(values: list[bytes], problem: str = "") -> bytes:
+    """The outcome of a round: why it was given up, or the values. Equal ones, as most rounds have, are pickled once."""
     distinct = {value: value for value in values}
-    return pickle.dumps(("", [distinct[value] for value in values]))
-
-
-def _given_up(problem: str) -> bytes:
-    """The outcome of a round whose values are not joined."""
-    return pickle.dumps((problem, []))
+    return pickle.dumps((problem, [distinct[value] for value in values]))
 
 
 @contextmanager

@@ -93,10 +93,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
-    def adopt(self, accelerator: Accelerator) -> None:
-        """Give an `Accelerator(fsdp_plugin=HybridFSDPPlugin())` our `prepare`, in place."""
-        adopt(accelerator, sync_each_batch=False)
-
     def shard_arguments(self, accelerator: Accelerator, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """Keywords of `shard_model` for an Accelerator with this plugin, which gets our `prepare`, in place.
 

@@ -53,12 +53,12 @@ def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool
 
     Every rank must call. The ranks exchange errors and what `add_adapter` exchanges, and under HSDP shards.
     """
-    import peft
-
     name, doing = state.index.name, "reading the adapter"
     with agreed("opening the config of the adapter", name):
         config = copy.deepcopy(state.config)
         if isinstance(config, str):
+            import peft
+
             config = open_adapter_config(peft, Path(config))
     config.inference_mode = not is_trainable
     start = getattr(config, "init_lora_weights", None)

@@ -30,7 +30,7 @@ from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import measured, size_bound
-from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
+from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
 
 THIN_WRAPPER_SHARE = 0.9
 """Share of a module's parameters in one part from which the rest is only a norm, a bias or an adapter. (assumed)"""
@@ -249,8 +249,7 @@ class PlanDraft:
 
     def _set_sizes(self) -> None:
         self.bound = size_bound(self.tree, self.stacks)
-        blocks = [block.extent for stack in self.stacks if is_major(self.tree, stack) for block in stack]
-        usual = max(blocks) if blocks else self.bound // 2
+        usual = max((block.extent for block in major_blocks(self.tree, self.stacks)), default=self.bound // 2)
         ceiling = min(self.bound, usual if self.policy.min_unit_params is None else self.policy.min_unit_params)
         self.floor = min(1e5, ceiling / 100) if self.policy.floor_params is None else self.policy.floor_params
         self.ceiling = max(ceiling, self.floor)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.stacks import find_blocks, is_major, lists_of_experts
+from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
 from hf_fsdp_tools.text import listed
 
 
@@ -22,12 +22,11 @@ def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
 
     An indivisible set is the parameters of one module, with those of holders below it that never run (`ParameterList`).
     """
-    blocks = [block.extent for stack in stacks if is_major(tree, stack) for block in stack]
     sets: dict[ModuleNode, int] = {}
     for node in reversed(tree.nodes):  # children before parents
         held = sum(sets[child] for child in node.children if not has_forward(child.module))
         sets[node] = held + sum(weight.numel for weight in set(node.own))
-    return 2 * max([*blocks, *sets.values()])
+    return 2 * max([*sets.values(), *(block.extent for block in major_blocks(tree, stacks))])
 
 
 def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
@@ -147,7 +146,7 @@ def _broken_blocks(
     root = len(plan.units) - 1
     left = [
         block.fqn
-        for block in (block for stack in stacks if is_major(tree, stack) for block in stack)
+        for block in major_blocks(tree, stacks)
         if any(
             unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
             for node in block.walk()

@@ -38,6 +38,11 @@ def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:
     return sum(block.size for block in stack) >= MAJOR_SHARE * tree.num_params
 
 
+def major_blocks(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> list[ModuleNode]:
+    """The blocks of the major stacks."""
+    return [block for stack in stacks if is_major(tree, stack) for block in stack]
+
+
 def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     """Containers inside a block of experts, which may run on some ranks only because a router chooses them.
 

@@ -88,10 +88,8 @@ def check_prepared_rows(trainer: Any) -> None:
     args, data = trainer.args, trainer.train_dataset
     with agreed("checking the rows"):
         rows = list(islice(iter(data), _ROWS))
-        if rows and "labels" in rows[0]:
-            is_masked = all(label == -100 for row in rows for label in _as_list(row["labels"]))
-        else:
-            is_masked = not rows
+        has_lists = bool(rows) and isinstance(rows[0].get("labels"), list)
+        is_masked = not rows or (has_lists and all(label == -100 for row in rows for label in row["labels"]))
         most = getattr(args, "max_length", None)
         if is_masked:
             cut = "" if most is None else f" within --max_length {most}"
@@ -102,10 +100,6 @@ def check_prepared_rows(trainer: Any) -> None:
     full = sum(len(row["input_ids"]) == most for row in rows if "input_ids" in row)
     if full and not getattr(args, "packing", False) and rank_and_size()[0] == 0:
         print(f"{full} of the first {len(rows)} rows fill --max_length {most}; longer rows are cut there")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _check_generates(config: Any, training: Any, name: str) -> None:

@@ -56,13 +56,12 @@ def padded_ratio(size: int, ranks: int) -> float:
     return -(-size // ranks) * ranks / size if size else 1.0
 
 
-def check_partial_resharding(model: nn.Module, plan: WrapPlan, ranks: int) -> None:
+def check_partial_resharding(tree: ModuleTree, plan: WrapPlan, ranks: int) -> None:
     """Refuse a unit that is to be resharded over fewer ranks with a parameter that is split along another dimension.
 
     FSDP2 reshards over fewer ranks along dimension 0 only: with a parameter that is split along another one, the
     backward pass fails (torch 2.13: an IndexError in `foreach_all_gather_copy_out` of its `_fsdp_collectives.py`).
     """
-    tree = ModuleTree(model)
     unit_of = units_by_node(tree, plan)
     replicated = {tree.weight(name) for name in plan.replicated}
     for weight in tree.weights:

@@ -121,6 +121,7 @@ def shard_model(
         sharding = checked_sharding(
             model,
             plan,
+            tree,
             mesh=mesh,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
@@ -133,6 +134,7 @@ def shard_model(
 def checked_sharding(
     model: nn.Module,
     plan: WrapPlan,
+    tree: ModuleTree,
     *,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -147,7 +149,7 @@ def checked_sharding(
     mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
-    check_partial_resharding(model, plan, mesh.size(-1))
+    check_partial_resharding(tree, plan, mesh.size(-1))
     offload_policy = _offload_policy(as_offload_policy(offload_policy), mesh)
     if options is not None:
         check_options(options, mesh.device_type)

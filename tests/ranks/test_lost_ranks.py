@@ -66,7 +66,7 @@ def join(folder: Path, sent: signal.Signals) -> None:
     count = f"{rounds_of_all._prefix}.{rounds_of_all._scopes[-1].count}/count"
     while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
         time.sleep(0.01)
-    with patch.object(rounds, "_join", once(sent, rounds._join)):
+    with patch.object(rounds, "_outcome", once(sent, rounds._outcome)):
         all_ranks("value", "joining")
 
 

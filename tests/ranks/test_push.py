@@ -77,6 +77,7 @@ def a_model_uploads_itself(main: Path, out: Path) -> None:
     os.environ["HF_TOKEN"] = "secret"
     with pytest.raises(ConfigError, match=r"Call model\.save_pretrained.*repo_id='short'"):
         model.push_to_hub("short")
+    model.add_model_tags(["tiny", "llama"])
     model.save_pretrained(out / "named", push_to_hub=True, max_shard_size="100KB")
     assert_opens("me/named", model)
 
@@ -228,7 +229,7 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert len(weights) == 4 and {name for kind, name in second["done"] if kind == "deletedFile"} == weights
     assert {name for _, name in first["done"]} >= {"README.md", "config.json", "generation_config.json"}
     card = server.files("me/named")["README.md"].decode()
-    assert "library_name: transformers" in card and "base_model" not in card
+    assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert "base_model:" in server.files("org/adapter")["README.md"].decode(), "PEFT's own card, which stays"
     assert not [name for name in server.files("org/adapter") if name.startswith("adapter")]
     assert server.requests["put", "org/lost", ""] == 3

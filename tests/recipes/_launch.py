@@ -21,8 +21,6 @@ from safetensors.torch import load_file
 
 from tests._dist import LIMIT_S
 
-__all__ = ["ROOT", "Series", "four_bits", "launch", "launch_series", "three_runs", "write_lines", "write_split"]
-
 ROOT = Path(__file__).parents[2]
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
@@ -105,14 +103,11 @@ class Series:
     """What a series of runs has printed and written."""
 
     folder: Path
-    """The output of each run lies in it, under the run's name."""
-
+    """Folder with the output of each run, under the run's name."""
     printed: dict[str, str]
     """Standard output of each run that ended as it was to end."""
-
     said: str
     """Standard error of all processes."""
-
     code: int
     """Exit status of the launcher."""
 
@@ -207,15 +202,10 @@ def launch_series(
     probe: dict[str, Any] | None = None,
     wrong: list[str] | None = None,
 ) -> Series:
-    """Run a recipe several times after one start.
+    """Run a recipe several times after one start, and note the logits for the keywords `probe` at the end of each run.
 
-    Args:
-        folder: in which all runs write, each into a folder of its own name.
-        recipe: its file's name in `recipes/`.
-        runs: the options of each run but `--output_dir`, by the run's name.
-        refused: the options of further runs, each of which is to end in an error of this package.
-        probe: keywords of the model as lists of numbers; the logits for them are noted at the end of each run.
-        wrong: options of a last run, which is to end in an error, as a process of its own would.
+    Runs of `refused` end in an error of this package, and `wrong` has the options of a last run that ends so as a
+    process of its own would.
     """
     script = folder / "series.py"
     script.write_text(SERIES)
@@ -232,14 +222,7 @@ def launch_series(
 
 
 def three_runs(folder: Path, steps: int, *options: str, learning_rate: float) -> dict[str, list[str]]:
-    """Three runs of a recipe: "trained", "still" with a learning rate of zero, and "resumed" from the first's middle.
-
-    Args:
-        folder: of the series.
-        steps: of each run; even.
-        options: of all three.
-        learning_rate: of the first and the last.
-    """
+    """Three runs: "trained", "still" with a learning rate of zero, and "resumed" from the middle of the first."""
     common = [*options, "--max_steps", str(steps), "--save_steps", str(steps // 2)]
     trained = [*common, "--learning_rate", str(learning_rate)]
     middle = folder / "trained" / f"checkpoint-{steps // 2}"
@@ -251,11 +234,7 @@ def three_runs(folder: Path, steps: int, *options: str, learning_rate: float) ->
 
 
 def four_bits(short: list[str]) -> dict[str, list[str]]:
-    """The run "qlora" of four steps, beside "lora"; none where bitsandbytes is not installed.
-
-    Args:
-        short: options that end with `--max_steps`.
-    """
+    """The run "qlora" of four steps, beside "lora"; none where bitsandbytes is not installed."""
     given = [*short, "4", "--use_peft", "--lora_r", "4", "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
     return {"qlora": given} if HAS_BITSANDBYTES else {}
 

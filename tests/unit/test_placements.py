@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import (
     check_partial_resharding,
@@ -77,18 +78,19 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("reshard", [True, False, None, 8])
 def test_only_rows_are_resharded_over_fewer_ranks(reshard):
     model = nn.Sequential(nn.Linear(640, 640, device="meta"), nn.Sequential(Experts(), nn.Linear(8, 8, device="meta")))
+    tree = ModuleTree(model)
     rest = {"num_params": 1, "num_bytes": 4, "reason": ""}
     inner = WrapUnit(modules=("1.0",), reshard_after_forward=reshard, **rest)
     others = [WrapUnit(modules=(name,), reshard_after_forward=8, **rest) for name in ("1", "0", "")]
     plan = WrapPlan(units=(inner, *others), replicated=(), model_class="Sequential", num_params=1)
-    check_partial_resharding(model, plan, 8)
+    check_partial_resharding(tree, plan, 8)
     if reshard != 8:
-        check_partial_resharding(model, plan, 16)
+        check_partial_resharding(tree, plan, 16)
         return
     said = (
         r"Unit '1\.0' has reshard_after_forward=8, and '1\.0\.down' of shape \(8, 640, 128\) is split along dimension 1"
     )
     with pytest.raises(ConfigError, match=rf"{said}, having too few rows for 16 ranks.*Use True or False"):
-        check_partial_resharding(model, plan, 16)
+        check_partial_resharding(tree, plan, 16)
     kept = WrapPlan(units=plan.units, replicated=("1.0.down",), model_class="Sequential", num_params=1)
-    check_partial_resharding(model, kept, 16)
+    check_partial_resharding(tree, kept, 16)

@@ -53,8 +53,7 @@ def refuse_quantized(
     `part_packed` has looked, do not count.
     """
     packed = _packed_tensors(state, load_map, index.tensors, layers)
-    is_said = method is not None and not layers and not is_known
-    if not packed and not is_said:
+    if not packed and (method is None or layers or is_known):
         return
     if not packed:
         dtypes = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
@@ -82,28 +81,26 @@ def _packed_tensors(
     state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored], layers: Collection[str]
 ) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = {key: tensor for key, tensor in state.items() if isinstance(tensor, nn.Parameter)}
-    floats = {key for key, parameter in parameters.items() if parameter.is_floating_point() and key not in layers}
+    parameters = ((key, t) for key, t in state.items() if isinstance(t, nn.Parameter) and key not in layers)
+    floats = sorted(key for key, parameter in parameters if parameter.is_floating_point())
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
-    beside: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
-    for key in sorted(floats):
-        made_of = (
-            [of_source[source] for source in sorted(load_map.tensors[key].sources)] if key in load_map.tensors else []
-        )
+    modules: dict[str, str] = {}  # module of a parameter that is missing, or 8 bits wide -> its key
+    for key in floats:
+        sources = sorted(load_map.tensors[key].sources) if key in load_map.tensors else []
+        made_of = [of_source[source] for source in sources]
         packed += [(t, key) for t in made_of if not t.dtype.is_floating_point]
         if all(t.dtype.itemsize == 1 for t in made_of):
-            beside[key.rpartition(".")[0]] = key
-    by_suffix = {suffix: key for name, key in reversed(beside.items()) for suffix in _suffixes(name)}
+            modules[key.rpartition(".")[0]] = key
+    by_suffix = {suffix: key for name, key in reversed(modules.items()) for suffix in _suffixes(name)}
     used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
     for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
         # The same module, or one whose name differs in the prefix of a base model only.
         module = t.key.rpartition(".")[0]
-        same = (by_suffix.get(module), *(beside.get(name) for name in _suffixes(module)))
+        same = (by_suffix.get(module), *(modules.get(name) for name in _suffixes(module)))
         target = next(filter(None, same), None) if module else None
-        if target is not None and (
-            target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
-        ):
+        is_packed = target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
+        if target is not None and is_packed:
             packed.append((t, target))
     return packed
 

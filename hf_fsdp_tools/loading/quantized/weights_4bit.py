@@ -43,7 +43,7 @@ def part_packed(
     problems: list[str] = []
     for key, module in layers.items():
         if isinstance(state[key], LocalBoxes):
-            raise ConfigError(f"{key!r} is a 4-bit weight in FSDP1's flat shards. Shard with FSDP2 (shard_model).")
+            raise ConfigError(f"{key!r} is a 4-bit weight that FSDP2 does not shard. Shard the model with shard_model.")
         packing, tensor = packing_of(module), load_map.tensors.get(key)
         if tensor is None:
             problems.append(f"{key!r} is not in the checkpoint, and a 4-bit weight cannot be initialised anew")
