@@ -150,7 +150,7 @@ def _status(error: Exception) -> int:
 def _cure(name: str, error: Exception) -> str:
     """What to do about an error of huggingface_hub."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionNotFoundError
 
     error = _root(error)
     status = _status(error)
@@ -163,7 +163,7 @@ def _cure(name: str, error: Exception) -> str:
         )
     if status == 429 or status >= 500:
         return f"{constants.ENDPOINT} is busy or in trouble. Try again later, logged in (`hf auth login`)."
-    if isinstance(error, (HfHubHTTPError, ValueError)):
+    if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError, ValueError)):
         return "Check the name, the revision and the token."
     if isinstance(error, OSError) and error.errno is not None:
         return f"Check space and permissions of the files and of the cache in {constants.HF_HUB_CACHE}."
