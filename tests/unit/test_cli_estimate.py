@@ -175,9 +175,9 @@ def test_estimate_draws_what_the_file_is_called(capsys, llama, tmp_path):
     assert code == 0 and f"wrote {page}" in out
     text = page.read_text()
     for caption in ("memory of a step", "ways to wrap the model", "speed over the number of GPUs"):
-        assert f'aria-label="{caption}"' in text
+        assert f'alt="{caption}"' in text
     assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture)[0] == 0
-    assert picture.read_text().startswith("<svg") and "LlamaForCausalLM" in picture.read_text()
+    assert "<svg" in picture.read_text() and "LlamaForCausalLM" in picture.read_text()
 
 
 def test_schedule_writes_a_trace_and_draws_a_real_step_below(capsys, llama, tmp_path):
