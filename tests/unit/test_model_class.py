@@ -109,7 +109,7 @@ def test_commands_plan_the_named_class(capsys, tmp_path):
 
     named = {"architectures": ["WhisperForConditionalGeneration"]}
     assert printed("plan", **named).startswith("WhisperForConditionalGeneration: ")
-    assert "encoder" in printed("blocks", **named)
+    assert "encoder" in printed("plan", "--blocks", **named)
     assert printed("doctor", **named).startswith("WhisperForConditionalGeneration: ")
     for other in ("WhisperModel", "WhisperForPoems"):
         assert printed("plan", architectures=[other]).startswith("WhisperForConditionalGeneration: ")
