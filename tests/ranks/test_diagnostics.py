@@ -91,6 +91,18 @@ def test_healthy_models_of_every_kind_have_no_error_and_no_warning():
     assert re.search(r"[├└]─ model\.layers\.\{0\.\.1\}  LlamaDecoderLayer  2 × [\d.]+ K parameters, ", first["llama"])
 
 
+def sharded_by_accelerate() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = plugin  # Accelerate 1.15 takes no FSDP on CPUs; its own sharding runs there
+    assert not _codes(diagnose(fsdp2_prepare_model(accelerator, make_model("llama"))))
+
+
 def sharded_by_hand() -> None:
     assert not _codes(diagnose(_by_hand(make_model("llama"))))
 
@@ -139,7 +151,7 @@ def _blocks_under_fsdp1(model, around=lambda block: block, **settings):
 
 
 OTHER_WAYS = {f"FSDP1, use_orig_params={original}": partial(_under_fsdp1, original) for original in (True, False)} | {
-    case.__name__: case for case in (sharded_by_hand, wrapped_for_checkpointing, compiled_before)
+    case.__name__: case for case in (sharded_by_accelerate, sharded_by_hand, wrapped_for_checkpointing, compiled_before)
 }
 
 
@@ -151,13 +163,8 @@ def test_other_ways_to_shard_are_read_too():
 
 
 def no_unit_at_all() -> None:
-    _expect(
-        diagnose(make_model("llama")),
-        "not-sharded",
-        "error",
-        r"each of 2 ranks holds all 183\.7 kB",
-        r"shard_model\(model",
-    )
+    fact = r"each of 2 ranks holds all 183\.7 kB"
+    _expect(diagnose(make_model("llama")), "not-sharded", "error", fact, r"shard_model\(model")
 
 
 def the_root_alone() -> None:
@@ -166,14 +173,6 @@ def the_root_alone() -> None:
     finding = _expect(diagnosis, "root-only", "error", fact, r"HybridFSDPPlugin")
     assert "at once, in (root)" in finding.fact
     assert _codes(diagnosis) == ["root-only"], "what follows from it is not repeated"
-
-
-def a_block_of_two_is_missed() -> None:
-    half = make_model("llama")
-    fully_shard(half.model.layers[1], mesh=_mesh())
-    diagnosis = diagnose(fully_shard(half, mesh=_mesh()))
-    fact = r"1 of 2 blocks .*: model\.layers\.0 \(LlamaDecoderLayer\)"
-    _expect(diagnosis, "missed-blocks", "warning", fact, r"LlamaDecoderLayer.*make_wrap_plan")
 
 
 def blocks_are_missed_and_a_unit_is_too_large() -> None:
@@ -205,7 +204,6 @@ def test_wrong_units_are_named():
         [
             no_unit_at_all,
             the_root_alone,
-            a_block_of_two_is_missed,
             blocks_are_missed_and_a_unit_is_too_large,
             a_given_plan_is_compared_unit_by_unit,
         ],
@@ -227,18 +225,6 @@ def added_after_sharding() -> None:
     _expect(diagnose(model), "replicated-frozen", "info", r"2 frozen .* 9\.4 kB", r"quantised")
 
 
-def never_loaded() -> None:
-    diagnosis = diagnose(_sharded(model=make_model("llama").to("meta")))
-    _expect(diagnosis, "meta-parameters", "info", r"All \d+ parameters are on meta", r"load_weights")
-
-
-def no_root() -> None:
-    model = make_model("llama")
-    for block in model.model.layers:
-        fully_shard(block, mesh=_mesh())
-    _expect(diagnose(model), "unmanaged-parameters", "error", r"3 trainable .*embed_tokens", r"root included")
-
-
 def two_dtypes_in_a_unit() -> None:
     mixed = make_model("llama")
     mixed.model.layers[0].input_layernorm.bfloat16()
@@ -247,11 +233,6 @@ def two_dtypes_in_a_unit() -> None:
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
         mixed(input_ids=BATCH)
     _expect(diagnosis, "low-precision-masters", "info", r"^48 of .* are kept in bfloat16", r"dtype=torch\.float32")
-
-
-def bf16_masters() -> None:
-    low = diagnose(_sharded(model=make_model("llama").bfloat16()))
-    assert _codes(low, "info", "warning", "error") == ["low-precision-masters"]
 
 
 def nan() -> None:
@@ -264,8 +245,7 @@ def nan() -> None:
 
 
 def test_wrong_parameters_are_named():
-    cases = (added_after_sharding, never_loaded, no_root, two_dtypes_in_a_unit, bf16_masters, nan)
-    run_ranks(run_cases, 2, cases)
+    run_ranks(run_cases, 2, [added_after_sharding, two_dtypes_in_a_unit, nan])
 
 
 def tie_broken_by_to_empty() -> None:
@@ -277,20 +257,10 @@ def tie_broken_by_to_empty() -> None:
     _expect(diagnose(emptied), "tie-broken", "error", fact, r"load_weights, which keeps ties")
 
 
-def _tied_in_two_units():
-    model = make_model("tied")
-    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
-        fully_shard(module, mesh=_mesh())
-    return model
-
-
-def tie_parted_by_units() -> None:
-    fact = r"separate parameters now, 0 of them"
-    _expect(diagnose(_tied_in_two_units()), "tie-broken", "error", fact, r"load_weights, which keeps ties")
-
-
 def tied_again_after_sharding() -> None:
-    again = _tied_in_two_units()
+    again = make_model("tied")
+    for module in (*again.model.layers, again.model.embed_tokens, again.lm_head, again):
+        fully_shard(module, mesh=_mesh())
     again.tie_weights()
     fact = r"in lm_head and in model\.embed_tokens"
     finding = _expect(diagnose(again), "managed-twice", "error", fact, r"before sharding")
@@ -312,8 +282,8 @@ def tie_managed_twice_by_fsdp1() -> None:
 
 
 def test_ties_that_came_apart_are_named():
-    cases = (tie_broken_by_to_empty, tie_parted_by_units, tied_again_after_sharding, tie_kept_by_allocate)
-    run_ranks(run_cases, 2, [*cases, tie_managed_twice_by_fsdp1])
+    cases = (tie_broken_by_to_empty, tied_again_after_sharding, tie_kept_by_allocate, tie_managed_twice_by_fsdp1)
+    run_ranks(run_cases, 2, cases)
 
 
 # ---- activation checkpointing ----
@@ -328,15 +298,8 @@ def two_switches() -> None:
     _expect(diagnose(_sharded(model=twice)), "checkpointing-twice", "warning", fact, r"Switch one off")
 
 
-def a_wrapper_in_a_wrapper() -> None:
-    nested = make_model("llama")
-    nested.model.layers[1] = checkpoint_wrapper(checkpoint_wrapper(nested.model.layers[1]))
-    fact = r"1 modules .*model\.layers\.1"
-    _expect(diagnose(_sharded(model=nested)), "checkpointing-twice", "warning", fact, r"Switch")
-
-
 def test_checkpointing_twice_is_named():
-    run_ranks(run_cases, 2, [two_switches, a_wrapper_in_a_wrapper])
+    run_ranks(two_switches, 2)
 
 
 # ---- between ranks ----
@@ -350,13 +313,6 @@ def policies_differ() -> None:
     policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(block_types=("LlamaMLP",))
     fact = r"rank 1: \d+ differences from rank 0: unit model\.layers\.0\.mlp \(9648 parameters\) is not on rank 0"
     _expect(diagnose(make_model("llama"), policy=policy), "plans-differ", "error", fact, ONE_MODEL)
-
-
-def frozen_on_one_rank() -> None:
-    frozen = make_model("llama")
-    frozen.model.norm.requires_grad_(dist.get_rank() == 0)
-    fact = r"rank 1: 1 differences.*model\.norm\.weight is \(48,\) float32 frozen in \S.*, on rank 0 .* trainable"
-    _expect(diagnose(_sharded(model=frozen)), "plans-differ", "error", fact, ONE_MODEL)
 
 
 def buffers_differ() -> None:
@@ -382,31 +338,4 @@ def no_model_on_one_rank() -> None:
 
 
 def test_ranks_that_differ_get_the_difference_in_words():
-    cases = [policies_differ, frozen_on_one_rank, buffers_differ, a_module_on_one_rank, no_model_on_one_rank]
-    run_ranks(run_cases, 2, cases)
-
-
-# ---- Accelerate ----
-
-
-def _under_accelerate(wrapped):
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap" if wrapped else "no_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"] if wrapped else None,
-        cpu_ram_efficient_loading=False,
-    )
-    model = make_model("llama")
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.fsdp_plugin = plugin  # Accelerate 1.15 takes no FSDP on CPUs; its own sharding runs there
-    model = fsdp2_prepare_model(accelerator, model)
-    diagnosis = diagnose(model)
-    if wrapped:
-        assert not _codes(diagnosis), diagnosis
-    else:
-        _expect(diagnosis, "root-only", "error", r"No block has a unit: .* in \(root\)", r"NO_WRAP")
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_what_accelerate_sharded_is_read_too(wrapped):
-    run_ranks(_under_accelerate, 2, wrapped)
+    run_ranks(run_cases, 2, [policies_differ, buffers_differ, a_module_on_one_rank, no_model_on_one_rank])

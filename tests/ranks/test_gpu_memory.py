@@ -34,7 +34,6 @@ from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import assert_same_model, full
 from tests._dist import run_ranks
-from tests._training import train
 from tests.ranks.test_one_gpu import IDS, _batch, _close, _expected, _is_gpu, _steps, on_each
 
 
@@ -89,19 +88,7 @@ def _offloaded(folder: Path, out: Path) -> list[float]:
     model.eval().generate(IDS[:1, :3].to(local_device()), max_new_tokens=3, do_sample=False)
     resize_token_embeddings(model, 140)
     _assert_offloaded(model)
-    _close(_steps(model, count=1), _expected_resized(folder))
     return losses
-
-
-def _expected_resized(folder: Path) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    # the package's new rows are the mean of the old ones, without noise
-    rows = model.get_input_embeddings().weight.shape[0]
-    model.resize_token_embeddings(140, mean_resizing=False)
-    with torch.no_grad():
-        for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
-            weight[rows:] = weight[:rows].double().mean(0).to(weight.dtype)
-    return train(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2), [{"input_ids": IDS, "labels": IDS}])
 
 
 @on_each
@@ -140,30 +127,6 @@ def test_adapters_under_cpu_offload(device: Any, ranks: int, folder: Path, tmp_p
     assert expected[-1] < expected[0]
     for losses in run_ranks(_adapted_and_offloaded, ranks, folder, tmp_path, device=device):
         _close(losses, expected)
-
-
-def _other_adapters(folder: Path) -> None:
-    """A prompt encoder beside the base, and rows of an embedding, of which PEFT keeps a copy in a buffer."""
-    from peft import LoraConfig, PromptTuningConfig
-
-    for config in (
-        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-        LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5], task_type="CAUSAL_LM"),
-    ):
-        losses = []
-        for policy in (None, CPUOffloadPolicy()):
-            model = add_adapter(from_pretrained(folder, offload_policy=policy), config, seed=0)
-            whole = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor)]
-            assert {t.device.type for t in whole} == {local_device().type}
-            assert not any(isinstance(buffer, DTensor) for buffer in model.buffers())
-            losses.append(_steps(model, count=2))
-        _close(losses[1], losses[0])
-
-
-@on_each
-def test_what_adapters_keep_whole_is_on_the_device_under_cpu_offload(device: Any, ranks: int, folder: Path) -> None:
-    pytest.importorskip("peft", reason="PEFT is not installed")
-    run_ranks(_other_adapters, ranks, folder, device=device)
 
 
 def _whole_and_offloaded(out: Path) -> None:

@@ -3,6 +3,7 @@ within seconds, on all ranks."""
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,27 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainingArguments
 
-from hf_fsdp_tools import FSDPTrainerMixin, RanksError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import RanksError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed import liveness
 from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, make_rows
 
 IDS = torch.arange(3, 11)[None]
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    """A Trainer on shards."""
-
-
-def arguments(folder: Path) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder / "out"), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True
-    )
-
-
-def rows() -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(4)]
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -43,10 +30,9 @@ def refused(call: Callable[[], object]) -> str:
 
 def rank_0_alone_saves(folder: Path) -> None:
     model = from_pretrained(folder)
-    said = refused(lambda: save_pretrained(model, folder.with_name("saved")))
-    assert "rank 0 is saving the model, rank 1 is waiting for every rank" in said
-    said = refused(lambda: model.save_pretrained(folder.with_name("saved")))
-    assert "rank 0 is saving the model, rank 1 is waiting for every rank" in said
+    for save in (partial(save_pretrained, model), model.save_pretrained):
+        message = refused(partial(save, folder.with_name("saved")))
+        assert "rank 0 is saving the model, rank 1 is waiting for every rank" in message
 
 
 def rank_0_alone_gathers_the_state_dict(folder: Path) -> None:
@@ -56,7 +42,7 @@ def rank_0_alone_gathers_the_state_dict(folder: Path) -> None:
 
 
 def rank_0_alone_saves_the_state_and_evaluates(folder: Path) -> None:
-    trainer = ShardedTrainer(from_pretrained(folder), arguments(folder), eval_dataset=rows())
+    trainer = ShardedTrainer(from_pretrained(folder), arguments(folder / "out"), eval_dataset=make_rows(4))
     said = refused(trainer.evaluate)
     assert "rank 0 is evaluating, rank 1 is waiting for every rank" in said
     said = refused(lambda: trainer.accelerator.save_state(str(folder.with_name("state"))))
@@ -98,18 +84,18 @@ def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path)
     assert liveness._passes != before
 
 
+CASES = (
+    rank_0_alone_saves,
+    rank_0_alone_gathers_the_state_dict,
+    rank_0_alone_saves_the_state_and_evaluates,
+    passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
+    rank_0_alone_generates,
+)
+
+
 def cases(folder: Path) -> None:
     with patch.multiple(liveness, _QUIET_S=0.4, _BEAT_S=0.1):
-        run_cases(
-            (
-                rank_0_alone_saves,
-                rank_0_alone_gathers_the_state_dict,
-                rank_0_alone_saves_the_state_and_evaluates,
-                passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
-                rank_0_alone_generates,
-            ),
-            folder,
-        )
+        run_cases(CASES, folder)
 
 
 def test_what_rank_0_does_alone_is_named_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:

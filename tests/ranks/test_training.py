@@ -1,9 +1,9 @@
 """Training under Accelerate and the Trainer gives the numbers of one process: in every precision, however a batch is
 split."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
@@ -31,7 +30,6 @@ from hf_fsdp_tools import (
     HybridPolicy,
     ParallelDims,
     build_meta_model,
-    describe_sharding,
     from_pretrained,
     load_weights,
     make_wrap_plan,
@@ -40,7 +38,6 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.distributed.mesh import backends, local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import (
     ShardedTrainer,
@@ -106,7 +103,6 @@ PRECISIONS = {  # Accelerate's mixed precision, the dtype asked of from_pretrain
     "fp32": ("no", None, torch.float32, torch.float32),
     "bf16 over fp32 masters": ("bf16", None, torch.float32, BF16),
     "bf16 throughout": ("no", BF16, BF16, BF16),
-    "bf16 throughout, asked twice": ("bf16", BF16, BF16, BF16),
 }
 
 
@@ -388,24 +384,15 @@ def _accumulated(reshard: bool, is_kept: bool, folder: Path, out: Path) -> tuple
     return count, (losses, full_parameters(model))
 
 
-def _accumulated_by_the_trainer(folder: Path, out: Path) -> int:
-    args = in_order(out, max_steps=2, gradient_accumulation_steps=4)
-    plugin = HybridFSDPPlugin(policy=HybridPolicy(group_tail=False, reshard_after_forward={"*": False}))
-    model = from_pretrained(folder, accelerator=new_accelerator(fsdp_plugin=plugin))
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16 * ROWS))
-    return _gathers_of_a_step(trainer.model, trainer.train)[0]
-
-
 def test_kept_units_are_gathered_once_in_a_step_of_several_micro_batches(folders, tmp_path):
     cases = {
         "kept": partial(_accumulated, False, True),
         "as FSDP2 does it": partial(_accumulated, False, False),
         "resharded": partial(_accumulated, True, True),
-        "Trainer": _accumulated_by_the_trainer,
     }
     for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
-        (kept, ours), (each, plain), (resharded, _) = (found[name] for name in list(cases)[:3])
-        assert (kept, each, resharded, found["Trainer"]) == (2, 8, 16, 2)
+        (kept, ours), (each, plain), (resharded, _) = (found[name] for name in cases)
+        assert (kept, each, resharded) == (2, 8, 16)
         assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
 
 
@@ -447,29 +434,15 @@ def _calls(model: nn.Module) -> list[int]:
     return calls
 
 
-@contextmanager
-def _no_word_about_a_cache() -> Iterator[None]:
-    """What transformers would warn of once for each layer."""
-    handler = Mock(level=logging.WARNING)
-    logging.getLogger("transformers").addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger("transformers").removeHandler(handler)
-    texts = [call.args[0].getMessage() for call in handler.handle.call_args_list]
-    assert not [text for text in texts if "cache" in text.lower()], texts
-
-
 def _checkpointed_in_a_loop(on: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
     accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(activation_checkpointing=on))
     model = from_pretrained(folder, accelerator=accelerator).train()
     calls = _calls(model)
     model = accelerator.prepare(model)
     assert model.config.use_cache is False, "a model that is trained keeps no cache"
-    with _no_word_about_a_cache():
-        output = model(**batches_of(make_rows(4 * ROWS)[dist.get_rank() * ROWS :], ROWS)[0])
-        assert output.past_key_values is None
-        accelerator.backward(output.loss)
+    output = model(**batches_of(make_rows(4 * ROWS)[dist.get_rank() * ROWS :], ROWS)[0])
+    assert output.past_key_values is None
+    accelerator.backward(output.loss)
     return len(calls), full_gradients(model)
 
 
@@ -483,9 +456,8 @@ def _checkpointed_trainer(fsdp: bool, own: bool, folder: Path, out: Path) -> tup
 
 
 def _checkpointed_by_the_trainer(fsdp: bool, folder: Path, out: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    with _no_word_about_a_cache():
-        trainer, calls = _checkpointed_trainer(fsdp, not fsdp, folder, out)
-        trainer.train()
+    trainer, calls = _checkpointed_trainer(fsdp, not fsdp, folder, out)
+    trainer.train()
     return len(calls), full_parameters(trainer.model)
 
 
@@ -525,11 +497,10 @@ def _losses_in_a_loop(compiled: bool, folder: Path, out: Path) -> list[float]:
     assert [n for n, m in model.named_modules() if m._compiled_call_impl] == ["model.layers.0", "model.layers.1"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "both layers share one graph"
     prompt = batches_of(make_rows(1), 1)[0]["input_ids"][:, : 3 + dist.get_rank()]
-    tokens = model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "generation is not compiled"
     accelerator.save_model(model, out)
-    reopened = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(reopened.generate(prompt, max_new_tokens=4, do_sample=False), tokens)
+    assert apart(full_parameters(AutoModelForCausalLM.from_pretrained(out)), full_parameters(model)) == 0
     return losses
 
 
@@ -539,20 +510,9 @@ def _compiled_as_a_whole(folder: Path, out: Path) -> None:
         accelerator.prepare(torch.compile(AutoModelForCausalLM.from_pretrained(folder)))
 
 
-def _compiled_by_hand(folder: Path, out: Path) -> None:
-    model = from_pretrained(folder, accelerator=new_accelerator(), compile={"backend": "eager"})
-    assert sharding_of(model).compile == {"backend": "eager"} and "block by block, eager" in describe_sharding(model)
-
-
 def _compiled_by_the_trainer(folder: Path, out: Path) -> float:
     """Its own switch, on a model that was sharded before; the loss of the first step."""
-    args = in_order(
-        out,
-        max_steps=2,
-        torch_compile=True,
-        torch_compile_backend="aot_eager",
-        optim="adamw_torch",
-    )
+    args = in_order(out, max_steps=2, torch_compile=True, torch_compile_backend="aot_eager")
     model = from_pretrained(folder, accelerator=new_accelerator())
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(4 * ROWS))
     trainer.train()
@@ -565,7 +525,6 @@ def test_blocks_are_compiled_in_place_and_train_alike(folders, tmp_path):
         "eager": partial(_losses_in_a_loop, False),
         "compiled": partial(_losses_in_a_loop, True),
         "as a whole": _compiled_as_a_whole,
-        "by hand": _compiled_by_hand,
         "Trainer": _compiled_by_the_trainer,
     }
     for found in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path):
@@ -595,19 +554,16 @@ def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _ten_steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any, ...]:
-    """Losses, moving averages and weights; a busy run is interrupted by all that reads a model."""
+    """Losses and weights; a busy run is interrupted by all that reads a model."""
     accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
     model = from_pretrained(folder, accelerator=accelerator)
     assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     loader = DataLoader(make_rows(STEPS * 2 * ROWS), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    average = [p.detach().clone() for p in model.parameters()]
     losses = []
     for step, batch in enumerate(loader):
         losses += train(model, optimizer, [batch], accelerator=accelerator, clip=CLIP)
-        for mean, parameter in zip(average, model.parameters(), strict=True):
-            mean.lerp_(parameter.detach(), 0.1)
         if busy and step % 4 == 0:
             _evaluate_and_generate(model, batch)
     weights = full_parameters(model)
@@ -615,7 +571,7 @@ def _ten_steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any,
     reopened = AutoModelForCausalLM.from_pretrained(out).to(local_device())
     assert apart(full_parameters(reopened), weights) == 0
     assert torch.equal(_generate(reopened, batch), _generate(model.eval(), batch))
-    return losses, [full(a) for a in average], weights
+    return losses, weights
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -624,11 +580,9 @@ def test_what_reads_a_model_between_steps_changes_nothing(folders, tmp_path, off
     cases = {"quiet": partial(_ten_steps, False), "busy": partial(_ten_steps, True)}
     for found in run_ranks(run_cases, 2, cases, offload, folders["tied"], tmp_path):
         close(torch.tensor(found["quiet"][0]), torch.tensor(losses))
-        assert apart(found["quiet"][2], weights) < 5e-5
+        assert apart(found["quiet"][1], weights) < 5e-5
         same(found["busy"][0], found["quiet"][0])
-        for mean, quiet in zip(found["busy"][1], found["quiet"][1], strict=True):
-            same(mean, quiet)
-        assert apart(found["busy"][2], found["quiet"][2]) == 0
+        assert apart(found["busy"][1], found["quiet"][1]) == 0
 
 
 # ---- optimizers ----
@@ -649,9 +603,6 @@ def _optimizers(folder):
             model, optimizer = accelerator.prepare(model.train(), make(_groups(model)))
             train(model, optimizer, batches, accelerator=accelerator)
             found[name, when] = full_parameters(model)
-    for kind in (torch.optim.Adafactor, transformers.Adafactor):
-        with pytest.raises(ConfigError, match=r"Adafactor of .* cannot step sharded parameters .*AdamW8bit"):
-            accelerator.prepare(kind(model.parameters()))
     return found
 
 
@@ -685,11 +636,16 @@ def test_optimizers_made_before_or_after_sharding_step_as_on_one_process(folders
 
 
 def _replicas(folder, shards):
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards)
     if shards > 1:
-        return _loop(folder, parallelism_config=config)
-    with pytest.raises(ConfigError, match=r"dp_shard_size 1 shard nothing: each process would hold a whole model"):
-        new_accelerator(parallelism_config=config)
+        os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"
+        return _loop(folder)
+    for sizes, message in (
+        ({"dp_replicate_size": 2}, r"dp_shard_size 1 shard nothing: each process would hold a whole model"),
+        ({"tp_size": 2}, r"tp_size=2: only dp_replicate_size.*Leave the others out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            new_accelerator(parallelism_config=ParallelismConfig(**sizes, dp_shard_size=1))
     return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 
 
@@ -729,10 +685,6 @@ def layers_taken_out(folder: Path) -> None:
     model.model.layers = model.model.layers[:1]
     with pytest.raises(ConfigError, match=r"taken out.*: model\.layers\.1\. Load fewer layers.*num_hidden_layers=N"):
         accelerator.prepare(model)
-    assert (
-        len(accelerator.prepare(from_pretrained(folder, accelerator=accelerator, num_hidden_layers=1)).model.layers)
-        == 1
-    )
 
 
 def sharded_in_part(folder: Path) -> None:

