@@ -16,23 +16,6 @@ from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from tests._checkpoints import full
 
-__all__ = [
-    "ShardedTrainer",
-    "apart",
-    "arguments",
-    "batches_of",
-    "clip_loss",
-    "full_gradients",
-    "full_parameters",
-    "logged",
-    "make_rows",
-    "new_accelerator",
-    "num_units",
-    "on_device",
-    "tiny_clip",
-    "train",
-]
-
 
 class ShardedTrainer(FSDPTrainerMixin, Trainer):
     """The Trainer as the README has it."""
@@ -87,11 +70,7 @@ def train(
 
 
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
-    """Quick steps, every loss logged, nothing saved; each setting may be another.
-
-    Args:
-        kind: `TrainingArguments`, or a config of TRL.
-    """
+    """Quick steps, every loss logged, nothing saved; each setting may be another. The kind may be a config of TRL."""
     defaults = {
         "max_steps": 10, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,

@@ -1,4 +1,4 @@
-"""Accelerate and the Trainer train our shards, on CPUs, as one process would train the plain model."""
+"""`prepare` under Accelerate: what it shards and refuses, and values that come through it unchanged."""
 
 from functools import partial
 from typing import Any

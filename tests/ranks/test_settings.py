@@ -1,5 +1,4 @@
-"""Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator,
-TrainingArguments."""
+"""Settings as they reach real ranks: RAM-efficient loading, layer classes, a user's own Accelerator, a launch file."""
 
 import os
 import re

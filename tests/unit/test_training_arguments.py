@@ -196,11 +196,9 @@ def test_compiled_blocks_are_not_checkpointed_late():
 # ---- precision, the process group ----
 
 
-@pytest.mark.parametrize("reset", [True, False])
-def test_arguments_without_a_precision_keep_what_is_in_force(reset):
+def test_arguments_without_a_precision_keep_what_is_in_force():
     model = sharded(make_accelerator(cpu=True, mixed_precision="bf16"))
-    if reset:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert precision_of(arguments(), model) == "bf16"
     assert precision_of(arguments(bf16=True), None) == "bf16"
     _forget()
@@ -230,12 +228,10 @@ def test_a_plugin_for_a_second_accelerator_is_used():
     assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
 
 
-@pytest.mark.parametrize("first", ["accelerator", "arguments", "both"])
-def test_ddp_timeout_is_that_of_every_group_whoever_started_it(first):
-    if first == "accelerator":
-        make_accelerator(cpu=True)
+@pytest.mark.parametrize("both", [False, True])
+def test_ddp_timeout_is_that_of_every_group_whoever_started_it(both):
     args = arguments(ddp_timeout=25)
-    if first != "both":
+    if not both:
         make_accelerator(cpu=True)
         assert timeout_of() == default_timeout("cpu")
         plugin = plugin_of(args)
