@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -62,7 +63,8 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
     base, plugin = base_of(model), accelerator.state.fsdp_plugin
-    shard_model(base, plan_with_adapters(base, plugin.policy_for(base)), **plugin.shard_arguments(accelerator))
+    plan = plan_with_adapters(base, plugin.policy_for(base))
+    shard_model(base, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator))
     send_weights(model, differing)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())
