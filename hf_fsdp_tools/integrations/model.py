@@ -55,7 +55,9 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             "the plain model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): blocks "
             "are compiled then."
         )
-    _forget_device_map(model)
+    if getattr(model, "hf_device_map", None):  # its hooks would move the inputs of rank 1 to GPU 0
+        remove_hook_from_module(model, recurse=True)
+        del model.hf_device_map
     differing = weights_to_send(model)
     if accelerator.mixed_precision in LOW_PRECISION:
         for parameter in model.parameters():
@@ -70,25 +72,6 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
         hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
-
-
-def _forget_device_map(model: nn.Module) -> None:
-    """Take off the hooks by which a `device_map` moves inputs between devices: here the mesh decides.
-
-    Transformers spreads a model so; the hooks would move the inputs of rank 1 to GPU 0.
-    """
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if not devices:
-        return
-    if devices != {"cpu"}:
-        warnings.warn(
-            f"The model was loaded with a device_map ({listed(sorted(devices))}), whole by each process, and is "
-            "sharded over the mesh now. Leave device_map out, or load with from_pretrained of hf_fsdp_tools, by which "
-            "each rank reads its shards alone.",
-            stacklevel=2,
-        )
-    remove_hook_from_module(model, recurse=True)
-    del model.hf_device_map
 
 
 def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:

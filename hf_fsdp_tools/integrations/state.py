@@ -1,8 +1,7 @@
 """Start Accelerate's shared state with FSDP in it, and make an Accelerator from it."""
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -75,7 +74,9 @@ def make_accelerator(
             f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes "
             "the same arguments and a policy."
         )
-    group = _group_options(accelerate_kwargs.get("kwargs_handlers"))
+    handlers = accelerate_kwargs.get("kwargs_handlers") or ()
+    handler: Any = next((each for each in handlers if isinstance(each, InitProcessGroupKwargs)), None)
+    group: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
@@ -221,20 +222,6 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
             "same, or make the first one of the arguments: make_accelerator(arguments)."
         )
-
-
-def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its backend."""
-    handler = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
-    options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
-    late = {name: value for name, value in options.items() if name != "timeout"}
-    if late and dist.is_initialized() and not AcceleratorState._shared_state:
-        warnings.warn(
-            f"InitProcessGroupKwargs({', '.join(f'{name}={value}' for name, value in late.items())}) comes too "
-            "late: the process group runs already. Call make_accelerator() before anything else starts a group.",
-            stacklevel=3,
-        )
-    return options
 
 
 def _check_gpus(*, cpu: bool) -> None:

@@ -28,7 +28,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
     weights_in,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
-from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
+from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
@@ -119,7 +119,6 @@ class FSDPTrainerMixin(PushingMixin):
                 )
             for own in (FSDPTrainerMixin, PushingMixin):
                 check_hooks(own, super())
-            warn_of_uncalled(cls, FSDPTrainerMixin, Trainer)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
@@ -128,6 +127,7 @@ class FSDPTrainerMixin(PushingMixin):
         The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
         `prepare` hands the shards of a plain one to its optimizer.
         """
+        self._uploads = {}
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self):
