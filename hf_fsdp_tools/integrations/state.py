@@ -24,7 +24,7 @@ from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, warn_on_node
+from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.text import did_you_mean, quoted
@@ -113,12 +113,6 @@ def _read_arguments(arguments: dict[str, Any]) -> None:
     precision = arguments.get("mixed_precision")
     if precision is not None and str(precision) not in PrecisionType.list():
         arguments["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-    if str(precision) == "fp16" and (arguments.get("cpu") or local_device().type == "cpu"):
-        warn_on_node(
-            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu: evaluation "
-            "works, and a model to be trained will be refused. Use 'bf16', which needs none, or 'no'.",
-            stacklevel=3,
-        )
 
 
 def start_state(

@@ -50,6 +50,7 @@ from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
+from hf_fsdp_tools.sharding.optimizers import check_optimizers
 from hf_fsdp_tools.sharding.shard import sharded_module
 
 
@@ -133,7 +134,12 @@ class FSDPTrainerMixin(PushingMixin):
         with hashable(self):
             super().__init__(*args, **kwargs)
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
-            _check_own_optimizer(self, optimizers[0])
+            if not self.accelerator.is_fsdp2:
+                raise ConfigError(
+                    "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
+                    "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
+                )
+            check_optimizers([optimizers[0]] if optimizers[0] is not None else [], [self.model])
             self.optimizer, self.lr_scheduler = optimizers
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -362,20 +368,3 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
-
-
-def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
-    if not trainer.accelerator.is_fsdp2:
-        raise ConfigError(
-            "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
-            "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
-        )
-    known = {id(parameter) for parameter in trainer.model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    if strange := sum(id(parameter) not in known for parameter in held):
-        raise ConfigError(
-            f"{strange} of the {len(held)} parameters of optimizers[0] are not the model's: it was made before the "
-            "model was sharded or resized, or from another model. Make it from model.parameters() last, or give "
-            "optimizer_cls_and_kwargs=(class, arguments)."
-        )

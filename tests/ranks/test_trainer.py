@@ -77,7 +77,7 @@ def an_optimizer_of_ones_own_is_taken(folder: Path) -> list[list[float]]:
         found.append(trained(ShardedTrainer, model, folder, own_optimizer(model)))
         assert isinstance(model, FSDPModule)
     model = sharded(folder)
-    with pytest.raises(ConfigError, match=r"21 of the 21 parameters of optimizers\[0\] are not the model's.*last"):
+    with pytest.raises(ConfigError, match=r"21 of the 21 parameters of \w+ belong to no prepared model"):
         trained(ShardedTrainer, model, folder, own_optimizer(plain_model(folder)))
     with pytest.raises(RuntimeError, match="model_init"):
         ShardedTrainer(
