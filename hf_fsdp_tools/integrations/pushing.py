@@ -98,34 +98,32 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
-    """A function that begins to upload a checkpoint once it is complete, by the step that training is at now.
+    """A function that begins to upload a complete checkpoint in the background, as `hub_strategy` says.
 
     It gives the checkpoints whose uploads are under way: this one, earlier ones (several with `hub_always_push`), or
     none. For the main process of each node; only rank 0 uploads.
     """
     args, state = trainer.args, trainer.state
     is_step = args.save_strategy == SaveStrategy.STEPS
-    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"
-    return partial(_push_complete, trainer, checkpoint, f"Training in progress, {when}")
+    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"  # now, not when it is complete
 
+    def push() -> Collection[Path]:
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
+            return ()
+        if (earlier := _under_way(trainer)) and not args.hub_always_push:
+            return earlier
+        trainer.callback_handler.on_push_begin(args, state, trainer.control)
+        files = _files_of(checkpoint, _OF_A_STATE)
+        if (card := Path(args.output_dir, CARD)).is_file():
+            files = {CARD: card} | files
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
+            files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
+        target = _target(trainer, f"Training in progress, {when}")
+        trainer._uploads[hf_api().run_as_future(_upload, target, checkpoint, files)] = checkpoint
+        return [*earlier, checkpoint]
 
-def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Collection[Path]:
-    """Begin to upload a complete checkpoint as `hub_strategy` says, in the background."""
-    args = trainer.args
-    if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
-        return ()
-    if (earlier := _under_way(trainer)) and not args.hub_always_push:
-        return earlier
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    files = _files_of(checkpoint, _OF_A_STATE)
-    if (card := Path(args.output_dir, CARD)).is_file():
-        files = {CARD: card} | files
-    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
-        files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-    job = hf_api().run_as_future(_upload, _target(trainer, message), checkpoint, files)
-    trainer._uploads[job] = checkpoint
-    return [*earlier, checkpoint]
+    return push
 
 
 def _under_way(trainer: Any) -> list[Path]:

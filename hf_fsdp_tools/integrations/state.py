@@ -155,7 +155,9 @@ def start_state(
     is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
     if is_alone and world_size(os.environ) > 1:
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
-    _name_local_rank()
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
+        rank, size = rank_on_node()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
     if not cpu:
         # with gloo beside NCCL, which Accelerate does on some variables only
@@ -267,13 +269,3 @@ def _check_axes(config: Any) -> None:
             f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
             "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."
         )
-
-
-def _name_local_rank() -> None:
-    """Tell Accelerate the rank on this machine, which it reads in LOCAL_RANK alone (not srun's or mpirun's variables).
-
-    Without it, each process of a launched job would train alone.
-    """
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
-        rank, size = rank_on_node()
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}

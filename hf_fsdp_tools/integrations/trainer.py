@@ -24,7 +24,6 @@ from hf_fsdp_tools.integrations.checkpoints import (
     check_checkpoint,
     complete_checkpoint,
     rotate,
-    save_trainer_state,
     weights_in,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
@@ -145,7 +144,7 @@ class FSDPTrainerMixin(PushingMixin):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         if name in FROZEN and isinstance(value, nn.Module):
-            check_frozen(self, name, value)
+            check_frozen(name, value)
         super().__setattr__(name, value)
         if name in (*FROZEN, *NEEDED_BY_FROZEN):
             shard_frozen(self)
@@ -250,7 +249,12 @@ class FSDPTrainerMixin(PushingMixin):
                 super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
             finally:
                 self._saving = None
-            save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
+            with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
+                best_one = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.best_global_step}")
+                if trainer_state.best_global_step and (best_one == folder or best_one.exists()):
+                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked beside the hidden one
+                if args.should_save:
+                    trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
             best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
             if args.should_save:
                 state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
