@@ -82,15 +82,11 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, n
     for group in optimizer.param_groups:
         group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in sharded]:
-        new = sharded[old]
-        optimizer.state[new] = {key: _shard_like(new, value) for key, value in optimizer.state.pop(old).items()}
-
-
-def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """One entry of a parameter's optimizer state, sharded like the parameter; step counts and the like unchanged."""
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value
-    return cut(value, parameter, dtype=parameter.dtype if value.is_floating_point() else None)
+        new, state = sharded[old], optimizer.state.pop(old)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == new.shape:
+                state[key] = cut(value, new, dtype=new.dtype if value.is_floating_point() else None)
+        optimizer.state[new] = state
 
 
 # ---- weights that only rank 0 holds, or that differ between ranks ----
