@@ -104,11 +104,9 @@ def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, re
     assert not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
 
 
-def test_a_group_that_runs_already_gets_the_timeout_and_keeps_its_backend(alone):
+def test_a_group_that_runs_already_gets_the_timeout(alone):
     ensure_process_group("cpu")
-    asked = InitProcessGroupKwargs(timeout=timedelta(seconds=15), init_method="env://x")
-    with pytest.warns(UserWarning, match=r"InitProcessGroupKwargs\(init_method=env://x\) comes too late"):
-        make_accelerator(cpu=True, kwargs_handlers=[asked])
+    make_accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=15))])
     assert timeout_of_group() == timedelta(seconds=15)
 
 
