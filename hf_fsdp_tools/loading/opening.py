@@ -163,8 +163,8 @@ def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike
         names.append(config)
     with watched(Path(source.name)):
         near = None if source.path is None else source.holding(ADAPTER_CONFIG)
-    base = _base_in(near if peft_config is None else peft_config)
-    return names if base is None else [*names, base[0]]
+    base = _base_of(source, near if peft_config is None else peft_config)
+    return names if base is None else [*names, base.name]
 
 
 def _open_alone(
@@ -238,20 +238,15 @@ def _content_of(folder: Path) -> str:
     return "model" if is_state else "adapter"
 
 
-def _base_in(peft_config: Any) -> tuple[str, str | None] | None:
-    """The base that a config of PEFT names, and its revision; the config may be the name of the folder that has it."""
+def _base_of(source: Source, peft_config: Any) -> Source | None:
+    """The base that a config of PEFT names; the config may be the name of the folder that has it."""
     if isinstance(peft_config, str):
         peft_config = read_adapter_config(Path(peft_config)) or {}
     if peft_config is None:
         return None
     fields = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
     base = fields.get("base_model_name_or_path")
-    return (base, fields.get("revision")) if base else None
-
-
-def _base_of(source: Source, peft_config: Any) -> Source | None:
-    base = _base_in(peft_config)
-    return None if base is None else source.of(*base)
+    return source.of(base, fields.get("revision")) if base else None
 
 
 def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig | None) -> Source | None:

@@ -82,7 +82,7 @@ def with_floats(
     }
     tensors = dict(sorted((plain | tensors_by_key).items()))
     dequantized = Dequantized(
-        method=method or Counter(finder.shown).most_common(1)[0][0],
+        method=method or Counter(map(_method_by_rule, finder.quantized)).most_common(1)[0][0],
         stored_bytes=sum(tensor.num_bytes for tensor in tensors_by_key.values()),
         num_values=sum(math.prod(tensor.shape) for tensor in tensors_by_key.values()),
     )
@@ -118,7 +118,6 @@ class _Finder:
         self.quantized: list[QuantizedTensor] = []
         self.used: set[str] = set()
         self.problems: list[str] = []
-        self.shown: list[str] = []
         bare: list[StoredTensor] = []
         for key, values in self._tensors.items():
             try:
@@ -176,7 +175,6 @@ class _Finder:
         """Values times the scale of their block; 4-bit values lie two to a byte."""
         packed = 2 if values.dtype == torch.int8 else 1
         _expect(scales, (*_SCALES, *_EXPONENTS))
-        self.shown.append("fp8" if packed == 1 else "fp4")
         block = _block("weight_block_size", self._config.get("weight_block_size"))
         grid = _grid(_shape(values, packed), scales, block, packed)
         return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", packed)
@@ -186,7 +184,6 @@ class _Finder:
     ) -> QuantizedTensor:
         """8-bit values of compressed-tensors, with scales per tensor, channel, group or block."""
         _expect(scales, _SCALES)
-        self.shown.append("compressed-tensors")
         block = _block_of_groups(self._config)
         grids = {"scale": _grid(values.shape, scales, block, 1, config_first=True)}
         if zero_points is not None:
@@ -212,7 +209,6 @@ class _Finder:
                 "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
             )
         _expect(scales, _SCALES)
-        self.shown.append("compressed-tensors")
         packed = 32 // bits
         shape = _shape(values, packed)
         grids = {"scale": _grid(shape, scales, (), packed)}
@@ -238,7 +234,6 @@ class _Finder:
         _expect(of_weight, (torch.float32,))
         if of_weight.shape != (1,):
             raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
-        self.shown.append("compressed-tensors")
         stored = {"scale": scales, "global scale": of_weight}
         grids = {name: _grid(_shape(values, 2), each, (), 2) for name, each in stored.items()}
         return _tensor(key, values, grids, "nvfp4", 2)
@@ -255,7 +250,6 @@ class _Finder:
                 f"expected blocks [experts, rows, blocks, bytes] with scales [experts, rows, blocks], found scales "
                 f"{list(scales.shape)}"
             )
-        self.shown.append("mxfp4")
         experts, rows, blocks, size = values.shape
         grid = BlockScales(stored=scales, columns=blocks, block=(1, 2 * size))
         columns = 2 * blocks * size
@@ -304,6 +298,13 @@ def _grid(
         f"its scales {scales.key!r} {list(counts)} lie on no blocks of it"
         + (f", nor on blocks of {high} x {wide} as the config says" if config_block else "")
     )
+
+
+def _method_by_rule(tensor: QuantizedTensor) -> str:
+    """The name of the method of a quantised weight in a checkpoint whose config names none."""
+    if tensor.rule == "scaled in fp32":
+        return "fp8" if tensor.packed == 1 else "fp4"
+    return "mxfp4" if tensor.rule == "mxfp4" else "compressed-tensors"
 
 
 def _shape(values: StoredTensor, packed: int) -> tuple[int, ...]:
