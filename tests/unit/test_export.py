@@ -139,7 +139,6 @@ def test_an_adapter_is_merged_as_peft_merges_it(tmp_path: Path, name: str) -> No
 
 
 MORE = {
-    "fp32": ("llama", lambda: lora(target_modules="all-linear")),
     "transposed layers": ("gpt2", lambda: lora(target_modules=["c_attn"], fan_in_fan_out=True)),
     "tied embedding": ("tied", lambda: lora(target_modules=["q_proj", "embed_tokens"])),
     "tied embedding and head": ("tied", lambda: lora(target_modules=["embed_tokens", "lm_head"])),
