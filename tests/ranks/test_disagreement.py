@@ -23,7 +23,6 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.sharding.adapters import add_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import make_checkpoint, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
@@ -77,21 +76,6 @@ def equal_copies_are_loaded(root: Path) -> None:
     from_pretrained(mine(root / "good", root / "equal"))
 
 
-def an_adapter_that_one_rank_cannot_read(root: Path) -> None:
-    folder = root / f"adapter {dist.get_rank()}"
-    if dist.get_rank() == 0:
-        os.makedirs(root / "adapter 1")
-    model = add_adapter(from_pretrained(root / "good"), LoraConfig(r=2, target_modules=["q_proj"]))
-    save_pretrained(model, root / "adapter 0")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        shutil.copytree(root / "adapter 0", folder, dirs_exist_ok=True)
-        os.truncate(folder / "adapter_model.safetensors", 100)
-    message = refusal(lambda: from_pretrained(folder))
-    assert "failed on 1 of 2 ranks.\nrank 1: " in message
-    assert "rank 1: " in refusal(lambda: from_pretrained(mine(folder, root / "absent")))
-
-
 def loading_and_saving_need_no_collective(root: Path) -> None:
     """A process group without a backend for CPUs loads and saves as well."""
     mesh = ParallelDims().build_mesh("cpu")
@@ -107,7 +91,6 @@ FILES = (
     other_config,
     other_header,
     equal_copies_are_loaded,
-    an_adapter_that_one_rank_cannot_read,
 )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -297,18 +297,6 @@ def test_qlora_under_the_trainer(tmp_path):
 REFUSED = (CheckpointError, ConfigError)
 
 
-def storage_that_computation_would_cast(folder: Path, output: Path) -> None:
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(REFUSED, match=r"float32, and computation in torch\.bfloat16 .*storage=torch\.bfloat16"):
-        from_pretrained(folder, quantization_config=four_bits(torch.float32), mp_policy=bf16)
-
-
-def integers_that_fsdp2_cannot_shard(folder: Path, output: Path) -> None:
-    if torch.uint8 not in STORAGES:
-        with pytest.raises(REFUSED, match=r"FSDP2 of torch .* cannot shard"):
-            from_pretrained(folder, quantization_config=four_bits(torch.uint8))
-
-
 def another_dtype(folder: Path, output: Path) -> None:
     model = from_pretrained(folder, quantization_config=four_bits())
     with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
@@ -331,8 +319,6 @@ def a_merged_adapter(folder: Path, output: Path) -> None:
 
 
 REFUSALS = (
-    storage_that_computation_would_cast,
-    integers_that_fsdp2_cannot_shard,
     another_dtype,
     dora,
     a_merged_adapter,
@@ -375,17 +361,9 @@ DAMAGE = {
         lambda t: [t.pop(key) for key in list(t) if key.endswith("absmax")],
         r"are no scales of bitsandbytes",
     ),
-    "no json": (
-        lambda t: [v.fill_(7) for key, v in t.items() if "bitsandbytes__" in key],
-        r"are no scales of bitsandbytes",
-    ),
     "plain values": (
         lambda t: [t.update({key: torch.randn(40, 40)}) for key in list(t) if key.endswith("q_proj.weight")],
         r"q_proj\.weight': expected bfloat16 \[400, 1\] with scales beside it, found float32 \[40, 40\]",
-    ),
-    "scales of another": (
-        lambda t: [t.update({key: v[1:].clone()}) for key, v in t.items() if key.endswith("up_proj.weight.absmax")],
-        r"\[52, 40\] with 32 scales, expected \[52, 40\] with 33",
     ),
     "nothing": (
         lambda t: [t.pop(key) for key in list(t) if "k_proj.weight" in key],
