@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 
 _SIZES = {
@@ -499,3 +502,12 @@ class Runs:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.file,)
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
+    """The message of the error that the call raises on every rank: the same kind and text on all."""
+    with pytest.raises(kind) as caught:
+        call()
+    raised = all_ranks((type(caught.value).__name__, str(caught.value)))
+    assert len(set(raised)) == 1, raised
+    return str(caught.value)

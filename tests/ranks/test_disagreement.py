@@ -16,25 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ConfigError, FSDPToolsError, HybridPolicy
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools import ConfigError, HybridPolicy
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.shard import shard_model
-from tests._checkpoints import make_checkpoint, make_model, sharded_meta_model
+from tests._checkpoints import make_checkpoint, make_model, refusal, sharded_meta_model
 from tests._dist import run_cases, run_ranks
-
-
-def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
-    """The message of the error that the call raises on every rank: the same kind and text on all."""
-    with pytest.raises(kind) as caught:
-        call()
-    told = all_ranks((type(caught.value).__name__, str(caught.value)))
-    assert len(set(told)) == 1, told
-    return told[0][1]
 
 
 def mine(first: Any, second: Any) -> Any:

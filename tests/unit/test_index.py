@@ -91,15 +91,6 @@ def test_nothing_there(tmp_path: Path) -> None:
         CheckpointIndex.open(tmp_path, subfolder="inner")
 
 
-def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"No checkpoint 'org/absent' at revision 'x'.*Check the name, the revision"
-    ):
-        CheckpointIndex.open("org/absent", revision="x", local_files_only=True, cache_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="No checkpoint 'not a name!'"):
-        CheckpointIndex.open("not a name!", local_files_only=True, cache_dir=tmp_path)
-
-
 BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "not json": (b"{nope", b"", "SafetensorError"),
     "key twice": (
@@ -180,10 +171,6 @@ def test_an_index_that_is_no_json_and_files_that_are_none(tmp_path: Path) -> Non
     with pytest.raises(
         CheckpointError, match=r"'x\.safetensors' .*is a link that leads nowhere \('.*blob'\)\. Download"
     ):
-        CheckpointIndex.open(tmp_path)
-    file.unlink()
-    file.symlink_to(file.name)
-    with pytest.raises(CheckpointError, match="is a link that leads nowhere"):
         CheckpointIndex.open(tmp_path)
     file.unlink()
     file.mkdir()
