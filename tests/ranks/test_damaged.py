@@ -1,6 +1,7 @@
 """Damaged files under several ranks: one error on all of them, none waits, and the model is as it was."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter
-from tests._checkpoints import full_state, make_checkpoint, refusal
+from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter, make_accelerator
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.saving.manifest import MANIFEST
+from tests._checkpoints import Runs, full_state, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
 from tests.unit.test_damaged import DAMAGED, DAMAGED_ADAPTERS, Damage, config, described, truncated
 
@@ -92,6 +97,38 @@ def loads_as_on_one_process(model: Any, root: Path) -> None:
     torch.testing.assert_close(model(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
 
 
+# ---- states to resume from ----
+
+
+def run_code(optimizer: Path, marker: Path) -> None:
+    """A value that is no tensor lies elsewhere now, where unpickling it runs code."""
+    metadata = pickle.loads((optimizer / METADATA).read_bytes())
+    torch.save(Runs(marker), optimizer / "more.distcp")
+    key = next(key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata))
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    metadata.storage_data[index] = _StorageInfo("more.distcp", 0, (optimizer / "more.distcp").stat().st_size)
+    (optimizer / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def a_state_that_runs_code(root: Path) -> None:
+    """`load_state` of Accelerate's; the Trainer checks its checkpoints by the same function."""
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(root / "model", accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+    optimizer.step()
+    good, bad = accelerator.save_state(root / "good"), root / "bad"
+    before = full_state(model)
+    if dist.get_rank() == 0:
+        run_code(shutil.copytree(good, bad) / "optimizer_0", root / "ran")
+        (bad / MANIFEST).unlink()  # the list of files
+    dist.barrier()
+    assert "could run code" in refusal(lambda: accelerator.load_state(bad))
+    now = full_state(model)
+    assert not (root / "ran").exists() and all(torch.equal(now[key], before[key]) for key in before)
+    accelerator.load_state(good)
+
+
 def test_every_damage_is_one_error_on_all_ranks(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "model"))
     adapted = get_peft_model(model, lora())
@@ -107,5 +144,6 @@ def test_every_damage_is_one_error_on_all_ranks(tmp_path: Path) -> None:
         a_config_that_is_damaged_for_one_rank,
         an_adapter_that_is_damaged_for_one_rank,
         an_adapter_that_cannot_be_made,
+        a_state_that_runs_code,
     )
     run_ranks(run_cases, 2, cases, tmp_path)
