@@ -239,7 +239,7 @@ def test_five_steps_of_qlora_equal_those_of_one_process(tmp_path, storage):
     )
 
 
-def _grown(folder: Path) -> tuple[list[float], str]:
+def _grown(folder: Path) -> list[float]:
     """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call, in compiled blocks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile={"backend": "aot_eager"})
@@ -250,17 +250,14 @@ def _grown(folder: Path) -> tuple[list[float], str]:
     torch.manual_seed(0)
     adapted = get_peft_model(model, lora())
     shard_added(adapted)
-    return train(adapted, rank, ranks), describe_sharding(adapted)
+    assert "4-bit in bfloat16 and float32" in describe_sharding(adapted)
+    return train(adapted, rank, ranks)
 
 
 def test_4_bit_models_grow_and_are_compiled(tmp_path):
-    (alone, text), *_ = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
-    for losses, _ in run_ranks(_grown, 2, tmp_path / "llama"):
+    (alone,) = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
+    for losses in run_ranks(_grown, 2, tmp_path / "llama"):
         torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
-    values = sum(p.numel() for p in plain(tmp_path / "llama").parameters()) + 2 * 19 * 40  # 19 rows were added
-    trained = sum(r * 4 for r in (80, 60, 60, 80, 92, 92, 92)) * 2  # the sides of each layer's weights, at rank 4
-    assert f"trained      float32, {trained * 4 / 1000:.1f} kB on this rank, {trained / (values + trained):.2%}" in text
-    assert "4-bit in bfloat16 and float32" in text
 
 
 def _under_the_trainer(folder: Path, output: Path) -> list[float]:
@@ -292,9 +289,6 @@ def test_qlora_under_the_trainer(tmp_path):
 
 
 # ---- refusals and faults ----
-
-
-REFUSED = (CheckpointError, ConfigError)
 
 
 def another_dtype(folder: Path, output: Path) -> None:
