@@ -328,26 +328,10 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         FP8,
         r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
     ),
-    "a vector": (good_but(a__weight=fp8_of(64)), None, r"expected a matrix, or a stack of matrices"),
     "blocks of another number": (
         {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
         None,
         r"expected blocks \[experts, rows, blocks, bytes\] with scales .* found scales \[6, 16, 4\]",
-    ),
-    "blocks alone": (
-        {"a.up_blocks": bytes_of(6, 16, 5, 16)},
-        {"quant_method": "mxfp4"},
-        r"'a\.up_blocks' \(uint8 \[6, 16, 5, 16\]\): it has no scales beside it",
-    ),
-    "packed without scales": (
-        {"a.weight_packed": WORDS},
-        pack_quantized(4),
-        r"'a\.weight_packed' \(int32 \[25, 12\]\): it has no scales beside it",
-    ),
-    "groups that end within words": (
-        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 24)},
-        pack_quantized(4),
-        r"its scales 'a\.weight_scale' \[25, 24\] lie on no blocks of it",
     ),
     "zero points of another number": (
         {
@@ -363,11 +347,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         COMPRESSED,
         r"it has no 'a\.weight_global_scale' beside it",
     ),
-    "a scale of the weight for each row": (
-        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(25)},
-        COMPRESSED,
-        r"'a\.weight_global_scale' beside it is \[25\], expected one number",
-    ),
     "columns ordered by activation": (
         {
             "a.weight_packed": WORDS,
@@ -381,11 +360,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         good_but(),
         FP8 | {"weight_block_size": [0, 0]},
         r"weight_block_size is \[0, 0\], expected two numbers above 0",
-    ),
-    "groups without names": (
-        {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
-        COMPRESSED | {"config_groups": ["a"]},
-        r"config_groups is \['a'\], expected groups by name",
     ),
 }
 

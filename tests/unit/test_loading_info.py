@@ -1,5 +1,6 @@
 """Missing, unexpected and mismatched keys are those that transformers reports of the same model and checkpoint."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,6 +141,7 @@ def test_the_same_keys_as_transformers(tmp_path: Path, name: str) -> None:
     )
     assert shown == tables
     info = report.loading_info()
+    assert set(json.loads(report.to_json())["missing_keys"]) == info["missing_keys"]
     assert bool(tables) == any(info.values())
     assert set(info) == set(expected)
     assert info["missing_keys"] == set(expected["missing_keys"])
