@@ -15,7 +15,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
-from tests._dist import LIMIT_S, imitate_gpus
+from tests._dist import imitate_gpus
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,7 @@ def run(capsys, *words):
     return code, *capsys.readouterr()
 
 
-_COMMANDS = ("plan", "doctor", "estimate", "config", "export")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("--help",), *((name, "--help") for name in _COMMANDS)],
-)
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help"), ("estimate", "--help")])
 def test_help_imports_nothing_heavy(words):
     code = (
         "import sys\nfrom hf_fsdp_tools.cli.main import main\n"
@@ -151,7 +145,6 @@ def test_a_config_json_is_enough(capsys, llama, tmp_path):
         (["{llama}", "--auto-class", "AutoModelForCausalML"], "did you mean AutoModelForCausalLM"),
         (["{llama}", "--auto-class", "AutoModelForSpeechSeq2Seq"], "cannot make a model of this LlamaConfig"),
         (["{llama}", "--dtype", "int8"], "use bfloat16, float16 or float32"),
-        (["{llama}", "--dtype", "nn"], "use bfloat16, float16 or float32"),
         (["{llama}", "--block-types", "LlamaDecoderLayr"], "LlamaDecoderLayer"),
         (["{llama}", "--output", "{tmp}/unknown/config.json/plan.json"], "config.json is a file, not a folder; name"),
         (["{llama}", "--output", "{tmp}/empty"], "empty is a folder; name a file"),
@@ -167,24 +160,12 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
     assert "Traceback" not in err
 
 
-def test_a_hub_name_without_a_network(llama):
+def test_a_hub_name_without_a_network(capsys, monkeypatch):
     """The hub cannot be reached in offline mode either, and that needs no waiting."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from hf_fsdp_tools.cli.main import main; raise SystemExit(main())",
-            "plan",
-            "nobody/nothing",
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("hf-fsdp: error: ") and len(done.stderr.splitlines()) == 1
-    assert "nobody/nothing" in done.stderr and "give the folder" in done.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = run(capsys, "plan", "nobody/nothing")
+    assert code == 1 and err.startswith("hf-fsdp: error: ") and len(err.splitlines()) == 1
+    assert "nobody/nothing" in err and "give the folder" in err
 
 
 def test_traceback_on_request(tmp_path):
@@ -198,13 +179,6 @@ def test_config_describes_this_machine(capsys, on_cpu):
     assert written(out) == says(num_processes=2, use_cpu=True)
     assert "this machine has no GPU" in err
     assert "accelerate launch --config_file FILE" in err
-
-
-def test_config_describes_a_machine_with_gpus(capsys, on_four_gpus):
-    code, out, err = run(capsys, "config")
-    assert code == 0
-    assert written(out) == says(num_processes=4, mixed_precision="bf16")
-    assert "this machine has 4 GPUs" in err and "one for each GPU" in err
 
 
 def test_config_writes_a_file(capsys, on_cpu, tmp_path):
@@ -225,15 +199,6 @@ def test_config_writes_over_a_file_on_request_only(capsys, on_cpu, tmp_path):
     assert path.read_text() == "distributed_type: NO\n"
     assert run(capsys, "config", "--output", path, "--num-processes", "3", "--force")[0] == 0
     assert written(path.read_text()) == says(num_processes=3, use_cpu=True)
-
-
-def test_config_as_json(capsys, on_cpu):
-    code, out, err = run(capsys, "config", "--json", "--cpu", "--num-processes", "3")
-    assert (code, err) == (0, "")
-    value = json.loads(out)
-    assert value["config"]["num_processes"] == 3 and value["reasons"]["num_processes"] == "asked for"
-    assert written(value["yaml"]) == says(num_processes=3, use_cpu=True)
-    assert value["launch"].startswith("accelerate launch") and value["output"] is None
 
 
 def test_config_options_reach_the_config(capsys, on_cpu):
@@ -269,7 +234,6 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         (["--main-process-port", "70000"], "main_process_port is 70000; use a number from 1 to 65535"),
         (["--slurm"], "name that with --output"),
         (["--cpu", "--offload-params"], "; drop offload_params"),
-        (["--cpu", "--gpu", "h100-80gb"], "give one of them"),
         (["--dp-replicate-size", "3"], "dp_replicate_size 3 does not divide num_processes 2; use a divisor"),
         (["--num-processes", "3", "--num-machines", "2"], "num_processes 3 counts all machines and is not a multiple"),
     ],
@@ -280,7 +244,10 @@ def test_config_contradictions(capsys, on_cpu, words, cure):
     assert err.startswith("hf-fsdp: error: ") and cure in err
 
 
-def test_config_for_more_gpus_than_there_are(capsys, on_four_gpus):
+def test_config_describes_the_gpus_of_this_machine_or_of_another(capsys, on_four_gpus):
+    code, out, err = run(capsys, "config")
+    assert code == 0 and written(out) == says(num_processes=4, mixed_precision="bf16")
+    assert "this machine has 4 GPUs" in err and "one for each GPU" in err
     code, _, err = run(capsys, "config", "--num-processes", "8")
     assert code == 1 and "say with --gpu for which other machine the file is" in err
     assert run(capsys, "config", "--num-processes", "8", "--gpu", "h100-80gb")[0] == 0

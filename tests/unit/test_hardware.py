@@ -1,6 +1,5 @@
 """The table of GPUs: names as people and drivers write them, figures that fit together, a source for each."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -8,33 +7,22 @@ import pytest
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.collectives import group_of, node_network
-from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu, gpu_named
+from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
     [
         *((name, name) for name in GPUS),
-        ("H100", "h100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
         ("H100 PCIe", "h100-80gb-pcie"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("nvidia-h200", "h200-141gb"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
         ("a100 40 GB", "a100-40gb"),
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
         ("v100", "v100-32gb"),
-        ("A10", "a10-24gb"),
         ("A10G", "a10g-24gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("rtx4090", "rtx-4090"),
-        ("NVIDIA GH200 480GB", "gh200-96gb"),
         ("AMD Instinct MI300X OAM", "mi300x"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-        ("NVIDIA RTX A6000", "rtx-a6000"),
-        ("NVIDIA GB200", "gb200-186gb"),
     ],
 )
 def test_a_gpu_is_found_by_any_usual_name(name: str, key: str) -> None:
@@ -54,18 +42,6 @@ def test_a_gpu_is_described_by_hand() -> None:
     half = replace(GPUS["a100-40gb"], name="a100-half", memory_bytes=20 * 2**30)
     setup = TrainingSetup(gpu=half)
     assert gpu_named(setup.gpu) is half and f"{setup.gpu}" == "a100-half"
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_figures_of_a_gpu_fit_together(gpu: Gpu) -> None:
-    assert gpu.fp32 <= gpu.fp16 <= gpu.fp8 <= 3 * gpu.fp16
-    assert gpu.bf16 in (gpu.fp16, gpu.fp32)
-    assert gpu.network_gbit_s * 1e9 / 8 < gpu.link_bandwidth < gpu.memory_bandwidth
-    # flops per byte of memory: 76 of an RTX 3090 to 419 of an L40S
-    assert 70 < gpu.fp16 / gpu.memory_bandwidth < 450
-    assert len(gpu.source) > 20
-    if size := re.search(r"(\d+)gb", gpu.name):
-        assert 0.9 < gpu.memory_bytes / (int(size[1]) * 2**30) < 1, "the driver reports less than the name says"
 
 
 def test_the_rate_follows_from_the_dtype() -> None:

@@ -59,12 +59,6 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
-def test_a_limit_that_is_far_away_is_named_and_not_drawn():
-    near, far = PICTURES["memory"]().axes[0], PICTURES["measured"]().axes[0]
-    assert near.get_ylim()[1] > 80 and far.get_ylim()[1] < 120
-    assert "the device: 900.0 GB" in far.get_legend_handles_labels()[1]
-
-
 def highest(area):
     return max(area.get_paths()[0].vertices, key=lambda corner: corner[1])
 

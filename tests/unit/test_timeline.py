@@ -1,13 +1,11 @@
 """What a step looks like over its course: of hand-made events, and of traces as torch's profiler writes them."""
 
-import json
-
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Free, Work
 from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.timeline import Bar, extremes, memory_timeline, step_schedule
+from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, step_schedule
 
 GB = 10**9
 
@@ -95,13 +93,6 @@ def test_few_points_keep_the_peak_the_reserved_peak_and_the_phases():
     assert extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
 
 
-def test_what_is_exposed_is_what_nothing_hides():
-    events, _, spans = a_step(units=4, gather_s=1.0, compute_s=2.0)
-    schedule = step_schedule(events, spans)
-    assert schedule.exposed == ((0.0, 1.0), (17.5, 18.5)), "the first gather and the last reduction"
-    assert schedule.exposed_seconds == 2.0 and schedule.communication_seconds == 12.0
-
-
 def test_a_schedule_without_overlap_is_exposed_whole():
     works = [Work("all_gather", 0, 0, "a", "forward", "all_gather"), Work("matmul", 0, 0, "a", "forward")]
     schedule = step_schedule(works, [(0.0, 3.0), (3.0, 4.0)])
@@ -118,11 +109,6 @@ def test_kernels_of_one_unit_become_one_bar_and_pauses_stay():
     assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
 
 
-def test_each_collective_stays_a_bar_of_its_own():
-    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather")] * 2
-    assert len(step_schedule(works, [(0.0, 1.0), (1.0, 2.0)]).bars) == 2
-
-
 def test_gathered_parameters_are_free_when_their_unit_has_computed():
     events, _, spans = a_step(units=2)
     frees = [
@@ -134,16 +120,6 @@ def test_gathered_parameters_are_free_when_their_unit_has_computed():
         if event.operation == "matmul"
     }
     assert {(unit, phase): at for unit, phase, at in frees} == computed
-
-
-def test_values_are_written_as_json():
-    events, resident, spans = a_step()
-    line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
-    written = json.loads(line.to_json())
-    assert written["kinds"] == {kind: list(values) for kind, values in line.kinds.items()}
-    assert written["positions"] == list(line.positions) and written["units"] == list(line.units)
-    schedule = step_schedule(events, spans)
-    assert [Bar(**bar) for bar in json.loads(schedule.to_json())["bars"]] == list(schedule.bars)
 
 
 def record(name, ts, dur=None, cat="cpu_op", tid=1, **args):
@@ -286,5 +262,3 @@ def test_a_step_without_fsdp_has_its_phases_too():
 def test_a_recording_of_nothing_is_said():
     with pytest.raises(ConfigError, match="profile of the step is empty"):
         read_schedule({"traceEvents": []})
-    with pytest.raises(ConfigError, match="No memory was allocated"):
-        read_memory({"traceEvents": [record("aten::mm", 1, 2)]})

@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build, max_positions
+from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
@@ -299,12 +299,6 @@ def test_a_loss_in_chunks_never_holds_all_logits():
 
 
 # ---- bad input ----
-
-
-def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match=r"seq_len 65 is beyond the 64 positions of GPT2LMHeadModel\. Use 64 or less"):
-        traced("gpt2", seq_len=65)
-    assert max_positions(CONFIGS["encoder and decoder"](2)) is None
 
 
 def test_what_fails_in_the_models_own_code_is_one_line():
