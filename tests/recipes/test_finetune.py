@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._hub import fake_hub
-from tests.recipes._launch import HAS_BITSANDBYTES, PROBE, ROOT, Series, launch, launch_series, three_runs, write_lines
+from tests.recipes._launch import HAS_BITSANDBYTES, ROOT, Series, launch, launch_series, two_runs, write_lines
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
@@ -31,7 +31,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
         done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
-    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "read per rank", "sample"):
+    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
         assert shown in done.stdout, shown
     assert re.search(r"step 5 of 14: loss \d\.\d+, [\d,]+ tokens/s, learning rate \S+, \d\.\d GB", done.stdout)
     assert not re.search(r"(it|examples)/s", done.stderr), "no bars where standard error is no terminal"
@@ -54,9 +54,6 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     assert loss(trained) < loss(start) - 0.5, "what was saved is what was trained"
 
 
-# ---- a series after one start ----
-
-
 @pytest.fixture(scope="module")
 def series(tmp_path_factory) -> Series:
     """Runs in several forms; the last gets a dataset that cannot be trained on."""
@@ -67,7 +64,7 @@ def series(tmp_path_factory) -> Series:
     common = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     common += ["--max_length", "64", "--eval_strategy", "steps", "--eval_steps", "4", "--lr_scheduler_type", "constant"]
     chats = [*common, "--dataset_name", f"{data['chats']},{data['shared']}", "--assistant_only_loss"]
-    runs = three_runs(folder, 4, *chats, learning_rate=1e-2)
+    runs = two_runs(folder, 4, *chats, learning_rate=1e-2)
     runs["stopped"] = [*chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]
     runs["stopped"] += ["--eval_steps", "1"]
     adapter = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
@@ -103,11 +100,9 @@ def test_bad_input_gets_one_clear_line(series):
     assert 'finetune.py", line' not in series.said, "no traceback of ours"
 
 
-def test_the_loss_falls_and_without_a_learning_rate_it_does_not(series):
+def test_the_loss_falls(series):
     before, after = series.losses("trained")
     assert after < before - 0.5
-    before, after = series.losses("still")
-    assert after == before
 
 
 def test_a_stream_of_chats_goes_on_when_all_rows_were_seen(series):
@@ -139,20 +134,13 @@ def test_copies_in_fp32_are_trained_on_a_base_in_bf16_without_mixed_precision(se
     assert after < before + 0.1
 
 
-def probed(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(PROBE["input_ids"])).logits
-
-
 @pytest.mark.parametrize("name", ["trained", "lora", "packed"])
 def test_what_was_saved_opens_in_plain_transformers_and_is_what_was_trained(series, name):
-    expected = series.logits(name)
-    opened = AutoModelForCausalLM.from_pretrained(series.folder / name)  # an adapter with its base, by PEFT
-    torch.testing.assert_close(probed(opened), expected, rtol=1e-4, atol=1e-4)
+    # an adapter with its base, by PEFT
+    series.check_opened(name, AutoModelForCausalLM.from_pretrained(series.folder / name))
     if name == "lora":
         assert re.search(r"trained +float32, .*% of the parameters", series.of(name))
-        merged = AutoModelForCausalLM.from_pretrained(series.folder / name / "merged")
-        torch.testing.assert_close(probed(merged), expected, rtol=1e-4, atol=1e-4)
+        series.check_opened(name, AutoModelForCausalLM.from_pretrained(series.folder / name / "merged"))
 
 
 @pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")

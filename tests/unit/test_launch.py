@@ -112,20 +112,6 @@ def test_a_group_that_runs_already_gets_the_timeout_and_keeps_its_backend(alone)
     assert timeout_of_group() == timedelta(seconds=15)
 
 
-@pytest.mark.parametrize("first", ["nothing", "accelerator", "arguments"])
-def test_the_trainers_ddp_timeout_is_that_of_the_group(alone, tmp_path, first):
-    class OurTrainer(FSDPTrainerMixin, Trainer):
-        pass
-
-    if first == "accelerator":
-        make_accelerator(cpu=True)
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, ddp_timeout=15, report_to=[])
-    if first == "arguments":
-        make_accelerator(cpu=True)
-    OurTrainer(model=make_model("llama"), args=args)
-    assert timeout_of_group() == timedelta(seconds=15)
-
-
 # ---- which device, on which network ----
 
 FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
@@ -251,13 +237,6 @@ def test_a_group_of_ours_waits_as_long_as_torchs(alone):
     ensure_process_group("cpu")
     assert timeout_of() == timeout_of_group() == default_timeout("cpu") == default_pg_timeout
     assert default_timeout("cuda") == timedelta(minutes=10)
-
-
-def test_a_group_of_the_script_keeps_its_time_limit(alone):
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
-    ensure_process_group("cpu")
-    assert timeout_of() == timeout_of_group() == timedelta(seconds=77)
 
 
 def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):

@@ -139,16 +139,6 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     assert not choose("toy", replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
 
 
-def test_whole_gradients_are_accumulated_where_that_is_faster_and_fits():
-    toy, setup = Toy(1e9, gather=30.0), TrainingSetup(num_gpus=8, seq_len=512)
-    given = ["dp_replicate_size", "batch_size"]
-    best = choose("toy", setup, toy, fixed=given, global_batch_size=64)
-    assert best.setup.gradient_accumulation_steps > 1 and not best.setup.sync_each_batch
-    (choice,) = (each for each in best.choices if each.field == "sync_each_batch")
-    assert "slower" in choice.reasons[0]
-    assert choose("toy", setup, toy, fixed=[*given, "sync_each_batch"], global_batch_size=64).setup.sync_each_batch
-
-
 def test_the_longest_sequence_that_fits():
     """At some setting: the leanest."""
     toy = Toy(activation=1e7)

@@ -55,11 +55,6 @@ def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, An
         make_accelerator(**given)
 
 
-def test_fp16_on_a_cpu_is_named_before_anything_is_loaded() -> None:
-    with pytest.warns(UserWarning, match="'fp16' needs a scaled loss.*evaluation works.*Use 'bf16'"):
-        make_accelerator(mixed_precision="fp16")
-
-
 def test_names_of_torch_are_names_of_precisions() -> None:
     accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER

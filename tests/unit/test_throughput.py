@@ -75,14 +75,6 @@ def test_replicas_inside_which_shards_stay_save_a_slow_network() -> None:
     assert hybrid.exposed_seconds < 0.7 * flat.exposed_seconds
 
 
-def test_recomputation_costs_time_and_counts_as_hardware_flops_only() -> None:
-    plain, again = (estimate(activation_checkpointing=each) for each in (False, True))
-    assert again.model_flops == plain.model_flops
-    assert again.hardware_flops > 1.2 * plain.hardware_flops
-    assert again.step_seconds > 1.15 * plain.step_seconds
-    assert "with what is computed again" in str(again) and "again" not in str(plain)
-
-
 def test_a_full_allocator_stops_the_gpu() -> None:
     memory = memory_of(forecast())
     assert not memory.retried
