@@ -105,7 +105,7 @@ class Series:
     """Folder with the output of each run, under the run's name."""
     printed: dict[str, str]
     """Standard output of each run that ended as it was to end."""
-    said: str
+    stderr: str
     """Standard error of all processes."""
     code: int
     """Exit status of the launcher."""
@@ -114,14 +114,14 @@ class Series:
 
     def of(self, name: str) -> str:
         """What a run printed; fails with all of standard error where it did not end well."""
-        assert name in self.printed, self.said[-6000:]
+        assert name in self.printed, self.stderr[-6000:]
         return self.printed[name]
 
     def losses(self, name: str) -> tuple[float, float]:
         """The evaluation loss before and after a run, as printed."""
-        found = re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", self.of(name))
-        assert found, self.of(name)
-        before, after = map(float, found.groups())
+        match = re.search(r"evaluation loss +([\d.]+) before, ([\d.]+) after", self.of(name))
+        assert match, self.of(name)
+        before, after = map(float, match.groups())
         return before, after
 
     def state(self, name: str) -> dict[str, Any]:
@@ -141,9 +141,9 @@ class Series:
     def error(self, name: str) -> str:
         """The error of a run that was to be refused before it loaded a model."""
         assert "rank 0 read" not in self.of(name), "the model was loaded before"
-        found = re.search(r"^error: (.*)$", self.of(name), re.MULTILINE)
-        assert found, self.of(name)
-        return found[1]
+        match = re.search(r"^error: (.*)$", self.of(name), re.MULTILINE)
+        assert match, self.of(name)
+        return match[1]
 
     def logits(self, name: str) -> torch.Tensor:
         """The logits of the trained model on its shards, for the probe."""
@@ -154,7 +154,7 @@ class Series:
         """Compare what a plain model makes of the probe with what the trained model made of it on shards."""
         with torch.no_grad():
             logits = model.eval()(**{key: torch.tensor(value) for key, value in self.probe.items()}).logits
-        torch.testing.assert_close(logits, self.logits(name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, self.logits(name), rtol=1e-4, atol=1e-4)
 
     def check_resumed(self) -> None:
         """The run "resumed" of `two_runs` began in the middle, and its end is that of "trained" to the bit, as is its
@@ -173,11 +173,11 @@ def launch(
     """Launch a script on two ranks in a folder, without a hub unless the variables give one."""
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG, script]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
     return subprocess.run(
         [*map(str, command), *arguments],
         cwd=folder,
-        env={**os.environ, **told, **(variables or {})},
+        env={**os.environ, **environment, **(variables or {})},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -201,13 +201,13 @@ def launch_series(
     """
     script = folder / "series.py"
     script.write_text(SERIES)
-    given = [
+    entries = [
         (name, [*options, "--output_dir", str(folder / name)], part is refused)
         for part in (runs, refused or {})
         for name, options in part.items()
     ]
     last = None if wrong is None else [*wrong, "--output_dir", str(folder / "wrong")]
-    arguments = [str(ROOT / "recipes" / recipe), *map(json.dumps, [probe or PROBE, *given, last])]
+    arguments = [str(ROOT / "recipes" / recipe), *map(json.dumps, [probe or PROBE, *entries, last])]
     done = launch(folder, *arguments, script=script)
     printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
     return Series(folder, printed, done.stderr, done.returncode, probe or PROBE)

@@ -33,7 +33,7 @@ def series(tmp_path_factory) -> Series:
     runs["compared"] += ["--learning_rate", "1e-2"]
     wrong = ["--model_name_or_path", model, "--dataset_name", write_lines(folder / "wrong.jsonl", [{"txt": ""}] * 9)]
     done = launch_series(folder, "accelerate_loop.py", runs, wrong=wrong)
-    assert done.code == 1, done.said[-4000:]
+    assert done.code == 1, done.stderr[-4000:]
     return done
 
 
@@ -97,9 +97,9 @@ def test_what_was_saved_opens_in_plain_transformers_and_is_what_was_trained(seri
 
 
 def test_bad_input_gets_one_clear_line(series):
-    errors = [line for line in series.said.splitlines() if line.startswith("accelerate_loop: error:")]
+    errors = [line for line in series.stderr.splitlines() if line.startswith("accelerate_loop: error:")]
     assert len(errors) == 1 and "has the columns txt" in errors[0]
-    assert 'accelerate_loop.py", line' not in series.said
+    assert 'accelerate_loop.py", line' not in series.stderr
 
 
 LATE = """

@@ -54,7 +54,7 @@ def test_an_adapter_is_its_own_reference(runs):
     assert before == NO_PREFERENCE and after < before
     assert "reference: the same checkpoint in float32, sharded alike and not trained\n" in runs.of("trained")
     assert "reference" not in runs.of("lora") and runs.of("trained").count("rank 0 read") == 1
-    assert "is_gradient_checkpointing" not in runs.said
+    assert "is_gradient_checkpointing" not in runs.stderr
     for folder in (runs.folder / "lora", runs.folder / "lora" / "merged"):
         runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(folder))
 
@@ -70,11 +70,11 @@ def test_a_prompt_may_stand_in_both_answers(runs):
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         ("same", "`chosen` equals `rejected`"),
         ("streamed", "--precompute_ref_log_probs writes its values beside the data set"),
     ],
 )
-def test_errors_come_before_the_model(runs, run, said):
-    assert said in runs.error(run)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)

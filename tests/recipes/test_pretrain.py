@@ -62,4 +62,5 @@ def test_a_model_drawn_on_two_ranks_is_the_one_that_one_process_draws(series):
     assert_same_model(drawn, alone)
     given = AutoModelForCausalLM.from_pretrained(series.folder / "demo")
     assert not torch.equal(drawn.lm_head.weight, given.lm_head.weight), "nothing of the checkpoint"
+    assert "not evaluated" in series.of("drawn") and not series.log("drawn", "eval_loss")
     assert "new weights, drawn with the seed 7" in series.of("drawn") and "rank 0 read" not in series.of("drawn")

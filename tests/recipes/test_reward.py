@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification
 
 from hf_fsdp_tools import from_pretrained
@@ -23,8 +22,6 @@ def runs(tmp_path_factory) -> Series:
     common = [*bare, *data["turns"]]
     runs = two_runs(folder, 8, *common, learning_rate=3e-3)
     runs["still"] = [*common, "--max_steps", "1", "--learning_rate", "0"]
-    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--max_steps", "4", "--learning_rate", "3e-3"]
-    runs["lora"] = [*common, *lora]
     return launch_series(folder, "reward.py", runs, refused={"wrong": [*bare, *data["wrong"]]})
 
 
@@ -46,15 +43,6 @@ def test_the_head_is_drawn_by_the_seed_whatever_the_number_of_ranks(runs):
 
 def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
     runs.check_resumed()
-
-
-def test_an_adapter_is_saved_with_the_head(runs):
-    before, after = runs.log("lora", "eval_loss")
-    assert after < before
-    runs.check_opened("lora", AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged"))
-    adapted = AutoPeftModelForSequenceClassification.from_pretrained(runs.folder / "lora", num_labels=1)
-    runs.check_opened("lora", adapted)
-    assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")
 
 
 def test_an_error_comes_before_the_model(runs):

@@ -104,7 +104,7 @@ def test_ranks_with_and_without_images_train_together(runs):
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         ("blind", "no processor of images"),
         ("cut", "16 of them for 1 image(s), which may not be cut"),
@@ -112,5 +112,5 @@ def test_ranks_with_and_without_images_train_together(runs):
         ("packed", "TRL packs no rows with images"),
     ],
 )
-def test_errors_come_before_the_model(runs, run, said):
-    assert said in runs.error(run)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
-from torch.distributed.constants import default_pg_timeout
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
@@ -19,10 +18,8 @@ from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import cpu_backend
 from hf_fsdp_tools.distributed.cpu_backend import (
     choose_interface,
-    default_timeout,
     interface_towards,
     loopback_address,
-    timeout_of,
 )
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
@@ -231,12 +228,6 @@ def test_a_recipe_chooses_the_interface_before_its_arguments_start_the_group(mon
 
 
 # ---- time limits, and what the Trainer takes for its own ----
-
-
-def test_a_group_of_ours_waits_as_long_as_torchs(alone):
-    ensure_process_group("cpu")
-    assert timeout_of() == timeout_of_group() == default_timeout("cpu") == default_pg_timeout
-    assert default_timeout("cuda") == timedelta(minutes=10)
 
 
 def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):

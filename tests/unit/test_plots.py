@@ -1,8 +1,8 @@
 """Pictures show the memory and the schedule of a step where they are; a page needs neither network nor script."""
 
 import builtins
+import re
 from base64 import b64decode
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -63,11 +63,6 @@ def highest(area):
     return max(area.get_paths()[0].vertices, key=lambda corner: corner[1])
 
 
-def test_areas_end_at_the_memory_of_the_step():
-    tops = [highest(area)[1] for area in PICTURES["memory"]().axes[0].collections]
-    assert max(tops) == pytest.approx(STEP.peak_bytes / 1e9) and tops == sorted(tops)
-
-
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
     """The same step at another speed, which changes in the middle, falls on itself."""
     middle = SPANS[len(SPANS) // 2][0]
@@ -116,24 +111,6 @@ def test_nothing_to_draw_is_refused(draw):
         draw()
 
 
-class Page(HTMLParser):
-    """Tags that are open, and the sources of its pictures."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.sources = [], set(), []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.sources += [value for key, value in attributes if key in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_a_page_holds_all_and_needs_no_network():
     text = page_text(
         title="Fits & runs",
@@ -144,10 +121,10 @@ def test_a_page_holds_all_and_needs_no_network():
         plan=PLAN,
         notes=["estimated"],
     )
-    page = Page(text)
-    assert page.open == [] and not page.tags & {"script", "link", "iframe"} and len(page.sources) == 2
-    for source in page.sources:
-        kind, _, picture = source.partition(",")
+    assert not re.search(r"<(script|link|iframe)|href=", text)
+    sources = re.findall(r'src="(.*?),(.*?)"', text)
+    assert len(sources) == text.count("<img") == 2
+    for kind, picture in sources:
         assert kind == "data:image/svg+xml;base64" and ElementTree.fromstring(b64decode(picture)).tag.endswith("svg")
     for word in ("60.0 GB", "activations", "layers.0", "block X", "Fits &amp; runs", "a &lt;model&gt;", "estimated"):
         assert word in text

@@ -249,12 +249,6 @@ def test_a_file_in_another_encoding_is_named_with_its_line(suffix, tmp_path):
         load_splits(script(f"old{suffix}"), trainer_arguments(), columns=SFT)
 
 
-def test_an_option_is_named_for_columns_where_the_recipe_has_it(tmp_path):
-    lines(tmp_path / "q.jsonl", [{"sentence": "a", "label": 1}] * 9)
-    with pytest.raises(ConfigError, match=r"Rename one, or name a column with --dataset_text_field\.$"):
-        load_splits(script("q.jsonl"), trainer_arguments(), columns=[{"text", "label"}])
-
-
 def test_fewer_rows_than_ranks(tmp_path, monkeypatch):
     data = lines(tmp_path / "few.jsonl", [{"text": "a"}] * 4)
     monkeypatch.setattr("hf_fsdp_tools.scripting.data.rank_and_size", lambda: (0, 8))
@@ -489,11 +483,6 @@ def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch
     sizes = sorted(map(len, shares))
     assert sizes[-1] - sizes[0] <= 3, "nearly as many rows for each"
     assert len(set.union(*shares)) >= 7 * files - 4
-
-
-def test_a_rank_with_files_of_its_own_reads_no_other(monkeypatch):
-    read = texts(share(monkeypatch, 1, 2, stream(4)), 50)
-    assert {text[0] for text in read} == {"2", "3"}
 
 
 def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):

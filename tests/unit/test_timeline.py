@@ -155,30 +155,6 @@ LABELS = [
 ]
 
 
-def test_a_recorded_step_on_a_cpu():
-    """The allocator's total begins with the first trace of the process; what was there before is added."""
-    trace = {
-        "traceEvents": [
-            *LABELS,
-            memory(5, 100, 1100),
-            memory(30, 50, 1150),
-            memory(52, -100, 1050),
-            memory(130, 700, 1750),
-            memory(152, -700, 1050),
-            memory(190, 1, 1051),
-            memory(210, 2, 1053),
-            {"ph": "M", "name": "process_name"},
-        ]
-    }
-    line = read_memory(trace, resident_bytes=10_000)
-    assert (
-        line.allocated == (10_000, 10_100, 10_150, 10_050, 10_750, 10_050, 10_051, 10_053) and line.origin == "measured"
-    )
-    assert line.phases == ("forward", "forward", "forward", "forward", "backward", "backward", "clip", "optimizer")
-    assert line.units == ("", "", "layers.0", "layers.0", "layers.0", "layers.0", "", "")
-    assert line.reserved == () and line.positions[:2] == pytest.approx((0, 5e-6))
-
-
 def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
     trace = {
         "traceEvents": [
@@ -241,22 +217,6 @@ def test_collectives_of_gloo_belong_to_the_units_that_launched_them():
     computed = [(b.unit, b.phase, round(1e6 * b.start_s)) for b in schedule.bars if b.operation == "compute"]
     assert computed == [("layers.0", "forward", 31), ("", "optimizer", 210)], "not gloo's thread, not the waiting"
     assert schedule.exposed_seconds == pytest.approx(31e-6)
-
-
-def test_a_step_without_fsdp_has_its_phases_too():
-    trace = {
-        "traceEvents": [
-            record("aten::mm", 1, 5),
-            memory(2, 10, 10),
-            record("autograd::engine::evaluate_function: MmBackward0", 20, 5),
-            memory(22, 10, 20),
-            record("autograd::engine::evaluate_function: x", 30, 5),
-            record("Optimizer.step#SGD.step", 50, 5, "user_annotation"),
-            memory(52, -10, 10),
-        ]
-    }
-    assert read_memory(trace).phases == ("forward", "forward", "backward", "optimizer")
-    assert {bar.phase for bar in read_schedule(trace).bars} == {"forward", "backward", "clip"}
 
 
 def test_a_recording_of_nothing_is_said():

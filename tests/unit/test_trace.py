@@ -14,7 +14,7 @@ from transformers import masking_utils
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Work
+from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
@@ -236,22 +236,6 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch():
             is_part = name.endswith("cls_token")
             assert taken[block].num_bytes == trained[name].num_bytes * (5 if is_part else 1), name
             assert taken[block].kind == "whole gradients"
-
-
-def test_marks_stand_where_fsdp_acts():
-    trace = traced("llama", precision="bf16", activation_checkpointing=True)
-    marks = [(event.where, event.module) for event in trace.events if isinstance(event, Mark) and not event.again]
-    layers = ["model.layers.0", "model.layers.1"]
-    forward = [module for where, module in marks if where == "before_forward" and module in layers]
-    backward = [(where, module) for where, module in marks if where.endswith("backward") and module in layers]
-    assert forward == layers
-    assert backward == [(where, name) for name in layers[::-1] for where in ("before_backward", "after_backward")]
-    again = [event for event in trace.events if isinstance(event, Work) and event.again]
-    first = [event for event in trace.events if isinstance(event, Work) and event.phase == "forward"]
-    assert {event.phase for event in again} == {"backward"}
-    done = lambda works: sum(work.flops for work in works if work.unit in layers)  # noqa: E731
-    # Recomputation ends at the last tensor that the backward pass needs: the last product of a block is left out.
-    assert 0.7 < done(again) / done(first) < 1 and not any(work.model_flops for work in again)
 
 
 # ---- kinds of training ----
