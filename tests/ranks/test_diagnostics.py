@@ -286,22 +286,6 @@ def test_ties_that_came_apart_are_named():
     run_ranks(run_cases, 2, cases)
 
 
-# ---- activation checkpointing ----
-
-
-def two_switches() -> None:
-    twice = make_model("llama")
-    twice.gradient_checkpointing_enable({"use_reentrant": False})
-    for index, block in enumerate(twice.model.layers):
-        twice.model.layers[index] = checkpoint_wrapper(block)
-    fact = r"2 modules .*: model\.layers\.0, model\.layers\.1"
-    _expect(diagnose(_sharded(model=twice)), "checkpointing-twice", "warning", fact, r"Switch one off")
-
-
-def test_checkpointing_twice_is_named():
-    run_ranks(two_switches, 2)
-
-
 # ---- between ranks ----
 
 

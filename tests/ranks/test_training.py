@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -639,7 +639,10 @@ def _replicas(folder, shards):
     if shards > 1:
         os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"
-        return _loop(folder)
+        run, accelerator = _loop(folder), new_accelerator()
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        assert sharding_of(from_pretrained(folder, accelerator=accelerator)).mesh.shape == (2, 2), "Accelerate's plugin"
+        return run
     for sizes, message in (
         ({"dp_replicate_size": 2}, r"dp_shard_size 1 shard nothing: each process would hold a whole model"),
         ({"tp_size": 2}, r"tp_size=2: only dp_replicate_size.*Leave the others out"),

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 
 import pytest
 import torch
@@ -78,23 +77,6 @@ def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch)
 
         class Renamed(FSDPTrainerMixin, Trainer):
             pass
-
-
-class Theirs(Trainer):
-    def save_model(self, output_dir=None, _internal_call=False): ...
-
-
-def test_methods_of_a_trainer_that_would_not_be_called_are_named():
-    with pytest.warns(UserWarning, match=r"Mine\._save, Theirs\.save_model: not called, .* Write save_model in Mine"):
-
-        class Mine(FSDPTrainerMixin, Theirs):
-            def _save(self, output_dir=None, state_dict=None): ...
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-
-        class Fine(FSDPTrainerMixin, Trainer):
-            def save_model(self, output_dir=None, _internal_call=False): ...
 
 
 def test_versions_that_nobody_tried_are_told_once(monkeypatch):
