@@ -15,7 +15,7 @@ from torch import nn
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 
-KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "8b")
+KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "4b", "8b")
 
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -46,17 +46,25 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
 
-def llama_8b() -> hf.PreTrainedConfig:
-    """The shapes of meta-llama/Llama-3.1-8B: 16.06 GB."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    return hf.LlamaConfig(**sizes, **heads, max_position_embeddings=131072, tie_word_embeddings=False)
+# Shapes of meta-llama/Llama-3.2-1B, Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B, from their configs on the hub.
+RELEASED: dict[str, dict[str, int | bool]] = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+}
+
+
+def released(kind: str) -> hf.PreTrainedConfig:
+    """A model of the hub."""
+    sizes = RELEASED[kind] | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    sizes |= {"head_dim": 64 if kind == "1b" else 128, "tie_word_embeddings": kind != "8b"}
+    return (hf.Qwen3Config if kind == "4b" else hf.LlamaConfig)(**sizes)
 
 
 def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
-    """The widest model of about that many bytes in bf16 with at least 8 layers; of "8b" that model, or a tiny one."""
-    if kind == "8b":
-        return llama_8b() if num_bytes > 1e9 else config_of("dense", 128, 2)
+    """The widest model of about that many bytes in bf16 with at least 8 layers; or that of the hub."""
+    if kind in RELEASED:
+        return released(kind)
     for width in (2048, 1536, 1024, 768, 512, 256, 128):
         one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
         layers = round((num_bytes - (2 * one - two)) / (two - one))
