@@ -180,8 +180,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "input_features_mask": {"kind": "ones", "shape": (2, 16)},
     },
 }  # fmt: skip
-"""Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out; "only" to have no
-others."""
+"""Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out."""
 
 CLASSES: dict[str, list[str]] = {
     "musicgen": ["MusicgenForConditionalGeneration"],
