@@ -25,14 +25,7 @@ Row = dict[str, Any]
 
 
 def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool) -> int:
-    """Write a row of each type to a file of JSON lines as it comes, and the summary beside it; return the exit status.
-
-    Args:
-        output: continued where it exists: what has a row is not run again.
-        only: these types, also where they have a row; all of them where the list is empty.
-        jobs: how many types are examined at a time.
-        only_failed: run again what has a row and does not agree.
-    """
+    """Write a row of each type to a file as it comes, and the summary beside it; return the exit status."""
     written = written_rows(output)
     if only or only_failed:
         types = only or [name for name, row in written.items() if row["verdict"] != "agrees"]
@@ -97,11 +90,7 @@ def examine_on_ranks(folder: Path) -> Row:
 
 
 def judged(ranks: list[Row]) -> Row:
-    """One row of all ranks: the worst of each check, a verdict, and why.
-
-    Args:
-        ranks: the results of `examine_sharded`, each key after its precision and `_`.
-    """
+    """One row of all ranks: the worst of each check, a verdict, and why."""
     row: Row = {}
     faults: list[str] = []
     for precision in PRECISIONS:

@@ -1,7 +1,9 @@
 """The training census as text: what was compared, how much agrees, and what does not, with its reason."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from benchmarks.measuring.comparison import table_of
 
 Row = dict[str, Any]
 PREFACE = """# Census of training
@@ -44,8 +46,5 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[str]:
-    """A Markdown table, line by line."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    return table_of(head, [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows])

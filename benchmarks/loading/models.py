@@ -83,7 +83,12 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
     model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
     allocate(model, device=torch.device("cpu"))
     for parameter in model.parameters():
-        fill_at_random(parameter)
+        if kind not in RELEASED:
+            fill_at_random(parameter)
+        elif parameter.dim() > 1:
+            parameter.detach().normal_(0.0, 0.02)
+        else:  # norms: `benchmarks/training.py` trains these models
+            parameter.detach().fill_(1.0)
     part = folder.with_name(f"{folder.name}.part")
     saved = model.base_model if kind == "gpt2" else model
     saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / 6 * 1.05))  # about six files
@@ -129,11 +134,7 @@ def fill_at_random(parameter: nn.Parameter) -> None:
 
 
 def set_cache(folder: Path, cache: str) -> None:
-    """Bring the files into the page cache, or ask the system to forget them.
-
-    Raises:
-        RuntimeError: A file is still in the cache, because a process maps it or its file system lives in memory.
-    """
+    """Bring the files into the page cache, or ask the system to forget them."""
     for file in folder.iterdir():
         with open(file, "rb") as stream:
             if cache == "warm":

@@ -13,15 +13,7 @@ from tests._dist import num_gpus, run_ranks
 def arguments(
     doc: str, *, contestants: str, models: Sequence[str], ranks: Sequence[int], folder: str
 ) -> argparse.Namespace:
-    """The command line, with what it leaves open filled in.
-
-    Args:
-        doc: of the script; its first line is shown.
-        contestants: "loaders" or "savers".
-        models: those that are measured unless others are asked for.
-        ranks: numbers of ranks unless given.
-        folder: of models, within the system's temporary folder.
-    """
+    """The command line, with what it leaves open filled in."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     add_page_options(parser, folder)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where shards are; GPUs where there are any")

@@ -41,10 +41,7 @@ def measured(
 ) -> dict[str, Row]:
     """One row per contestant, or why it failed.
 
-    Args:
-        names: of the contestants.
-        rounds: in each of which every contestant runs once.
-        run_once: gives the figures of each rank and the result of a check, for a name and whether it is the first run.
+    `run_once` gives each rank's figures and the result of a check, of a name and whether it is that one's first run.
     """
     runs: dict[str, list[list[Figures]]] = {name: [] for name in names}
     failed: dict[str, str] = {}
@@ -146,7 +143,7 @@ def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
 
 def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """A table without the columns that hold nothing."""
-    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    kept = [i for i in range(len(columns)) if not lines or any(line[i] for line in lines)]
     shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
     return [f"| {' | '.join(line)} |" for line in shown]
 
