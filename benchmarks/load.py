@@ -113,7 +113,7 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
         return [name, "fails", *[""] * 8, row["failed"]]
     by_rank = megabytes(row)
     read, disk = (max(rank[key] / rank["share"] for rank in row["ranks"]) for key in ("read", "disk"))
-    on_gpu = any(rank["pinned"] or rank["above_device"] for rank in row["ranks"])
+    on_gpu = any(rank.get("pinned") or rank.get("above_device") for rank in row["ranks"])
     device, pinned = ("{above_device} ({reserved_left})", "{pinned} ({pinned_left})")
     return [
         name,

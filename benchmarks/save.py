@@ -141,7 +141,7 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     return [
         name,
         *times_of(name, rows),
-        SAVERS[name].syncs,
+        SAVERS[name].syncs if name in SAVERS else "",
         *times_of(name, rows, "on_disk"),
         seconds_text(row["pause"]) if "pause" in row else "",
         by_rank["written"],
