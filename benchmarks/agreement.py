@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +25,9 @@ from unittest.mock import patch
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 import torch.distributed as dist
 
+from benchmarks.measuring.comparison import about, table_of
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.distributed.liveness import StoreClient
 from hf_fsdp_tools.distributed.rounds import Rounds, rounds_of
@@ -92,23 +91,15 @@ def show(times: list[float]) -> str:
 
 def report(measured: dict[int, dict[str, Any]]) -> str:
     """The result as Markdown."""
-    command = " ".join(["python", "benchmarks/agreement.py", *sys.argv[1:]])
-    lines = [
-        "# Rounds of the ranks' agreement",
-        "",
-        f"`{command}`, {date.today()}, torch {torch.__version__}, {os.cpu_count()} cores. The columns stand at the top "
-        "of `benchmarks/agreement.py`.",
-        "",
-        "| ranks | load: rounds | s | save: rounds | s | round, ms | `all_gather_object`, ms | store |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    made = about("benchmarks/agreement.py", "cpu")
+    lines = ["# Rounds of the ranks' agreement", "", f"`{made['command']}`, {made['where']}", ""]
+    columns = ["ranks", "load: rounds", "s", "save: rounds", "s", "round, ms", "`all_gather_object`, ms", "store"]
+    rows = []
     for size, one in measured.items():
         operations = ", ".join(f"{name} {count:.1f}" for name, count in sorted(one["operations"].items()))
-        lines.append(
-            f"| {size} | {one['loads']} | {one['load_s']:.2f} | {one['saves']} | {one['save_s']:.2f} | "
-            f"{show(one['round'])} | {show(one['gather'])} | {operations} |"
-        )
-    return "\n".join(lines) + "\n"
+        load, save = ([f"{one[f'{call}s']}", f"{one[f'{call}_s']:.2f}"] for call in ("load", "save"))
+        rows.append([f"{size}", *load, *save, show(one["round"]), show(one["gather"]), operations])
+    return "\n".join([*lines, *table_of(columns, rows)]) + "\n"
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ Each model is built on the meta device in bf16 from its default configuration (r
 built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)
 and the root's lazy initialisation raise nothing; no unit is a container; every tied set is in one unit; no block of a
 list that holds 10 % of the model is left in the root; no unit exceeds 1.05 × 2 × the largest block or the largest set
-of parameters on one module; and there are about two units per block at most. Beside it stand the units that Accelerate
-(FSDP2, by class) and transformers (its own `fsdp_plan`) would make, put to the same test.
+of parameters on one module; and there are about two units per block at most.
 
 --train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
             one process (see `architectures/agree.py`). A row is written as it comes, and what has a row is not run
@@ -21,14 +20,11 @@ of parameters on one module; and there are about two units per block at most. Be
 import argparse
 import contextlib
 import csv
-import functools
-import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,18 +41,20 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_of
+from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_by_default
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.blocks import detect_blocks
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
+from tests._dist import run_ranks
 
 WORLD = 8
-ACCELERATE_MIN_PARAMS = 100_000_000  # what `accelerate launch` sets for SIZE_BASED_WRAP where nothing is given
 TIMEOUT_S = 300.0
 COLUMNS = [
     "type", "role", "class", "parameters", "stacks", "blocks", "units", "largest_unit", "largest_params", "replicated",
-    "seconds", "verdict", "why", "accelerate", "accelerate_by_size", "transformers",
+    "seconds", "verdict", "why",
 ]  # fmt: skip
 Unit = tuple[tuple[str, ...], bool | None]  # module fqns, reshard_after_forward
 
@@ -170,62 +168,11 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
     return []
 
 
-# ---- what the neighbours would do ------------------------------------------------------------------------------------
-
-
-def accelerate_units(model: Any, *, by_size: bool = False) -> list[Unit]:
-    """Units of Accelerate 1.15's FSDP2: TRANSFORMER_BASED_WRAP by `_no_split_modules`, or SIZE_BASED_WRAP."""
-    from accelerate.utils.dataclasses import get_module_class_from_name
-    from accelerate.utils.fsdp_utils import _find_final_norm, get_module_children_bottom_up
-
-    classes = []
-    for name in () if by_size else model._no_split_modules or ():
-        found = get_module_class_from_name(model, name)
-        if found is None:
-            raise ValueError(f"Could not find the transformer layer class {name} in the model.")
-        classes.append(found)
-    fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    children = get_module_children_bottom_up(model)[:-1]
-    chosen = [m for m in children if (numel(m) > ACCELERATE_MIN_PARAMS if by_size else isinstance(m, tuple(classes)))]
-    units: list[Unit] = [((fqns[id(m)],), True) for m in dict.fromkeys(chosen)]
-    taken = {id(m) for m in chosen}
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = embed is not None and head is not None and getattr(embed, "weight", 0) is getattr(head, "weight", 1)
-    if embed is not None and not tied and id(embed) not in taken:
-        units.append(((fqns[id(embed)],), True))
-        taken.add(id(embed))
-    tail = (_find_final_norm(model), *((embed,) if tied else ()), head)
-    names = tuple(fqns[id(m)] for m in tail if m is not None and id(m) not in taken)
-    return [*units, *([(names, False)] if names else []), (("",), None)]
-
-
-def transformers_units(model: Any) -> list[Unit]:
-    """transformers' own `fsdp_plan`, resolved as `from_pretrained(distributed_config=...)` resolves it."""
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.fsdp import is_norm_and_head_pair
-
-    plan = model._resolve_parallel_plans(DistributedConfig(fsdp_size=WORLD))[2]
-    kept = [(name, model.get_submodule(name)) for name, style in plan.items() if style == "keep_full_weight"]
-    units: list[Unit] = [((name,), True) for name, style in plan.items() if style != "keep_full_weight"]
-    if is_norm_and_head_pair(kept, model):
-        units.append((tuple(name for name, _ in kept), False))
-    else:
-        units += [((name,), False) for name, _ in kept]
-    return [*units, (("",), None)]
-
-
-NEIGHBOURS: dict[str, Callable[[Any], list[Unit]]] = {
-    "accelerate": accelerate_units,
-    "accelerate_by_size": functools.partial(accelerate_units, by_size=True),
-    "transformers": transformers_units,
-}
-
-
 # ---- one row ---------------------------------------------------------------------------------------------------------
 
 
-def examine(model_type: str, role: str, candidates: list[str], *, compare: bool) -> dict[str, Any]:
-    """One row of the table."""
+def examine(model_type: str, role: str, candidates: list[str]) -> dict[str, Any]:
+    """One row of the table; in a process group of any kind."""
     row: dict[str, Any] = {"type": model_type, "role": role, "class": candidates[0]}
     try:
         model = build(model_type, candidates)
@@ -237,33 +184,20 @@ def examine(model_type: str, role: str, candidates: list[str], *, compare: bool)
         plan = make_wrap_plan(model)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        if os.environ.get("CENSUS_TRACE"):
-            traceback.print_exc()
         return {**row, "parameters": numel(model), "verdict": "failed", "why": why}
     row |= {"parameters": plan.num_params, **describe(model, plan), "seconds": f"{time.perf_counter() - start:.2f}"}
     faults = verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
-    faults += lean(row)
-    row |= {"verdict": "failed" if faults else "ok", "why": "; ".join(faults[:3])}
-    for name, make in NEIGHBOURS.items() if compare else ():
-        try:
-            model = build(model_type, candidates)
-            found = verdict(model, make(model))
-        except Exception as error:
-            found = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
-        row[name] = found[0][:120] if found else "ok"
-    return row
+    if row["units"] > 2 * row["blocks"] + 6:  # six for what stands around the blocks
+        faults.append(f"{row['units']} units for {row['blocks']} blocks")
+    return row | {"verdict": "failed" if faults else "ok", "why": "; ".join(faults[:3])}
 
 
 def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
-    from hf_fsdp_tools.planning.blocks import detect_blocks
-
-    blocks = detect_blocks(model)
-    stacks = [
-        f"{s.fqn} {s.count}x {'|'.join(s.class_names)}" + ("" if s.is_major else " (minor)") for s in blocks.stacks
-    ]
+    stacks = detect_blocks(model).stacks
+    texts = [f"{s.fqn} {s.count}x {'|'.join(s.class_names)}" + ("" if s.is_major else " (minor)") for s in stacks]
     return {
-        "stacks": "; ".join(stacks),
-        "blocks": sum(stack.count for stack in blocks.stacks),
+        "stacks": "; ".join(texts),
+        "blocks": sum(stack.count for stack in stacks),
         "units": len(plan.units),
         "largest_unit": plan.largest_unit.modules[0] or "(root)",
         "largest_params": plan.largest_unit.num_params,
@@ -271,58 +205,33 @@ def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
     }
 
 
-def lean(row: dict[str, Any]) -> list[str]:
-    """About two units per block at most; six for what stands around them."""
-    allowed = 2 * row["blocks"] + 6
-    return [f"{row['units']} units for {row['blocks']} blocks"] if row["units"] > allowed else []
+def examine_alone(*task: Any) -> dict[str, Any]:
+    """`examine` in a fake process group, for `run_ranks`."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    return examine(*task)
 
 
-def _examine_in_child(queue: Any, *task: Any) -> None:
-    if not os.environ.get("CENSUS_TRACE"):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what models say while they are built is not the table
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD)
-    queue.put(examine(*task[:3], compare=task[3]))
-
-
-def run_one(task: tuple[str, str, list[str], bool]) -> dict[str, Any]:
-    """Examine in a forked process: a crash or a hang costs one row."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    class _Queue:
-        put = staticmethod(sender.send)
-
-    process = context.Process(target=_examine_in_child, args=(_Queue, *task))
-    process.start()
-    row = {"type": task[0], "role": task[1], "class": task[2][0], "verdict": "failed", "why": "timed out or crashed"}
-    if receiver.poll(TIMEOUT_S):
-        with contextlib.suppress(EOFError):  # it crashed before it had an answer
-            row = receiver.recv()
-    process.join(5)
-    if process.is_alive():
-        process.kill()
+def run_one(task: tuple[str, str, list[str]]) -> dict[str, Any]:
+    """Examine in a process: a crash or a hang costs one row."""
+    try:
+        row: dict[str, Any] = run_ranks(examine_alone, 1, *task, timeout_s=TIMEOUT_S)[0]
+    except AssertionError as error:
+        why = str(error).strip().splitlines()[-1]
+        return {"type": task[0], "role": task[1], "class": task[2][0], "verdict": "failed", "why": why}
     return row
 
 
-def tasks(only: list[str], roles: list[str], *, compare: bool) -> list[tuple[str, str, list[str], bool]]:
-    found = []
-    for model_type in only or sorted(CONFIG_MAPPING.keys()):
-        try:
-            config = build_config(model_type)
-        except Exception:
-            config = None
-        for role, names in classes_of(model_type, config).items():
-            if role in roles:
-                found.append((model_type, role, names, compare and role == "main"))
-    return found
+def tasks(only: list[str], roles: list[str]) -> list[tuple[str, str, list[str]]]:
+    types = only or sorted(CONFIG_MAPPING.keys())
+    classes = ((name, role, names) for name in types for role, names in classes_by_default(name).items())
+    return [task for task in classes if task[1] in roles]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="model types; default: all")
     parser.add_argument("--classes", nargs="*", default=["main", *OTHER_MAPPINGS], help="main, base, sequence, token")
-    parser.add_argument("--compare", action="store_true", help="also judge Accelerate and transformers (main class)")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
@@ -333,12 +242,8 @@ def main() -> int:
 
         output = arguments.output or Path(__file__).parent / "results" / "census_train.jsonl"
         return write_census(output, arguments.only, arguments.jobs, only_failed=arguments.only_failed)
-    if not dist.is_available():
-        sys.exit("torch.distributed is not available in this build of PyTorch.")
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
-
     rows: list[dict[str, Any]] = []
-    work = tasks(arguments.only, arguments.classes, compare=arguments.compare)
+    work = tasks(arguments.only, arguments.classes)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(arguments.output.open("w", newline="")) if arguments.output else None
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n") if file else None
@@ -357,8 +262,6 @@ def main() -> int:
     for role in arguments.classes:
         count = Counter(row["verdict"] for row in rows if row["role"] == role)
         print(f"{role}: {count['ok']} of {count['ok'] + count['failed']} correct, {count['not built']} not built")
-    for name in NEIGHBOURS if arguments.compare else ():
-        print(f"{name}: {sum(row.get(name) == 'ok' for row in rows)} correct")
     return int(any(row["verdict"] == "failed" for row in rows))
 
 

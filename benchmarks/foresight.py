@@ -30,6 +30,7 @@ from benchmarks.foreseeing import memory, tables
 from benchmarks.foreseeing.cases import CASES, SIZES
 from benchmarks.foreseeing.fit import fit
 from benchmarks.foreseeing.published import read_rows
+from tests._dist import hide_gpus
 
 _KEYS = ("case", "device", "size", "gpus")
 
@@ -46,6 +47,7 @@ def run_memory(args: argparse.Namespace) -> None:
             _show(record)
         args.records.write_text("".join(json.dumps(record) + "\n" for record in records))
         return
+    hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     known = {tuple(record[key] for key in _KEYS) for record in records}
     for case, world in memory.runs(args.device, args.cases, args.gpus):
         record: dict[str, Any] = dict(zip(_KEYS, (case.name, args.device, args.size, world), strict=True))

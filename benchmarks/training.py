@@ -41,10 +41,10 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring.rounds import OURS, Row, command, in_turn, median, ratios, where
-from benchmarks.measuring.tables import Page, table_of
+from benchmarks.loading.models import make_checkpoint
+from benchmarks.measuring.comparison import OURS, Page, Row, about, add_page_options, in_turn, ratio, table_of
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests._dist import num_gpus
+from tests._dist import num_gpus, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "benchmarks/training.py"
@@ -52,23 +52,6 @@ TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
 LIMIT_S = 600
 SMALL = {"hidden_size": 384, "num_layers": 8, "num_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
-
-
-def main() -> None:
-    args = parsed()
-    if args.report:
-        records = [json.loads(line) for line in args.report.read_text().splitlines()]
-        args.output.write_text(PAGE.render(records))
-        return
-    made = []
-    for record in cells(args):
-        made.append(record)
-        print("", f"## {title_of(record['cell'])}", "", *table(record["rows"]), sep="\n", flush=True)
-        if args.records:
-            with args.records.open("a") as stream:
-                stream.write(json.dumps(record) + "\n")
-        if args.output:
-            args.output.write_text(PAGE.render(made))
 
 
 def parsed() -> argparse.Namespace:
@@ -82,10 +65,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf_fsdp_tools-training"))
-    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
-    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
-    parser.add_argument("--output", type=Path, help="Markdown file")
+    add_page_options(parser, "hf_fsdp_tools-training")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.ranks = args.ranks or (num_gpus() if on_gpu else 2)
@@ -112,7 +92,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if "failed" not in row:
                     row["seconds"] = [*row["seconds"], found["step"]]
             ordered = {name: rows[name] for name in args.contestants}
-            yield {"cell": cell, "rows": ordered, "about": {"where": where(args.device), "command": command(SCRIPT)}}
+            yield {"cell": cell, "rows": ordered, "about": about(SCRIPT, args.device)}
 
 
 def checkpoint(model: str, args: argparse.Namespace) -> Path:
@@ -121,8 +101,7 @@ def checkpoint(model: str, args: argparse.Namespace) -> Path:
     if model == "small":
         return Path(make_demo_model(folder, max_length=max(1024, args.seq_len), max_shard_size="1GB", **SMALL))
     if not folder.is_dir():
-        words = ["-m", "benchmarks.measuring.random_models", model, str(folder)]
-        subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
+        run_ranks(make_checkpoint, 1, model, 0, folder, timeout_s=900)
         tokenizer = make_demo_model(args.folder / "tokenizer")
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (tokenizer / name).is_file():
@@ -255,7 +234,7 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
         name,
         f"{statistics.median(took):.3f} ({min(took):.3f}–{max(took):.3f})",
         f"{row['tokens'] / statistics.median(took):,.0f}",
-        median(ratios(rows, name, OURS)),
+        ratio(rows, name, OURS),
         f"{row['peak'] / 1e9:.2f}",
         f"{row['reserved'] / 1e9:.2f}" if row["reserved"] else "",
         f"{row['ready']:.0f}",
@@ -268,4 +247,4 @@ PAGE = Page(title="Training", script=SCRIPT, title_of=title_of, table=table)
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.run(parsed(), cells)

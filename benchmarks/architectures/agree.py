@@ -5,18 +5,14 @@ are their mean. Of the sharded model (`hf_fsdp_tools.from_pretrained`) each rank
 evaluation mode, since dropout draws other values on each rank; the random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
-is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are
-("weights"): the same operations on the same rounded weights, so that even roundings agree. Where that does not run, it
-is the model that transformers loads in bf16 ("loaded", buffers in bf16 too), and where that does not run either, the
-plain fp32 model under autocast ("autocast"). AdamW steps on fp32 weights; in bf16 it is judged by the same gradients.
+is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are: the same
+operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
-bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most. Beside
-"loaded" and "autocast", which round elsewhere, this holds of all tensors together, by the norm of their difference.
+bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +62,6 @@ class Figures:
     losses: list[float]
     gradients: Tensors
     stepped: Tensors
-    how: str
-    fails: str = ""
-    """What the references before `how` raised."""
 
 
 # ---- one forward pass ----
@@ -108,47 +101,32 @@ def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
 
 def plain_figures(case: Case, precision: str, world_size: int) -> Figures:
     """What the plain model computes of the batches of all ranks."""
-    if precision == "fp32":
-        return _plain_figures(case, load_plain(case, torch.float32), torch.float32, world_size, "plain")
-    said = []
-    for how in ("weights", "loaded", "autocast"):
-        try:
-            model = load_plain(case, torch.bfloat16 if how == "loaded" else torch.float32)
-            for parameter in model.parameters() if how == "weights" else ():
-                if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
-                    parameter.data = parameter.data.to(torch.bfloat16)
-            dtype = torch.float32 if how == "autocast" else torch.bfloat16
-            return replace(_plain_figures(case, model, dtype, world_size, how), fails="; ".join(said))
-        except Exception as error:
-            said.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    raise RuntimeError("; ".join(said))
-
-
-def _plain_figures(case: Case, model: nn.Module, dtype: torch.dtype, world_size: int, how: str) -> Figures:
+    model, dtype = load_plain(case), PRECISIONS[precision]
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
+            parameter.data = parameter.data.to(dtype)
     state = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
     total: Tensors = {}
     outputs, losses = [], []
-    with torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else nullcontext():
-        for rank in range(world_size):
-            outputs.append(evaluate(model, case.batch_of(rank, dtype)))
-            loss = loss_of(forward(model, case.batch_of(rank, dtype)))
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            losses.append(float(loss.detach()))
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    part = parameter.grad.float() / world_size
-                    total[name] = total[name] + part if name in total else part
+    for rank in range(world_size):
+        outputs.append(evaluate(model, case.batch_of(rank, dtype)))
+        loss = loss_of(forward(model, case.batch_of(rank, dtype)))
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                part = parameter.grad.float() / world_size
+                total[name] = total[name] + part if name in total else part
     if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
         raise ValueError("gradients are not finite")
-    weights = load_plain(case, torch.float32)
-    stepped = step(weights, total)
-    return Figures(state=state, outputs=outputs, losses=losses, gradients=total, stepped=stepped, how=how)
+    stepped = step(load_plain(case), total)
+    return Figures(state=state, outputs=outputs, losses=losses, gradients=total, stepped=stepped)
 
 
-def load_plain(case: Case, dtype: torch.dtype, folder: Path | None = None) -> PreTrainedModel:
+def load_plain(case: Case) -> PreTrainedModel:
     torch.manual_seed(3)
-    model = case.model_class.from_pretrained(folder or case.folder, dtype=dtype)
+    model = case.model_class.from_pretrained(case.folder, dtype=torch.float32)
     for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
         parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())
     return model.eval()
@@ -186,14 +164,7 @@ def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
-    """Outcome and largest difference of each check, on this rank; every rank must call.
-
-    Args:
-        case: on a file system that all ranks see.
-        precision: of `PRECISIONS`.
-        plain: of the same precision.
-        exact: in fp32; what is rounded is judged by how far the plain model is from it.
-    """
+    """Outcome and largest difference of each check, on this rank; every rank must call."""
     rank, dtype = dist.get_rank(), PRECISIONS[precision]
     policy = None if precision == "fp32" else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     torch.manual_seed(3)
@@ -202,7 +173,7 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     )
     row: dict[str, Any] = {"units": len(plan_of(model).units)}
     row["load"] = _unequal(tensors_of(model), exact.state)
-    gathered = Gathered(model)
+    gathered = Gathered()
     batch = case.batch_of(rank, torch.float32)
     with gathered.counted():
         outputs = evaluate(model, batch)
@@ -214,37 +185,20 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     row["gathered"], row["allowed"] = gathered.most, most_allowed(model, first)
     row["resharded"] = "" if not left_gathered else f"{left_gathered} units stay gathered after an evaluation"
     bound = TOLERANCE[precision]
-    judge = _apart if plain.how in ("plain", "weights") else _apart_together
-    row["outputs"] = judge(outputs, plain.outputs[rank], exact.outputs[rank], bound)
+    row["outputs"] = _apart(outputs, plain.outputs[rank], exact.outputs[rank], bound)
     losses = [{"loss": torch.tensor(value)} for value in (float(loss.detach()), plain.losses[rank], exact.losses[rank])]
-    row["loss"] = judge(*losses, bound)
+    row["loss"] = _apart(*losses, bound)
     own = output.get("loss") if isinstance(output, dict) else None
     if isinstance(own, torch.Tensor) and own.dtype != torch.float32:
         row["loss"] = (row["loss"][0], f"computed in {own.dtype}, and not in fp32 as by autocast")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    row["gradients"] = judge(gradients, plain.gradients, exact.gradients, bound, absent_is_zero=True)
-    stepped = own_step(model)
-    optimizer_of(model).step()
+    row["gradients"] = _apart(gradients, plain.gradients, exact.gradients, bound, absent_is_zero=True)
     if precision == "fp32":
+        optimizer_of(model).step()
         # AdamW divides rounding by gradients that are near zero.
         row["step"] = _apart(dict(model.named_parameters()), plain.stepped, exact.stepped, 10 * bound)
-    else:
-        row["step"] = _apart(
-            {n: local_tensor(p) for n, p in model.named_parameters()}, stepped, stepped, TOLERANCE["fp32"]
-        )
-    if precision == "fp32":
         row["save"] = _saved(case, model)
     return row
-
-
-def own_step(model: nn.Module) -> Tensors:
-    """This rank's shards after a step of AdamW by their gradients, as plain tensors."""
-    shards = nn.ParameterDict()
-    for i, parameter in enumerate(model.parameters()):
-        shards[str(i)] = nn.Parameter(local_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
-        shards[str(i)].grad = None if parameter.grad is None else local_tensor(parameter.grad).clone()
-    optimizer_of(shards).step()
-    return {name: shards[str(i)].detach() for i, (name, _) in enumerate(model.named_parameters())}
 
 
 def _unequal(found: Tensors, expected: Tensors) -> str:
@@ -292,25 +246,6 @@ def _apart(
     return worst, what
 
 
-def _apart_together(
-    found: Tensors, plain: Tensors, exact: Tensors, bound: float, *, absent_is_zero: bool = False
-) -> tuple[float, str]:
-    """As `_apart`, where the plain model rounds elsewhere: too large is what is further from fp32 than it, twice."""
-    worst, what = _apart(found, plain, exact, bound, absent_is_zero=absent_is_zero)
-    if not what or worst == float("inf"):
-        return worst, what
-    size = ours = theirs = 0.0
-    for name, whole in exact.items():
-        if name in plain and name in found and whole.is_floating_point() and found[name].shape == whole.shape:
-            a, b = local_tensor(found[name]).double(), held_part(plain[name], found[name]).double()
-            part = held_part(whole, found[name]).double()
-            size += float(part.square().sum())
-            ours += float((a - part).square().sum())
-            theirs += float((b - part).square().sum())
-    far = [(value / max(size, 1e-24)) ** 0.5 for value in (ours, theirs)]
-    return worst, f"{what}; {far[0]:.1e} from fp32, and not {far[1]:.1e}" if far[0] > 2 * far[1] + bound else ""
-
-
 def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     """The largest difference of a tensor, or of this rank's shard, relative to the largest value of the whole one."""
     a, b = local_tensor(found), held_part(whole, found)
@@ -351,25 +286,3 @@ def reopened_alone(case: Case, written: Tensors) -> str:
     reopened = case.model_class.from_pretrained(case.folder, dtype=torch.float32).state_dict()
     wrong = [name for name, value in written.items() if name not in reopened or not _same(reopened[name], value)]
     return f"{len(wrong)} tensors differ after transformers wrote and reopened them, {wrong[0]} first" if wrong else ""
-
-
-def repeated_alone(case: Case, plain: Figures, world_size: int) -> str:
-    """What differs when the plain model computes the same once more; where nothing does, how much it rounds."""
-    again = plain_figures(case, "fp32", world_size)
-    for what in ("gradients", "stepped"):
-        _, problem = _apart(getattr(again, what), getattr(plain, what), {}, TOLERANCE["fp32"], absent_is_zero=True)
-        if problem:
-            return f"two runs of the plain model differ: {what}, {problem}"
-    for rank, outputs in enumerate(again.outputs):
-        if problem := _apart(outputs, plain.outputs[rank], {}, TOLERANCE["fp32"])[1]:
-            return f"two runs of the plain model differ: outputs, {problem}"
-    return f"the plain model's gradients in fp32 are {rounding(case, plain, world_size):.1e} from those in fp64"
-
-
-def rounding(case: Case, plain: Figures, world_size: int) -> float:
-    """How far the plain model's gradients in fp32 are from those in fp64; nan where it does not run in fp64."""
-    try:
-        exact = _plain_figures(case, load_plain(case, torch.float64), torch.float64, world_size, "fp64").gradients
-    except Exception:
-        return float("nan")
-    return _apart(plain.gradients, exact, {}, TOLERANCE["fp32"], absent_is_zero=True)[0]

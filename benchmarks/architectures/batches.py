@@ -8,7 +8,7 @@ reads images or sound among words, the number of their placeholders is that of t
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,18 @@ from torch import nn
 from benchmarks.architectures.exceptions import INPUTS
 
 ROWS, WORDS, DECODER_WORDS = 2, 12, 6
-WORD_BYTES = ("input_ids", "decoder_input_ids")
+_FULL = {
+    "ones": (1, torch.long),
+    "zeros": (0, torch.long),
+    "true": (True, torch.bool),
+    "false": (False, torch.bool),
+}
+_VISION = ("vision_config", "vision", "image_config", "encoder", "backbone_config", "thinker_config")
+_VISION += ("vision_encoder_config", "vit_config", "vq_config")
+_AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")
+_MEL_BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "num_mels")
+_MEL_BINS += ("input_features_dim",)
+_MEL_BINS_FIRST = "whisper|qwen2audio|voxtral|audioflamingo|qwen3asr|omni|moss|glmasr|musicflamingo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +47,7 @@ Batch = dict[str, Spec]
 
 
 def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
-    """The tensors of a batch; other values for another seed, the same shapes.
-
-    Args:
-        batch: from `candidates`.
-        seed: of the values.
-    """
+    """The tensors of a batch from `candidates`; other values for another seed, the same shapes."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {}
     for name, spec in batch.items():
@@ -49,17 +55,12 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
             made[name] = torch.randn(spec.shape, generator=generator)
         elif spec.kind == "int":
             made[name] = torch.randint(spec.low, max(spec.high, spec.low + 1), spec.shape, generator=generator)
-        elif spec.kind == "ones":
-            made[name] = torch.ones(spec.shape, dtype=torch.long)
-        elif spec.kind == "zeros":
-            made[name] = torch.zeros(spec.shape, dtype=torch.long)
-        elif spec.kind == "true":
-            made[name] = torch.ones(spec.shape, dtype=torch.bool)
+        elif spec.kind in _FULL:
+            value, dtype = _FULL[spec.kind]
+            made[name] = torch.full(spec.shape, value, dtype=dtype)
         elif spec.kind == "patches":  # row and column before the pixels
             made[name] = torch.randn(spec.shape, generator=generator)
             made[name][..., :2] = made[name][..., :2].abs().floor()
-        elif spec.kind == "false":
-            made[name] = torch.zeros(spec.shape, dtype=torch.bool)
         elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
             made[name] = torch.randint(0, spec.high // 2, spec.shape, generator=generator)
             made[name][..., 2:] = made[name][..., :2] + spec.high // 4
@@ -79,30 +80,20 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
 
 
 def candidates(model: nn.Module, model_type: str) -> Iterator[Batch]:
-    """Batches that the model may take, the fullest first.
-
-    Args:
-        model: plain, on the CPU; asked for the features of images and sound.
-        model_type: whose exceptions are used.
-    """
+    """Batches that a plain model on the CPU may take, the fullest first; `model_type` names its exceptions."""
     names = list(inspect.signature(model.forward).parameters)
     given = {name: Spec(**spec) if spec else None for name, spec in INPUTS.get(model_type, {}).items()}
-    only = {name: spec for name, spec in given.items() if spec}
 
     def finished(batch: Batch) -> Batch:
         return {name: spec for name, spec in (batch | given).items() if spec is not None}
 
-    if "only" in given or "only" in INPUTS.get(model_type, {}):
-        only.pop("only", None)
-        yield only
-        return
     senses = _senses(model, names)
     words = _words(model, names)
     seen: list[Batch] = []
     for batch in (senses | _with_placeholders(model, words, finished(senses)), senses, words, senses | words):
         main = finished(batch)
         for labels in (_labels(model, names, main), {}):
-            full = {name: spec for name, spec in (main | labels).items()}
+            full = main | labels
             if full and full not in seen:
                 seen.append(full)
                 yield full
@@ -127,36 +118,27 @@ def _words(model: nn.Module, names: list[str]) -> Batch:
     text = [config.get_text_config(decoder=True), *_config(model, "text_config", "text", "decoder")]
     size = _first(text, "vocab_size", "n_tokens", "n_vocab", default=100)
     special = frozenset(_special(config.to_dict()))
-    ids = Spec(kind="words", shape=(ROWS, WORDS), low=5, high=max(min(size - 1, 100), 6), value=(), without=special)
+    ids = _word_spec(WORDS, size, special)
     batch: Batch = {}
     if "input_ids" in names:
         batch["input_ids"] = ids
         if "attention_mask" in names:
             batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
         if "bbox" in names:
-            batch["bbox"] = Spec(
-                kind="boxes",
-                shape=(ROWS, WORDS, 4),
-                high=min(_first(text, "max_2d_position_embeddings", default=1000), 64),
-            )
-        if (
-            "langs" in names
-            and "lang_ids" not in names
-            and getattr(config, "use_lang_emb", False)
-            and getattr(config, "n_langs", 1) > 1
-        ):
+            high = min(_first(text, "max_2d_position_embeddings", default=1000), 64)
+            batch["bbox"] = Spec(kind="boxes", shape=(ROWS, WORDS, 4), high=high)
+        has_languages = getattr(config, "use_lang_emb", False) and getattr(config, "n_langs", 1) > 1
+        if "langs" in names and "lang_ids" not in names and has_languages:
             batch["langs"] = Spec(kind="zeros", shape=(ROWS, WORDS))
     if "decoder_input_ids" in names:
         decoder = _first(_config(model, "decoder", "text_config"), "vocab_size", default=size)
-        batch["decoder_input_ids"] = Spec(
-            kind="words",
-            shape=(ROWS, DECODER_WORDS),
-            low=5,
-            high=max(min(decoder - 1, 100), 6),
-            value=(),
-            without=special,
-        )
+        batch["decoder_input_ids"] = _word_spec(DECODER_WORDS, decoder, special)
     return batch
+
+
+def _word_spec(length: int, vocabulary: int, special: frozenset[int]) -> Spec:
+    high = max(min(vocabulary - 1, 100), 6)
+    return Spec(kind="words", shape=(ROWS, length), low=5, high=high, value=(), without=special)
 
 
 def _special(sizes: dict[str, Any]) -> Iterator[int]:
@@ -170,49 +152,27 @@ def _special(sizes: dict[str, Any]) -> Iterator[int]:
 
 def _senses(model: nn.Module, names: list[str]) -> Batch:
     """Images, videos and sound."""
-    vision = _config(
-        model,
-        "vision_config",
-        "vision",
-        "image_config",
-        "encoder",
-        "backbone_config",
-        "thinker_config",
-        "vision_encoder_config",
-        "vit_config",
-        "vq_config",
-    )[::-1]
+    vision = _config(model, *_VISION)[::-1]
     vision += [sub for config in vision if (sub := getattr(config, "vision_config", None)) is not None]
-    audio = _config(model, "audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")[::-1]
+    audio = _config(model, *_AUDIO)[::-1]
     height, width = _pair(_first(vision, "image_size", "img_size", "crop_size", default=64))
     channels = _first(vision, "num_channels", "in_channels", "in_chans", default=3)
     channels = channels if isinstance(channels, int) else 3
     patch = _pair(_first(vision, "patch_size", default=8))[0]
     frames = _first(vision, "num_frames", "frames_per_clip", default=4)
-    mels = _first(
-        audio,
-        "num_mel_bins",
-        "feature_size",
-        "input_feat_per_channel",
-        "n_mels",
-        "input_dim",
-        "num_mels",
-        "input_features_dim",
-        default=80,
-    )
+    mels = _first(audio, *_MEL_BINS, default=80)
+    hidden = _first(vision, "hidden_size", "d_model", default=64)
     ticks = 2 * _first(audio, "max_source_positions", default=32)
     batch: Batch = {}
     if "pixel_values" in names:
-        grid = next(
-            (name for name in ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes") if name in names), None
-        )
+        grids = ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes")
+        grid = next((name for name in grids if name in names), None)
         if grid in ("image_grid_thw", "grid_thw", "image_grid_hws"):
             depth = _first(vision, "temporal_patch_size", default=1)
             side = 4 * max(1, _first(vision, "spatial_merge_size", default=2) // 2)
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
-            batch[grid] = Spec(
-                kind="tensor", value=[[1, side, side] if grid != "image_grid_hws" else [side, side]] * ROWS
-            )
+            sizes = [side, side] if grid == "image_grid_hws" else [1, side, side]
+            batch[grid] = Spec(kind="tensor", value=[sizes] * ROWS)
         elif grid == "spatial_shapes":
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, 16, channels * patch * patch))
             batch[grid] = Spec(kind="tensor", value=[[4, 4]] * ROWS)
@@ -229,46 +189,22 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
             batch["hidden_states"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
             batch["grid_thw"] = Spec(kind="tensor", value=[[1, side, side]] * ROWS)
         else:
-            batch["hidden_states"] = Spec(
-                kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
-            )
+            batch["hidden_states"] = Spec(kind="float", shape=(ROWS, WORDS, hidden))
     if "inputs_embeds" in names and not {"input_ids", "pixel_values", "input_features", "input_values"} & set(names):
-        batch["inputs_embeds"] = Spec(
-            kind="float", shape=(ROWS, WORDS, _first(vision, "hidden_size", "d_model", default=64))
-        )
+        batch["inputs_embeds"] = Spec(kind="float", shape=(ROWS, WORDS, hidden))
         if "attention_mask" in names:
             batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
     if "pixel_values_videos" in names and "pixel_values" not in names:
         batch["pixel_values_videos"] = Spec(kind="float", shape=(ROWS, frames, channels, height, width))
     if "input_features" in names:
-        batch["input_features"] = Spec(kind="float", shape=_sound_shape(model, mels, ticks))
+        bins_first = re.search(_MEL_BINS_FIRST, type(model).__name__.lower())  # otherwise time is
+        batch["input_features"] = Spec(kind="float", shape=(ROWS, mels, ticks) if bins_first else (ROWS, ticks, mels))
         for mask in ("feature_attention_mask", "input_features_mask"):
             if mask in names:
                 batch[mask] = Spec(kind="ones", shape=(ROWS, ticks))
     if "input_values" in names:
         batch["input_values"] = Spec(kind="float", shape=(ROWS, 1600))
     return batch
-
-
-def _sound_shape(model: nn.Module, mels: int, ticks: int) -> tuple[int, ...]:
-    """Of whisper and its kind mel bins come first; otherwise time does."""
-    name = type(model).__name__.lower()
-    if any(
-        word in name
-        for word in (
-            "whisper",
-            "qwen2audio",
-            "voxtral",
-            "audioflamingo",
-            "qwen3asr",
-            "omni",
-            "moss",
-            "glmasr",
-            "musicflamingo",
-        )
-    ):
-        return ROWS, mels, ticks
-    return ROWS, ticks, mels
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -312,24 +248,16 @@ def _with_placeholders(model: nn.Module, words: Batch, senses: Batch) -> Batch:
         start += length
     spec = words["input_ids"]
     total = start - 1 + WORDS
-    longer = {
-        "input_ids": Spec(
-            kind="words", shape=(ROWS, total), low=spec.low, high=spec.high, value=tuple(places), without=spec.without
-        )
-    }
+    longer = {"input_ids": replace(spec, shape=(ROWS, total), value=tuple(places))}
     for name in ("attention_mask", "token_type_ids"):
         if name in words:
             longer[name] = Spec(kind="ones", shape=(ROWS, total))
     if places and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        longer["mm_token_type_ids"] = Spec(kind="value", value=_types_of(places, total))
+        types = torch.zeros(ROWS, total, dtype=torch.long)
+        for start, length, _ in places:
+            types[:, start : start + length] = 1
+        longer["mm_token_type_ids"] = Spec(kind="value", value=types)
     return words | longer
-
-
-def _types_of(places: list[Any], total: int) -> torch.Tensor:
-    types = torch.zeros(ROWS, total, dtype=torch.long)
-    for start, length, _ in places:
-        types[:, start : start + length] = 1
-    return types
 
 
 def _num_features(features: Any, model: nn.Module) -> int:

@@ -23,15 +23,7 @@ class NotBuiltError(Exception):
 
 
 def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
-    """The case of a type, its checkpoint written by transformers to `folder`; and the row's facts of it.
-
-    Args:
-        model_type: as transformers registers it; with one of `HEADS` after a colon, the class of that head.
-        folder: where the checkpoint is written.
-
-    Raises:
-        NotBuiltError: the type takes no part.
-    """
+    """The case of a type, its checkpoint written by transformers to `folder`; and the row's facts of it."""
     said: list[str] = []
     model_type, _, head = model_type.partition(":")
     config = build_config(model_type)
@@ -59,11 +51,7 @@ def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
 
 
 def build(model_class: Any, config: Any) -> PreTrainedModel:
-    """A plain model in fp32 on the CPU in evaluation mode, random throughout.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """A plain model in fp32 on the CPU in evaluation mode, random throughout."""
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         size = sum(p.numel() for p in model_class._from_config(config, dtype=torch.float32).parameters())
     if size > MOST_PARAMETERS:

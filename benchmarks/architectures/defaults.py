@@ -95,6 +95,15 @@ def classes_of(model_type: str, config: Any) -> dict[str, list[str]]:
     return found
 
 
+def classes_by_default(model_type: str) -> dict[str, list[str]]:
+    """The model classes of a type by role, whether or not its default configuration can be built."""
+    try:
+        config = build_config(model_type)
+    except Exception:
+        config = None
+    return classes_of(model_type, config)
+
+
 def heads_of(model_type: str) -> dict[str, list[str]]:
     """The model classes of a type by head."""
     return {head: names for head, mapping in HEADS.items() if (names := class_names(mapping, model_type))}

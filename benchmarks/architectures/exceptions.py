@@ -180,8 +180,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "input_features_mask": {"kind": "ones", "shape": (2, 16)},
     },
 }  # fmt: skip
-"""Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out; "only" to have no
-others."""
+"""Inputs in place of those by rule, by model type: arguments of a `Spec`, None to leave one out."""
 
 CLASSES: dict[str, list[str]] = {
     "musicgen": ["MusicgenForConditionalGeneration"],
@@ -190,47 +189,3 @@ CLASSES: dict[str, list[str]] = {
     "patchtsmixer": ["PatchTSMixerForPretraining"],
 }
 """Model classes in place of those by rule, the best first."""
-
-IN_PLACE = (
-    "the model changes a unit's output in place (`x += y`, `x *= s`); where the output is a view, FSDP2 loses its hook "
-    "and does not gather the unit for the backward pass, as torch warns"
-)
-BRANCHES = (
-    "branches whose outputs are joined: FSDP2 gathers each as soon as the gradient of its output is there, which is at "
-    "the same time for all"
-)
-ROUTER = (
-    "transformers' router changes its own weights to fp32 in the forward pass (`classifier.to(dtype)`): one unit has "
-    "gradients of two dtypes, which FSDP2 refuses; fp32 agrees"
-)
-ROUNDS = "rounding: no further from the plain model than twice what the plain model is from itself in fp64"
-TOO_SLOW = "no small form by these rules; the default one takes longer than the time limit of the census"
-DEFAULT_FAILS = "the default configuration cannot be built by transformers either"
-NO_LARGER = "its smallest form is above 40 million parameters: its vision tower comes from timm in one size"
-NEEDS = "needs {}, which is not installed here"
-
-REASONS: dict[str, str] = {
-    **dict.fromkeys(("roc_bert", "nemotron3_5_asr", "nemotron_asr_streaming"), IN_PLACE),
-    **dict.fromkeys(("d_fine", "deimv2", "rt_detr", "rt_detr_v2"), BRANCHES),
-    **dict.fromkeys(("perception_lm", "pp_ocrv5_server_det", "pp_ocrv6_medium_det", "timm_backbone"), DEFAULT_FAILS),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant", "qwen3_omni_moe"), DEFAULT_FAILS),
-    **dict.fromkeys(("gemma3n", "gemma3n_vision", "fast_vlm", "pe_video", "pe_video_encoder"), NO_LARGER),
-    **dict.fromkeys(("pe_audio_video", "pe_audio_video_encoder"), NO_LARGER),
-    "dinat": NEEDS.format("natten"),
-    "layoutlmv2": NEEDS.format("detectron2"),
-    "higgs_audio_v2_tokenizer": NEEDS.format("torchaudio"),
-    "squeezebert": "transformers calls `layer.forward(...)`, past all hooks, so that FSDP cannot gather the layer",
-    **dict.fromkeys(("nllb-moe", "switch_transformers"), ROUTER),
-    **dict.fromkeys(("sam2", "sam2_hiera_det_model", "sam2_video", "sam2_vision_model", "edgetam_video"), TOO_SLOW),
-    "fastspeech2_conformer": "the length of the sound follows from durations that are rounded, in bf16 to others",
-    **dict.fromkeys(("mask2former", "oneformer", "depth_pro"), ROUNDS),
-    "musicgen_melody": "the model's table of positions, which no file holds, grows in the forward pass",
-    "reformer": "transformers refuses to train it in evaluation mode",
-    "pix2struct": "one gradient in bf16 is 0.019 apart, where 0.01 is allowed; fp32 agrees; not explained",
-    "bark": "a holder of three models without a forward pass of its own",
-    "grounding-dino": (
-        "on the CPU torch gives another gradient of `input_proj_vision.3.0.weight` (a convolution of one pixel) "
-        "in bf16 in each run of the plain model, infinite ones among them"
-    ),
-}
-"""Why a type does not agree, or takes no part, where the row does not say so itself."""

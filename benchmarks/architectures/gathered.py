@@ -1,12 +1,14 @@
 """How many units of a sharded model are gathered at a time, and how many may be."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
@@ -29,70 +31,52 @@ def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 class Gathered:
-    """How many units are gathered at a time: the units themselves, and the bytes of their parameters."""
+    """How many units are gathered at a time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self.now: set[int] = set()
         self.most = 0
-        self.model = model
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
-
-        counter = self
-        kept = {name: getattr(Group, name) for name in ("unshard", "_to_unsharded", "_to_sharded")}
-
-        def begins(name: str) -> Callable[..., Any]:
-            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                result = kept[name](self, *args, **kwargs)
-                if self.is_unsharded or self._all_gather_result is not None:
-                    counter.now.add(id(self.modules[0]))
-                    counter.most = max(counter.most, len(counter.now))
-                return result
-
-            return call
-
-        def ends(self: Any) -> Any:
-            counter.now.discard(id(self.modules[0]))
-            return kept["_to_sharded"](self)
-
-        Group.unshard, Group._to_unsharded = begins("unshard"), begins("_to_unsharded")
-        Group._to_sharded = ends
-        try:
+        """A block in which every unit that FSDP2 gathers or frees is noted."""
+        with ExitStack() as stack:
+            for name in ("unshard", "_to_unsharded", "_to_sharded"):
+                stack.enter_context(patch.object(FSDPParamGroup, name, self._noting(getattr(FSDPParamGroup, name))))
             yield
-        finally:
-            for name, function in kept.items():
-                setattr(Group, name, function)
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(group, *args, **kwargs)
+            if group.is_unsharded or group._all_gather_result is not None:
+                self.now.add(id(group.modules[0]))
+                self.most = max(self.most, len(self.now))
+            else:
+                self.now.discard(id(group.modules[0]))
+            return result
+
+        return call
 
 
 def most_allowed(model: nn.Module, first: set[int]) -> int:
-    """The units that may be gathered at a time.
+    """The units that may be gathered at a time, after a backward pass.
 
     The root, the units around each other where they are nested, the next one, the kept tail; and those that FSDP2 frees
-    only at the end of the backward pass: units whose inputs need no gradient (embeddings), and units that are fetched
-    for a backward pass which does not reach them.
-
-    Args:
-        model: after a backward pass.
-        first: units whose inputs needed no gradient.
+    only at the end of the backward pass: units whose inputs need no gradient (`first`), and units that are fetched for
+    a backward pass which does not reach them.
     """
     plan = plan_of(model)
     units = [fqn for unit in plan.units for fqn in unit.modules if fqn]
     depth = max((sum(fqn == other or fqn.startswith(f"{other}.") for other in units) for fqn in units), default=0)
     kept = sum(unit.reshard_after_forward is False for unit in plan.units)
-    return 2 + depth + kept + len(first | unreached(model))
-
-
-def unreached(model: nn.Module) -> set[int]:
-    """Units without a gradient."""
-    return {
+    unreached = {
         id(unit_modules(module)[0])
         for module in model.modules()
         if isinstance(module, FSDPModule)
         and module is not model
         and all(entry.shard.grad is None for entry in parameters_of_unit(module))
     }
+    return 2 + depth + kept + len(first | unreached)
 
 
 @contextmanager

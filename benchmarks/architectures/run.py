@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures, repeated_alone
+from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures
 from benchmarks.architectures.cases import NotBuiltError, make_case
-from benchmarks.architectures.defaults import CONFIG_MAPPING, build_config, classes_of
+from benchmarks.architectures.defaults import CONFIG_MAPPING, classes_by_default
 from benchmarks.architectures.tables import render
 from tests._dist import run_ranks
 
@@ -25,21 +25,15 @@ Row = dict[str, Any]
 
 
 def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool) -> int:
-    """Write a row of each type to a file of JSON lines as it comes, and the summary beside it; return the exit status.
-
-    Args:
-        output: continued where it exists: what has a row is not run again.
-        only: these types, also where they have a row; all of them where the list is empty.
-        jobs: how many types are examined at a time.
-        only_failed: run again what has a row and does not agree.
-    """
+    """Write a row of each type to a file as it comes, and the summary beside it; return the exit status."""
     written = written_rows(output)
     if only or only_failed:
         types = only or [name for name, row in written.items() if row["verdict"] != "agrees"]
     else:
-        types = [name for name in sorted(CONFIG_MAPPING.keys()) if name not in written and has_class(name)]
-    with output.open("a") as file:
-        for count, row in enumerate(rows_of(types, jobs), 1):
+        types = [name for name in sorted(CONFIG_MAPPING.keys()) if name not in written and classes_by_default(name)]
+    with output.open("a") as file, ThreadPoolExecutor(jobs) as pool:  # each job takes two processes
+        for count, future in enumerate(as_completed([pool.submit(row_of, name) for name in types]), 1):
+            row = future.result()
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(f"{count} of {len(types)}: {row['type']} {row['verdict']} {row['why']}", file=sys.stderr)
@@ -48,22 +42,6 @@ def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     output.with_suffix(".md").write_text(render(rows.values(), versions, output.name))
     return int(any(rows[name]["verdict"] == "failed" for name in types))
-
-
-def has_class(model_type: str) -> bool:
-    """Whether transformers registers a model class for a type of configuration."""
-    try:
-        config = build_config(model_type)
-    except Exception:
-        config = None
-    return bool(classes_of(model_type, config))
-
-
-def rows_of(types: list[str], jobs: int) -> Iterator[Row]:
-    """One row of each type, as they come; each job takes two processes."""
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(row_of, name) for name in types]):
-            yield future.result()
 
 
 def written_rows(path: Path) -> dict[str, Row]:
@@ -80,11 +58,9 @@ def row_of(model_type: str) -> Row:
         row: Row = {"type": model_type, "verdict": "not built"}
         try:
             row |= run_ranks(examine_plain, 1, model_type, folder, timeout_s=TIMEOUT_S)[0]
-            if row["verdict"] == "plain" and "fp32_plain_fails" in row:
+            if row["verdict"] == "plain" and not row["why"]:
                 row["verdict"] = "failed"
                 row |= judged(run_ranks(examine_on_ranks, WORLD, folder, timeout_s=TIMEOUT_S))
-                if row["why"]:
-                    row["alone"] = run_ranks(examine_again, 1, folder, timeout_s=TIMEOUT_S)[0]
         except AssertionError as error:  # with the traceback of a rank
             row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
     return row | {"seconds": round(time.monotonic() - start, 1)}
@@ -101,9 +77,7 @@ def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRE
         try:
             plain[precision] = plain_figures(case, precision, WORLD)
         except Exception as error:
-            row[f"{precision}_plain"] = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        else:
-            row |= {f"{precision}_plain": plain[precision].how, f"{precision}_plain_fails": plain[precision].fails}
+            row[f"{precision}_plain_fails"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     torch.save((case, plain), folder / "plain.pt")
     return {**row, "verdict": "plain", "why": "" if "fp32" in plain else "the plain model, reopened, fails"}
 
@@ -115,18 +89,8 @@ def examine_on_ranks(folder: Path) -> Row:
     return {f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}
 
 
-def examine_again(folder: Path) -> str:
-    """What differs where the plain model computes the same once more."""
-    case, plain = torch.load(folder / "plain.pt", weights_only=False)
-    return repeated_alone(case, plain["fp32"], WORLD)
-
-
 def judged(ranks: list[Row]) -> Row:
-    """One row of all ranks: the worst of each check, a verdict, and why.
-
-    Args:
-        ranks: the results of `examine_sharded`, each key after its precision and `_`.
-    """
+    """One row of all ranks: the worst of each check, a verdict, and why."""
     row: Row = {}
     faults: list[str] = []
     for precision in PRECISIONS:

@@ -73,12 +73,7 @@ INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_i
 
 
 def shrink(config: Any, level: str) -> Any:
-    """A configuration of the same class with smaller sizes; the given one is not changed.
-
-    Args:
-        config: of the default sizes.
-        level: one of `LEVELS`.
-    """
+    """A configuration of the same class with smaller sizes; the given one is not changed."""
     if level == "default":
         return copy.deepcopy(config)
     sizes = _shrink(config.to_dict(), level, _Tokens())

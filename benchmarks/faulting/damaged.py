@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,8 @@ from tests._training import arguments, new_accelerator
 
 from .saves import digest_of_training, digest_of_values, quiet_trainer, train_and_save
 
-LONGEST = 2000
-"""Characters of a message that a person reads."""
-
-TOGETHER = 12
-"""Damaged folders that one pair of ranks opens."""
+LONGEST, TOGETHER = 2000, 12
+"""Characters of a message that a person reads; damaged folders that one pair of ranks opens."""
 
 
 class Runs:
@@ -109,8 +107,7 @@ def look(open_it: Callable[[Path, Path], str], models: Path, folders: Sequence[P
 
 def attack_files(models: Path, work: Path, tries: int, draw: random.Random, kinds: list[str]) -> Iterator[Any]:
     """One row for each kind of folder: each of its files, damaged in every way."""
-    ways = {name: lambda file, damage=damage: damage(file, draw) for name, damage in DAMAGES.items()}
-    return attack(models, work, "each file", kinds, ways)
+    return attack(models, work, kinds, {name: partial(damage, draw=draw) for name, damage in DAMAGES.items()})
 
 
 def attack_code(models: Path, work: Path, tries: int, draw: random.Random, kinds: list[str]) -> Iterator[Any]:
@@ -118,13 +115,12 @@ def attack_code(models: Path, work: Path, tries: int, draw: random.Random, kinds
     marker, by_torch = work / "code ran", io.BytesIO()
     torch.save(Runs(marker), by_torch)
     contents = {"a pickle": pickle.dumps(Runs(marker)), "of torch.save": by_torch.getvalue()}
-    ways = {name: lambda file, content=content: file.write_bytes(content) for name, content in contents.items()}
-    for row in attack(models, work, "each file malicious", kinds, ways):
+    for row in attack(models, work, kinds, {name: partial(Path.write_bytes, data=c) for name, c in contents.items()}):
         yield row | {"code ran": int(marker.exists())}
         marker.unlink(missing_ok=True)
 
 
-def attack(models: Path, work: Path, what: str, kinds: list[str], ways: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def attack(models: Path, work: Path, kinds: list[str], ways: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row for each kind of folder, with each of its files changed in each way."""
     for kind, (good, open_it) in targets(models, work).items():
         if not any(word in kind for word in kinds):
@@ -136,7 +132,15 @@ def attack(models: Path, work: Path, what: str, kinds: list[str], ways: dict[str
                 shutil.copytree(good, copy)
                 change(copy / file)
                 bad[copy] = f"{file}: {name}"
-        yield {"what": f"{kind}, {what}", **outcomes(good, bad, open_it, models)}
+        ((first, expected),), _ = run_ranks(look, 2, open_it, models, [good])
+        assert first == "opened", expected
+        found, texts, folders = Counter[str](), {}, list(bad)
+        for i in range(0, len(folders), TOGETHER):
+            for folder, outcome, text in opened(open_it, models, folders[i : i + TOGETHER], expected):
+                found[outcome] += 1
+                if outcome not in ("refused", "as before"):
+                    texts[bad[folder]] = [outcome, text]
+        yield {"what": kind, "tries": len(bad), "found": dict(found), "texts": texts}
         shutil.rmtree(work / "damaged")
 
 
@@ -155,19 +159,6 @@ def targets(models: Path, work: Path) -> dict[str, tuple[Path, Callable[[Path, P
         "state of Accelerate": (made / "state", resume_state),
         "checkpoint of the Trainer": (made / "out" / "checkpoint-2", resume_trainer),
     }
-
-
-def outcomes(good: Path, bad: dict[Path, str], open_it: Any, models: Path) -> dict[str, Any]:
-    """What both ranks made of each folder; texts of what is neither refused nor as before."""
-    kind, expected = run_ranks(look, 2, open_it, models, [good])[0][0]
-    assert kind == "opened", expected
-    found, texts, folders = Counter[str](), {}, list(bad)
-    for i in range(0, len(folders), TOGETHER):
-        for folder, outcome, text in opened(open_it, models, folders[i : i + TOGETHER], expected):
-            found[outcome] += 1
-            if outcome not in ("refused", "as before"):
-                texts[bad[folder]] = [outcome, text]
-    return {"tries": len(bad), "found": dict(found), "texts": texts}
 
 
 def opened(open_it: Any, models: Path, folders: Sequence[Path], expected: str) -> Iterator[tuple[Path, str, str]]:

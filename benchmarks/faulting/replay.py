@@ -138,16 +138,6 @@ def crash_states(before: Path, root: Path, notes: Path, out: Path, most: int) ->
     After each call all ranks are killed, or power is lost, data that was not synced being gone. Names are taken to
     reach the disk in their order, as journals do. The first and the last state are among those that are made, of which
     the others are spread over all.
-
-    Args:
-        before: a copy of the folder from before the first call.
-        root: the folder that the notes are about.
-        notes: of all ranks.
-        out: folder for the states that are made.
-        most: how many are made.
-
-    Raises:
-        AssertionError: the notes do not lead to what is in the folder now, so that a call was missed.
     """
     calls = list(_notes(notes))
 

@@ -52,11 +52,8 @@ def in_background(models: Path, work: Path, tries: int, draw: random.Random, kin
             for fault in ("disk full", "removed folder") if kind is not ENDS else ("none",):
                 folder = work / "background"
                 shutil.rmtree(folder, ignore_errors=True)
-                yield {
-                    "what": kind.name,
-                    "fault": fault,
-                    **strike(kind, fault, models, folder, max(tries // 2, 1), draw),
-                }
+                row = strike(kind, fault, models, folder, max(tries // 2, 1), draw)
+                yield {"what": kind.name, "fault": fault, **row}
 
 
 def saved_twice(kind: Save, models: Path, folder: Path) -> tuple[Path, str, Path, str, list[int]]:
@@ -166,9 +163,7 @@ def go_on_until(job: Any, models: Path, out: Path, port: int, struck: int, sent:
         os.kill(os.getpid(), sent)
 
     if dist.get_rank() == struck:
-        timer = threading.Timer(seconds, strike)
-        timer.daemon = True
-        timer.start()
+        threading.Timer(seconds, strike).start()
     try:
         while True:
             again()

@@ -242,3 +242,8 @@ CASES = (
     Case(name="SGD", config=_llama, settings=dict(optimizer="sgd")),
     Case(name="CPU offload", config=_llama, settings=dict(offload=True), on=("cuda",)),
 )
+
+
+def case_named(name: str) -> Case:
+    """The case of a name."""
+    return next(case for case in CASES if case.name == name)

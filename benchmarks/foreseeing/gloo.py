@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.foreseeing.cases import CASES
+from benchmarks.foreseeing.cases import case_named
 from benchmarks.foreseeing.training import Training
 
 _STEPS = 2
@@ -73,12 +73,11 @@ class Allocation:
 def measure(name: str, size: str) -> dict[str, Any]:
     """What a rank of a case takes, in bytes; a function for `run_ranks`."""
     world = dist.get_world_size()
-    case = next(case for case in CASES if case.name == name)
     sizes: Sizes = []
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as profiler, _released_at_once(sizes):
         with record_function(f"{_MARK}build"):
-            training = Training(case, size, num_gpus=world, device=torch.device("cpu"))
+            training = Training(case_named(name), size, num_gpus=world, device=torch.device("cpu"))
         for step in range(_STEPS):
             gc.collect()
             sizes.clear()

@@ -1,18 +1,13 @@
 """Measure the memory of the cases on this machine and foresee it: one record for each run."""
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.foreseeing import gloo
-from benchmarks.foreseeing.cases import CASES, SIZES, Case
+from benchmarks.foreseeing import cuda, gloo
+from benchmarks.foreseeing.cases import CASES, SIZES, Case, case_named
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -41,12 +36,7 @@ def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
         # The first rank holds the most.
         found = {key: value for key, value in ranks[0].items() if key not in ("events", "collectives")}
         return found | {"peaks_of_ranks": [rank["peak"] for rank in ranks], "torch": torch.__version__}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        program = [sys.executable, "-m", "benchmarks.foreseeing.cuda", case.name, size]
-        subprocess.run([*program, "--gpus", str(world), "--result", str(result)], check=True, timeout=_TIMEOUT_S)
-        found = json.loads(result.read_text())
-        return dict(found)
+    return dict(run_ranks(cuda.measure, 1, case.name, size, world, timeout_s=_TIMEOUT_S, device="cuda")[0])
 
 
 def foresee(record: dict[str, Any]) -> dict[str, Any]:
@@ -59,14 +49,14 @@ def foresee(record: dict[str, Any]) -> dict[str, Any]:
         foreseen = {"held": held, "peak": peak}
     else:
         gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
-        fields = {
+        fields: dict[str, Any] = {
             "num_gpus": world,
             "batch_size": setup.batch_size,
             "seq_len": setup.seq_len,
             "gpu": gpu,
-            "loss": "full",
         }
-        estimate = estimate_memory(config, model_kwargs={"auto_class": case.auto_class}, **(case.settings | fields))
+        fields |= case.settings | {"loss": "full", "model_kwargs": {"auto_class": case.auto_class}}
+        estimate = estimate_memory(config, **fields)
         foreseen = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
     return {"foreseen": foreseen, "transformers": transformers.__version__}
 
@@ -94,8 +84,3 @@ def requested(step: Step) -> tuple[int, int]:
             batch -= freed.num_bytes if freed.kind == "inputs" else 0
         peak, most = max(peak, total), max(most, batch)
     return held + most, peak
-
-
-def case_named(name: str) -> Case:
-    """The case of a name."""
-    return next(case for case in CASES if case.name == name)

@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.foreseeing.fit import START
 from benchmarks.foreseeing.published import Row
+from benchmarks.measuring.comparison import table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
 
 
@@ -25,7 +26,8 @@ def measured_report(records: Sequence[dict[str, Any]]) -> str:
             rows.append(cells)
         heads = [head for kind in kinds for head in (f"{kind} MiB", "foreseen", "error")]
         torch = ", ".join(sorted({record["measured"]["torch"] for record in some}))
-        lines += [f"## {device[1]}, PyTorch {torch}", "", *table(["training", "GPUs", "parameters", *heads], rows), ""]
+        shown = table_of(["training", "GPUs", "parameters", *heads], rows)
+        lines += [f"## {device[1]}, PyTorch {torch}", "", *shown, ""]
     return "\n".join(lines)
 
 
@@ -47,17 +49,17 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
             errors["tokens per second"].append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
     lines = ["# Published trainings and what was foreseen", "", "Errors are foreseen over published, less 1.", ""]
-    lines += table(
+    lines += table_of(
         ("figure", "number", "mean error", "median", "bias", "90 % below", "worst"),
         [_summary(name, some) for name, some in errors.items() if some],
     )
     if constants:
         cells = [(name, f"{value:.4g}", f"{START[name]:.4g}") for name, value in constants.items()]
-        lines += ["", "## Constants", "", *table(("constant", "value", "before"), cells)]
+        lines += ["", "## Constants", "", *table_of(("constant", "value", "before"), cells)]
     for title, some, unit in (("Peak memory", peaks, "GiB"), ("Throughput", rates, "tokens/s per GPU")):
         if some:
             heads = ("source", "training", f"published {unit}", "foreseen", "error")
-            lines += ["", f"## {title}", "", *table(heads, some)]
+            lines += ["", f"## {title}", "", *table_of(heads, some)]
     return "\n".join(lines) + "\n"
 
 
@@ -73,8 +75,3 @@ def _summary(name: str, errors: Sequence[float]) -> Sequence[str]:
         f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}",
         percent(max(errors, key=abs)),
     )
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

@@ -1,6 +1,5 @@
 """Every loader that is compared, as a function from a `Job` to a `Loaded`."""
 
-import inspect
 import json
 import os
 import time
@@ -25,16 +24,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
-from benchmarks.measuring.rounds import LIMIT, OURS
+from benchmarks.measuring.comparison import LIMIT, OURS
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io import files
+from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import shard_model
-
-from .storage import Storage
 
 DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
 
@@ -54,9 +50,6 @@ class Job:
 
     replicas: int = 1
     """Copies of the model that the ranks hold together; above 1 this is HSDP."""
-
-    storage: Storage | None = None
-    """Slow storage to simulate."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -94,28 +87,13 @@ def synchronize(device: torch.device) -> None:
 Load = Callable[[Job], Loaded]
 
 PAGE = 4096
-LAZY = "transformers native, then written once"
-PLAIN = "transformers from_pretrained(device_map)"
-REPLAYED = "mapped files, replayed"
-THREADS = (4, 8, 16)
-"""Reads in flight with which the limit and ours are measured on a GPU, besides what ours does by itself."""
 _PART_BYTES = 2**24  # of one request of the limit
 
 
-def load_ours(job: Job, **load_kwargs: Any) -> Loaded:
+def load_ours(job: Job) -> Loaded:
     mesh = ParallelDims(dp_replicate_size=job.replicas).build_mesh(job.device)
-    model, report = hf_fsdp_tools.from_pretrained(
-        job.folder, dtype=job.dtype, mesh=mesh, output_loading_info=True, load_kwargs=load_kwargs
-    )
-    notes = {"stages": report.seconds, "bytes_read": report.bytes_read, "calls": report.read_calls}
-    return Loaded(model=model, notes=notes)
-
-
-def load_slowly(job: Job, **load_kwargs: Any) -> Loaded:
-    """Ours on slow storage."""
-    assert job.storage is not None
-    with job.storage.reads(files.os):
-        return load_ours(job, **load_kwargs)
+    model, report = hf_fsdp_tools.from_pretrained(job.folder, dtype=job.dtype, mesh=mesh, output_loading_info=True)
+    return Loaded(model=model, notes={"stages": report.seconds})
 
 
 def dequantized(folder: Path) -> dict[str, Any]:
@@ -196,20 +174,9 @@ def read_part(part: tuple[Path, int, int], memory: torch.Tensor) -> None:
         assert os.preadv(stream.fileno(), [memory.numpy().data], part[1]) == part[2] == memory.numel()
 
 
-def with_threads(name: str, threads: int) -> str:
-    """The row of a loader that keeps so many reads in flight."""
-    return f"{name}, {threads} reads in flight"
-
-
 def limit_threads() -> int:
     """Four, or as many as a rank has cores."""
     return max(4, len(os.sched_getaffinity(0)) // dist.get_world_size())
-
-
-def own_threads() -> int:
-    """Reads that ours keeps in flight by itself, which the limit on a GPU then has too."""
-    given = inspect.signature(hf_fsdp_tools.load_weights).parameters["requests_in_flight"].default
-    return int(given) if given else limit_threads()
 
 
 def load_limit(job: Job) -> Loaded:
@@ -223,11 +190,11 @@ def load_limit(job: Job) -> Loaded:
     return Loaded(tensors=memory)
 
 
-def load_limit_to_device(job: Job, *, threads: int | None = None) -> Loaded:
+def load_limit_to_device(job: Job) -> Loaded:
     """The slower of two things done one after the other: the rank's share read into buffers that are used again and
     again, and as many bytes copied from such a buffer to the device. What overlaps both perfectly takes that long.
     """
-    device, parts, threads = job.torch_device, parts_of_share(job.folder), threads or own_threads()
+    device, parts, threads = job.torch_device, parts_of_share(job.folder), REQUESTS_IN_FLIGHT
     pinned = [torch.zeros(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(threads)]
     sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
     memory = list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
@@ -259,59 +226,26 @@ def seconds_together(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def replay_mapped(job: Job) -> Loaded:
-    """The rank's rows of every tensor, faulted in by 4 threads in windows of 128 KiB on the simulated storage."""
-    assert job.storage is not None
-    ranks = dist.get_world_size() // job.replicas
-    rank = dist.get_rank() % ranks
-    tensors = [t for t in CheckpointIndex.open(job.folder).tensors.values() if t.num_bytes]
-
-    def fault_in(index: int) -> torch.Tensor:
-        tensor = tensors[index]
-        begin, end = (tensor.num_bytes * r // ranks for r in (rank, rank + 1))
-        memory = torch.empty(end - begin, dtype=torch.uint8)
-        with open(tensor.file, "rb", buffering=0) as stream:
-            for i in range(0, end - begin, 2**17):
-                read(stream.fileno(), [memory[i : i + 2**17].numpy().data], tensor.offset + begin + i)
-        return memory
-
-    with job.storage.reads() as read, ThreadPoolExecutor(4) as pool:
-        return Loaded(tensors=list(pool.map(fault_in, range(len(tensors)))))
-
-
 _PEERS: dict[str, tuple[Load, bool]] = {
     "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
     "accelerate FSDP2, every rank loads all": (partial(load_accelerate, ram_efficient=False), False),
     "torch broadcast_from_rank0": (load_broadcast, False),
     "torch DCP HuggingFaceStorageReader": (load_dcp, False),
 }
-_ON_CPU: dict[str, tuple[Load, bool]] = {
-    LIMIT: (load_limit, False),
-    OURS: (load_ours, False),
-    "transformers native, then read once": (load_native, False),
-    LAZY: (load_native, True),
-    **_PEERS,
+LOADERS: dict[str, dict[str, tuple[Load, bool]]] = {
+    "cpu": {
+        LIMIT: (load_limit, False),
+        OURS: (load_ours, False),
+        "transformers native, then read once": (load_native, False),
+        "transformers native, then written once": (load_native, True),
+        **_PEERS,
+    },
+    "cuda": {
+        LIMIT: (load_limit_to_device, False),
+        OURS: (load_ours, False),
+        "transformers from_pretrained(device_map)": (load_plain, False),
+        "transformers native": (load_native, False),
+        **_PEERS,
+    },
 }
-_ON_GPU: dict[str, tuple[Load, bool]] = {
-    LIMIT: (load_limit_to_device, False),
-    OURS: (load_ours, False),
-    PLAIN: (load_plain, False),
-    "transformers native": (load_native, False),
-    **_PEERS,
-    **{with_threads(LIMIT, n): (partial(load_limit_to_device, threads=n), False) for n in THREADS},
-    **{with_threads(OURS, n): (partial(load_ours, requests_in_flight=n), False) for n in THREADS},
-}
-_SLOW: dict[str, tuple[Load, bool]] = {
-    OURS: (load_slowly, False),
-    **{with_threads(OURS, n): (partial(load_slowly, requests_in_flight=n), False) for n in (4, 64)},
-    REPLAYED: (replay_mapped, False),
-}
-
-
-def loaders_of(mode: str, device: str) -> dict[str, tuple[Load, bool]]:
-    """Name to function, and whether each page is written instead of read at the end. In the order of the table."""
-    if mode == "slow storage":
-        return _SLOW
-    if mode == "alone":
-        return {name: _ON_CPU[name] for name in (LIMIT, OURS, LAZY)}
-    return _ON_GPU if device == "cuda" else _ON_CPU
+"""For a device, name to function, and whether each page is written instead of read at the end; in the table's order."""

@@ -2,9 +2,9 @@
 
 import gc
 import math
-import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
 
-from .loaders import PAGE, Job, dequantized, loaders_of, synchronize
+from .loaders import LOADERS, PAGE, Job, dequantized, synchronize
 
 
-def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
+def measure(name: str, job: Job, tiny: Path, check: bool) -> Figures:
     """Load once on this rank; the figures of this rank."""
-    load, write = loaders_of(mode, job.device)[name]
-    if mode == "alone":
-        dist.destroy_process_group()
-        os.environ |= {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}
-        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    load, write = LOADERS[job.device][name]
     share_cores()
     end_without_memory()
-    load(Job(folder=tiny, dtype=job.dtype, device=job.device, replicas=job.replicas, storage=job.storage))
+    load(replace(job, folder=tiny))
     gc.collect()
     device = job.torch_device
     synchronize(device)
@@ -51,8 +46,7 @@ def measure(name: str, job: Job, tiny: Path, check: bool, mode: str) -> Figures:
     figures["pinned"] = after["pinned_peak"]
     figures["pinned_left"] = after["pinned"]
     figures["share"] = (on_host + on_device) * 2 // job.dtype.itemsize  # as stored
-    wanted = check and mode == "side by side" and loaded.model is not None
-    sums = checksums(loaded.model) if wanted and loaded.model is not None else {}
+    sums = checksums(loaded.model) if check and loaded.model is not None else {}
     return {"seconds": loaded.seconds or seconds, "notes": loaded.notes, "tensors": sums, **figures}
 
 

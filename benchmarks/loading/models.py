@@ -15,7 +15,7 @@ from torch import nn
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 
-KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "8b")
+KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "4b", "8b")
 
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -46,17 +46,25 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
 
-def llama_8b() -> hf.PreTrainedConfig:
-    """The shapes of meta-llama/Llama-3.1-8B: 16.06 GB."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    return hf.LlamaConfig(**sizes, **heads, max_position_embeddings=131072, tie_word_embeddings=False)
+# Shapes of meta-llama/Llama-3.2-1B, Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B, from their configs on the hub.
+RELEASED: dict[str, dict[str, int | bool]] = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+}
+
+
+def released(kind: str) -> hf.PreTrainedConfig:
+    """A model of the hub."""
+    sizes = RELEASED[kind] | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    sizes |= {"head_dim": 64 if kind == "1b" else 128, "tie_word_embeddings": kind != "8b"}
+    return (hf.Qwen3Config if kind == "4b" else hf.LlamaConfig)(**sizes)
 
 
 def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
-    """The widest model of about that many bytes in bf16 with at least 8 layers; of "8b" that model, or a tiny one."""
-    if kind == "8b":
-        return llama_8b() if num_bytes > 1e9 else config_of("dense", 128, 2)
+    """The widest model of about that many bytes in bf16 with at least 8 layers; or that of the hub."""
+    if kind in RELEASED:
+        return released(kind)
     for width in (2048, 1536, 1024, 768, 512, 256, 128):
         one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
         layers = round((num_bytes - (2 * one - two)) / (two - one))
@@ -75,7 +83,12 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
     model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
     allocate(model, device=torch.device("cpu"))
     for parameter in model.parameters():
-        fill_at_random(parameter)
+        if kind not in RELEASED:
+            fill_at_random(parameter)
+        elif parameter.dim() > 1:
+            parameter.detach().normal_(0.0, 0.02)
+        else:  # norms: `benchmarks/training.py` trains these models
+            parameter.detach().fill_(1.0)
     part = folder.with_name(f"{folder.name}.part")
     saved = model.base_model if kind == "gpt2" else model
     saved.save_pretrained(part, max_shard_size=math.ceil(model.num_parameters() * 2 / 6 * 1.05))  # about six files
@@ -121,11 +134,7 @@ def fill_at_random(parameter: nn.Parameter) -> None:
 
 
 def set_cache(folder: Path, cache: str) -> None:
-    """Bring the files into the page cache, or ask the system to forget them.
-
-    Raises:
-        RuntimeError: A file is still in the cache, because a process maps it or its file system lives in memory.
-    """
+    """Bring the files into the page cache, or ask the system to forget them."""
     for file in folder.iterdir():
         with open(file, "rb") as stream:
             if cache == "warm":

@@ -1,1 +1,1 @@
-"""What the benchmarks of loading and saving share: processes, rounds, figures against bars."""
+"""What the benchmarks of loading, saving and training share: processes, rounds, pages of tables."""

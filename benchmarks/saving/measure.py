@@ -42,7 +42,7 @@ def measure(name: str, job: Job, tiny: Job) -> Figures:
     figures["above"] = after["VmHWM"] - before["VmRSS"]
     figures["above_device"] = after["device_peak"] - before["device"]
     figures["pinned"] = after["pinned_peak"]
-    return {"seconds": seconds, "on_disk": on_disk, "notes": notes, **figures}
+    return {"seconds": seconds, "on_disk": on_disk, **notes, "notes": {}, **figures}
 
 
 def sync_all(folder: Path) -> None:

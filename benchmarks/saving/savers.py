@@ -1,12 +1,9 @@
 """Every saver that is compared: what makes its model, before the clock, and what saves it."""
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +15,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, merge_fsdp_weights
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from torch import nn
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -26,8 +22,7 @@ from transformers.distributed import DistributedConfig
 import hf_fsdp_tools
 from benchmarks.loading.loaders import Job as Load
 from benchmarks.loading.loaders import load_ours
-from benchmarks.measuring.rounds import LIMIT, OURS
-from hf_fsdp_tools.loading.io.durable import begin_sync
+from benchmarks.measuring.comparison import LIMIT, OURS
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 
 STORED = torch.bfloat16
@@ -52,13 +47,6 @@ class Job:
         """What floating-point tensors are to be cast to; None if the model has that dtype."""
         return None if self.load.dtype == STORED else STORED
 
-
-BEGUN = f"{LIMIT}, the disk begun at once"
-UNSYNCED = f"{LIMIT}, not synced"
-FULL = "Accelerate FULL_STATE_DICT"
-MERGED = "Accelerate SHARDED_STATE_DICT + merge-weights"
-GATHERED = "transformers save_pretrained"
-DCP = "torch DCP HuggingFaceStorageWriter, consolidated"
 
 _PART_BYTES = 2**23  # of one request of the limit, as of ours
 _THREADS = 4  # of torch's own writers, each of which takes a file
@@ -103,7 +91,7 @@ def own_share(job: Job) -> torch.Tensor:
     return torch.ones(sum(size for *_, size in parts_of_share(job)), dtype=torch.uint8)
 
 
-def save_limit(memory: torch.Tensor, job: Job, *, synced: bool = True, begun: bool = False) -> None:
+def save_limit(memory: torch.Tensor, job: Job) -> None:
     """The same bytes into new files of the same sizes, which then take the place of those that are there."""
     parts = parts_of_share(job)
     names = sorted({name for name, *_ in parts})
@@ -118,13 +106,10 @@ def save_limit(memory: torch.Tensor, job: Job, *, synced: bool = True, begun: bo
 
     def write(part: tuple[str, int, int], piece: torch.Tensor) -> None:
         assert os.pwrite(files[part[0]], piece.numpy().data, part[1]) == part[2]
-        if begun:
-            begin_sync(files[part[0]], *part[1:])
 
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT) as pool:
         list(pool.map(write, parts, memory.split([size for *_, size in parts])))
-        if synced:
-            list(pool.map(os.fsync, files.values()))
+        list(pool.map(os.fsync, files.values()))
     for file in files.values():
         os.close(file)
     dist.barrier()
@@ -143,20 +128,8 @@ def our_model(job: Job) -> nn.Module:
     return model
 
 
-def save_ours(model: nn.Module, job: Job) -> dict[str, Any]:
-    report = hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
-    return {"gathered": report.gathered_bytes, "calls": report.write_calls}
-
-
-def copied_model(job: Job) -> nn.Module:
-    """A model that was saved in the background before, whose memory for the copy is kept."""
-    model = our_model(job)
-    before = replace(job, target=job.target.with_name(f"{job.target.name}-before"))
-    save_behind(model, before)
-    dist.barrier()
-    if is_first():
-        shutil.rmtree(before.target)
-    return model
+def save_ours(model: nn.Module, job: Job) -> None:
+    hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
 
 
 def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
@@ -171,12 +144,16 @@ def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
 def save_full(model: nn.Module, job: Job) -> None:
     """As Accelerate's guide to FSDP saves: the whole model on rank 0, which writes it."""
     accelerator = SimpleNamespace(distributed_type="FSDP", is_fsdp2=True)  # an Accelerator drops FSDP on CPUs
-    state = Accelerator.get_state_dict(accelerator, model)
-    if job.cast:
-        state = {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+    state = cast(Accelerator.get_state_dict(accelerator, model), job)
     PreTrainedModel.save_pretrained(
         model, job.target, is_main_process=is_first(), state_dict=state, max_shard_size=job.file_bytes
     )
+
+
+def cast(state: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
+    if job.cast is None:
+        return state
+    return {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
 
 
 def save_merged(model: nn.Module, job: Job) -> None:
@@ -227,25 +204,14 @@ def save_distributed(model: Any, job: Job) -> None:
         model.config.distributed_config = config
 
 
-def save_dcp(model: nn.Module, job: Job, *, everywhere: bool) -> None:
-    """torch's writer of safetensors: each rank its shards, then rank 0, or every rank its files, writes them again."""
+def save_dcp(model: nn.Module, job: Job) -> None:
+    """torch's writer of safetensors: each rank its shards, then rank 0 writes them again."""
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor.detach() for key, tensor in model.state_dict().items() if key in once.values()}
-    if job.cast:
-        state = {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
-    index = file_of_each(state, job.file_bytes)
-    options: dict[str, Any] = {"fqn_to_index_mapping": index, "thread_count": _THREADS, "save_distributed": True}
-    if everywhere:
-        parts = job.target / "sharded"
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(parts), **options))
-        consolidate_safetensors_files_on_every_rank(str(parts), str(job.target), index, num_threads=_THREADS)
-        if is_first():
-            count = max(index.values())
-            files = {key: f"model-{number:05}-of-{count:05}.safetensors" for key, number in index.items()}
-            (job.target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    else:
-        options |= {"enable_consolidation": True, "thread_count_consolidation": _THREADS}
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
+    state = cast(state, job)
+    options: dict[str, Any] = {"fqn_to_index_mapping": file_of_each(state, job.file_bytes), "save_distributed": True}
+    options |= {"enable_consolidation": True, "thread_count": _THREADS, "thread_count_consolidation": _THREADS}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
     save_configs(model, job.target)
 
 
@@ -261,25 +227,16 @@ def file_of_each(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, i
     return index
 
 
-PEERS: dict[str, Saver] = {
-    FULL: Saver(make=our_model, save=save_full, syncs="nothing"),
-    MERGED: Saver(make=our_model, save=save_merged, syncs="its shards only"),
-    GATHERED: Saver(make=native_model, save=save_gathered, syncs="nothing"),
+SAVERS: dict[str, Saver] = {
+    LIMIT: Saver(make=own_share, save=save_limit, syncs="all"),
+    OURS: Saver(make=our_model, save=save_ours, syncs="all"),
+    f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
+    "Accelerate FULL_STATE_DICT": Saver(make=our_model, save=save_full, syncs="nothing"),
+    "Accelerate SHARDED_STATE_DICT + merge-weights": Saver(make=our_model, save=save_merged, syncs="its shards only"),
+    "transformers save_pretrained": Saver(make=native_model, save=save_gathered, syncs="nothing"),
     "transformers distributed_checkpoint, consolidated": Saver(
         make=native_model, save=save_distributed, syncs="its shards only", folder="consolidated"
     ),
-    DCP: Saver(make=our_model, save=partial(save_dcp, everywhere=False), syncs="its shards only"),
-    "torch DCP, consolidated on every rank": Saver(
-        make=our_model, save=partial(save_dcp, everywhere=True), syncs="its shards only"
-    ),
-}
-SAVERS: dict[str, Saver] = {
-    LIMIT: Saver(make=own_share, save=save_limit, syncs="all"),
-    BEGUN: Saver(make=own_share, save=partial(save_limit, begun=True), syncs="all"),
-    UNSYNCED: Saver(make=own_share, save=partial(save_limit, synced=False), syncs="nothing"),
-    OURS: Saver(make=our_model, save=save_ours, syncs="all"),
-    f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
-    f"{OURS}, blocking=False, again": Saver(make=copied_model, save=save_behind, syncs="all"),
-    **PEERS,
+    "torch DCP HuggingFaceStorageWriter, consolidated": Saver(make=our_model, save=save_dcp, syncs="its shards only"),
 }
 """In the order of the table."""

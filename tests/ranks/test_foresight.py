@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.foreseeing.cases import case_named
 from benchmarks.foreseeing.gloo import measure
-from benchmarks.foreseeing.memory import case_named, foreseen_on_cpus, requested
+from benchmarks.foreseeing.memory import foreseen_on_cpus, requested
 from tests._dist import run_ranks
 
 CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")

@@ -8,8 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.foreseeing.cases import SIZES
-from benchmarks.foreseeing.memory import case_named
+from benchmarks.foreseeing.cases import SIZES, case_named
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup

@@ -1,0 +1,176 @@
+"""Contestants in turn, what is kept of their runs, and its page in Markdown."""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import hf_fsdp_tools
+from benchmarks.measuring.process import OUT_OF_MEMORY, Figures
+from tests._dist import num_gpus
+
+Row = dict[str, Any]
+
+LIMIT = "limit"
+OURS = "hf_fsdp_tools"
+
+
+# ---- rounds ----
+
+
+def in_turn(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Each name once per round. Rounds begin in different places: who comes after a contestant that took much memory
+    finds it at hand, where the host of a virtual machine takes free memory back.
+    """
+    for i in range(rounds):
+        first = i * len(names) // rounds
+        yield from (*names[first:], *names[:first])
+
+
+def measured(
+    names: Sequence[str], rounds: int, run_once: Callable[[str, bool], tuple[list[Figures], str]]
+) -> dict[str, Row]:
+    """One row per contestant, or why it failed.
+
+    `run_once` gives each rank's figures and the result of a check, of a name and whether it is that one's first run.
+    """
+    runs: dict[str, list[list[Figures]]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    results: dict[str, str] = {}
+    for name in in_turn(names, rounds):
+        if name in failed:
+            continue
+        try:
+            ranks, result = run_once(name, not runs[name])
+        except AssertionError as error:  # holds the failing ranks' tracebacks
+            failed[name] = reason(str(error))
+        else:
+            runs[name].append(ranks)
+            results.setdefault(name, result)
+    return {name: {"failed": failed[name]} if name in failed else _row(runs[name], results[name]) for name in names}
+
+
+def _row(runs: list[list[Figures]], result: str) -> Row:
+    """Each run's slowest rank, the last run's figures by rank, and what was wrong."""
+    times = [key for key, value in runs[0][0].items() if isinstance(value, float)]
+    ranks = [{key: value for key, value in rank.items() if isinstance(value, int)} for rank in runs[-1]]
+    slowest = {key: [max(rank[key] for rank in run) for run in runs] for key in times}
+    return {**slowest, "ranks": ranks, "wrong": result, "notes": runs[-1][0]["notes"]}
+
+
+def reason(failure: str) -> str:
+    """One line of the tracebacks of failed ranks."""
+    if f"exit code {OUT_OF_MEMORY}" in failure:
+        return "the machine has too little memory for it"
+    lines = failure.split("\n--- rank")[0].splitlines()
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return [lines[0], *errors][-1][:160].replace("|", "/")
+
+
+def about(script: str, device: str) -> dict[str, str]:
+    """The command of this run, of absolute paths the last part; the day, the versions and the machine, in words."""
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = (f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "safetensors"))
+    ranks = f"{num_gpus()} GPUs, NCCL" if device == "cuda" else "gloo on the CPU"
+    machine = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, {ranks}"
+    where = f"{date.today()}; hf_fsdp_tools {hf_fsdp_tools.__version__}, {', '.join(versions)}; {machine}."
+    return {"where": where, "command": shlex.join(["python", script, *words])}
+
+
+# ---- pages ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """How the cells of one benchmark are shown."""
+
+    title: str
+    script: str
+    """At whose top stands what the columns mean."""
+
+    title_of: Callable[[Figures], str]
+    """What was measured in a cell, in words."""
+
+    table: Callable[[dict[str, Row]], list[str]]
+    """The rows of a cell."""
+
+    def render(self, records: Sequence[dict[str, Any]], preface: str = "") -> str:
+        """All cells; of a cell that was measured twice, the last."""
+        lines = [f"# {self.title}", "", f"What each column means is said at the top of `{self.script}`."]
+        lines += ["", preface.strip()] if preface else []
+        for where in dict.fromkeys(record["about"]["where"] for record in records):
+            lines += ["", where]
+        for title, record in {self.title_of(record["cell"]): record for record in records}.items():
+            lines += ["", f"## {title}", "", f"`{record['about']['command']}`", "", *self.table(record["rows"])]
+        return "\n".join(lines) + "\n"
+
+    def run(self, args: argparse.Namespace, cells: Callable[[argparse.Namespace], Iterable[Figures]]) -> None:
+        """Measure cell by cell and keep it, or show what was kept."""
+        if args.report:
+            records = [json.loads(line) for line in args.report.read_text().splitlines()]
+            args.output.write_text(self.render(records, args.preface.read_text() if args.preface else ""))
+            return
+        args.folder.mkdir(parents=True, exist_ok=True)
+        made = []
+        for record in cells(args):
+            made.append(record)
+            print("", f"## {self.title_of(record['cell'])}", "", *self.table(record["rows"]), sep="\n", flush=True)
+            if args.records:
+                with args.records.open("a") as stream:
+                    stream.write(json.dumps(record) + "\n")
+            if args.output:
+                args.output.write_text(self.render(made))
+
+
+def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
+    """The options of `Page.run`."""
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), folder), help="of models")
+    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
+    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
+    parser.add_argument("--preface", type=Path, help="with --report: Markdown to put before the cells")
+    parser.add_argument("--output", type=Path, help="Markdown file")
+
+
+def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table without the columns that hold nothing."""
+    kept = [i for i in range(len(columns)) if not lines or any(line[i] for line in lines)]
+    shown = [[line[i] for i in kept] for line in [columns, ["---"] * len(columns), *lines]]
+    return [f"| {' | '.join(line)} |" for line in shown]
+
+
+def seconds_text(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
+
+
+def ratio(rows: dict[str, Row], name: str, base: str, key: str = "seconds") -> str:
+    """The median over rounds of one contestant's times over another's; empty if either failed or did not run."""
+    pairs = zip(rows.get(name, {}).get(key, []), rows.get(base, {}).get(key, []), strict=False)
+    ratios = [a / b for a, b in pairs]
+    return f"{statistics.median(ratios):.2f}" if ratios else ""
+
+
+def times_of(name: str, rows: dict[str, Row], key: str = "seconds") -> list[str]:
+    """Three columns: a contestant's seconds, and medians over rounds of their ratios to the limit and to ours."""
+    return [seconds_text(rows[name][key]), ratio(rows, name, LIMIT, key), ratio(rows, name, OURS, key)]
+
+
+def megabytes(row: Row) -> dict[str, str]:
+    """Each figure of the ranks in MB, one after the other."""
+    return {key: ", ".join(f"{rank[key] / 1e6:.0f}" for rank in row["ranks"]) for key in row["ranks"][0]}
+
+
+def ranks_of(cell: Figures) -> str:
+    """The ranks of a cell, in words."""
+    ranks = f"{cell['ranks']} ranks" if cell["ranks"] > 1 else "1 rank"
+    hsdp = f" (HSDP {cell['replicas']} × {cell['ranks'] // cell['replicas']})" if cell["replicas"] > 1 else ""
+    return ranks + hsdp
