@@ -318,7 +318,7 @@ def _llama_config(tokenizer: Any, hidden_size: int, layers: int, heads: int = 4,
 
 
 def _make_checkpoint(
-    folder: Path, build: Callable[[], tuple[Any, Any]], record: dict[str, Any], max_shard_size: str = "1MB"
+    folder: Path, build: Callable[[], tuple[Any, Any]], record: dict[str, Any], max_shard_size: str = "5GB"
 ) -> Path:
     """Write the model and the tokenizer or processor that `build` makes, unless the folder's record is the same."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
