@@ -98,23 +98,28 @@ def named_config(name: str) -> Path:
 
 def _check_file(path: Path, launch: dict[str, Any]) -> None:
     """Refuse a file that cannot be launched as the command line says, and print warnings about it."""
+    import torch
+
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.accelerator import find_accelerator
     from hf_fsdp_tools.modeling.untrusted import load_yaml
 
-    is_counted = launch["num_processes"] is not None  # by the command line, which goes before the file
-    refused, printed = [], []
-    for each in FSDPConfig.check_file(path):
-        if is_counted and each.code in ("num-processes", "few-devices"):
-            continue
-        if each.severity == "error" or each.code == "few-devices":
-            refused.append(f"{each.fact} {each.cure}")
-        elif each.severity == "warning":
-            printed.append(f"warning: {path}: {each.fact} {each.cure}")
-    if refused:
-        raise ConfigError(f"{path}: {' '.join(refused)} `hf-fsdp config --from {path}` translates it.")
-    if launch["cpu"] and not load_yaml(path.read_text(encoding="utf-8")).get("use_cpu"):
+    findings = [each for each in FSDPConfig.check_file(path) if each.code != "few-devices"]
+    if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
+        raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
+    for each in findings:
+        if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
+            print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
+    file = load_yaml(path.read_text(encoding="utf-8"))
+    if file.get("use_cpu"):
+        return
+    if launch["cpu"]:
         raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
-    print("".join(f"{line}\n" for line in printed), end="", file=sys.stderr)
+    processes, machines = (launch[name] or file.get(name) or 1 for name in ("num_processes", "num_machines"))
+    count = torch.accelerator.device_count() if find_accelerator() is not None else 0
+    if count < processes // machines:
+        cure = f"use --num_processes {count}" if count else "check the driver with nvidia-smi, or use --cpu"
+        raise ConfigError(f"{processes // machines} processes on a machine with {count} GPU(s): {cure}")
 
 
 def _run(command: list[str]) -> int:
