@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
 from hf_fsdp_tools.cli.options import (
+    SETUP_FIELDS,
     add_machine_options,
     add_model,
     add_sharding_options,
@@ -91,10 +92,11 @@ def _config(options: argparse.Namespace) -> None:
         reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
-        searched = {_OF_CONFIG.get(each.field, each.field): "; ".join(each.reasons) for each in best.choices}
-        reasons |= {name: reason for name, reason in searched.items() if hasattr(config, name)}
-        names = ("reshard_after_forward", "dp_replicate_size", "offload", "activation_checkpointing")
-        config = replace(config, **{_OF_CONFIG.get(name, name): getattr(best.setup, name) for name in names})
+        searched = {each.field: "; ".join(each.reasons) for each in best.choices}
+        names = ("reshard_after_forward", "dp_replicate_size", "offload_params", "activation_checkpointing")
+        searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
+        reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
+        config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
     start += ["--config_file", str(options.output or "FILE")]
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
@@ -111,15 +113,14 @@ def _config(options: argparse.Namespace) -> None:
             value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
         print(json.dumps(value, indent=1))
         return
-    rows = [] if translation is None else [*_translation_lines(translation.rows), ""]
+    rows: list[str] = []
+    if translation is not None:  # long values are shortened
+        short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
+        rows = [*_aligned([*short]), ""]
     report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-_OF_CONFIG = {"offload": "offload_params"}
-"""Field of FSDPConfig by that of `TrainingSetup`, where the names differ."""
 
 
 def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
@@ -142,11 +143,6 @@ def _reason_lines(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
     rows = [(name, getattr(config, name), reasons[name]) for name in [*names, *sorted(set(reasons) - set(names))]]
     rows[0] = ("device", "CPU, gloo" if config.use_cpu else "CUDA, NCCL", rows[0][2])
     return _aligned(rows)
-
-
-def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Aligned lines of key, value and what became of it; long values are shortened."""
-    return _aligned([(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows])
 
 
 def _aligned(rows: Sequence[tuple[str, Any, str]]) -> list[str]:

@@ -241,7 +241,7 @@ def _image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-_NAMES = {"num_processes": "num_gpus", "offload_params": "offload", "mixed_precision": "precision"}
+SETUP_FIELDS = {"num_processes": "num_gpus", "offload_params": "offload", "mixed_precision": "precision"}
 """Field of `TrainingSetup` by option, where Accelerate's word is another."""
 
 
@@ -251,7 +251,7 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     known = {each.name for each in fields(TrainingSetup)}
-    values = {_NAMES.get(name, name): value for name, value in vars(options).items() if value is not None}
+    values = {SETUP_FIELDS.get(name, name): value for name, value in vars(options).items() if value is not None}
     values = {name: value for name, value in values.items() if name in known}
     if values.get("precision") == "no":
         values["precision"] = "fp32"

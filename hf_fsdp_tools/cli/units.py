@@ -5,7 +5,6 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import merge_names, reason_of, table
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.foresight.timeline import Bar, Schedule
+    from hf_fsdp_tools.foresight.timeline import Schedule
 
 
 def show_units(options: argparse.Namespace) -> None:
@@ -101,9 +100,10 @@ def _table(schedule: "Schedule") -> list[str]:
             spent[bar.unit][place, kind] += bar.end_s - bar.start_s
         elif bar.operation == "compute":
             rest[bar.phase] += bar.end_s - bar.start_s
-    for (start, end), bar in _followed(schedule.exposed, computing):
-        if place := _PASSES.get(bar.phase):
-            spent[bar.unit][place, "exposed"] += end - start
+    for start, end in schedule.exposed if computing else ():
+        waiting = next((bar for bar in computing if bar.start_s >= end - 1e-9), computing[-1])
+        if place := _PASSES.get(waiting.phase):
+            spent[waiting.unit][place, "exposed"] += end - start
     groups: dict[str, list[str]] = defaultdict(list)
     for unit in spent:
         groups[re.sub(r"\d+", "#", unit)].append(unit)
@@ -117,18 +117,6 @@ def _table(schedule: "Schedule") -> list[str]:
 
 
 _PASSES = {"forward": "forward", "loss": "forward", "backward": "backward"}
-
-
-def _followed(
-    spans: Sequence[tuple[float, float]], bars: Sequence["Bar"]
-) -> Iterator[tuple[tuple[float, float], "Bar"]]:
-    """Each span with the bar that begins at its end: what waited."""
-    at = 0
-    for span in spans:
-        while at < len(bars) - 1 and bars[at].start_s < span[1] - 1e-9:
-            at += 1
-        if bars:
-            yield span, bars[at]
 
 
 def _ms(seconds: float) -> str:
