@@ -81,7 +81,7 @@ def main() -> Trainer:
         train_dataset=encode(data, script, training, tokenizer, label2id),
         eval_dataset=encode(held_out, script, training, tokenizer, label2id) if held_out is not None else None,
         processing_class=tokenizer,
-        compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
+        compute_metrics=lambda result: {"accuracy": float((result.predictions == result.label_ids).mean())},
         # an encoder with a decoder gives more than logits
         preprocess_logits_for_metrics=lambda out, labels: (out[0] if isinstance(out, tuple) else out).argmax(-1),
     )

@@ -64,8 +64,8 @@ def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
     """The beginning of the first training example, as the model saw it in training."""
     example = next(iter(dataset))
     if "messages" in example:
-        asked = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
-        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        question = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
+        return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     if isinstance(example.get("prompt"), list):
         return tokenizer.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
     text = example.get("prompt") or next(value for value in example.values() if isinstance(value, str))

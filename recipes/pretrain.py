@@ -27,12 +27,7 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from
 
 DEFAULTS = {"output_dir": "outputs/pretrain", "packing": True, "packing_strategy": "bfd_split", "shuffle_dataset": True}
 
-DEMO = {
-    "dataset_streaming": True,
-    "max_steps": 400,
-    "learning_rate": 2e-3,
-    "max_length": 192,
-}
+DEMO = {"dataset_streaming": True, "max_steps": 400, "learning_rate": 2e-3, "max_length": 192}
 
 
 @dataclass

@@ -31,12 +31,7 @@ from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scrip
 DEFAULTS = {"output_dir": "outputs/vision_language", "max_length": 4096}
 """One image takes hundreds of tokens, thousands where it is cut into tiles."""
 
-DEMO = {
-    "num_train_epochs": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 2e-3,
-    "max_length": 64,
-}
+DEMO = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "max_length": 64}
 
 ROWS = 20
 """Rows whose images are put through the processor before the model is loaded."""

@@ -14,6 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.model_class import model_class
+from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.text import first_line, listed, reason_of
 
@@ -57,11 +58,7 @@ def check_before_loading(
         hf_fsdp_tools.errors.ConfigError: --max_length 4096: checkpoint has 256 positions...
     """
     with agreed("checking the settings"):
-        config = load_config(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            trust_remote_code=getattr(training, "trust_remote_code", False),
-        )
+        config = load_config(model_args.model_name_or_path, **hub_options(model_args, training))
         if auto_class is None:
             _check_generates(config, training, model_args.model_name_or_path)
         _check_output(training)
