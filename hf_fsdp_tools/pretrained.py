@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, agreed_steps, compare_at_end, own_seed, same_on_all_ranks
-from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device, mesh_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.load import load_weights, rolled_back
@@ -327,12 +327,10 @@ def _settings_of(accelerator: Any, mesh: DeviceMesh | None) -> dict[str, Any]:
                 f"A plain {type(plugin).__name__} looks for layers by class names that sharding changes. Give it "
                 "fsdp_version=2, auto_wrap_policy='no_wrap' and no activation_checkpointing, or use make_accelerator()."
             )
+    settings = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
     if hasattr(plugin, "shard_arguments"):
-        settings: dict[str, Any] = plugin.shard_arguments(accelerator, mesh)
-        return settings
-    if mesh is None:
-        mesh = ParallelDims().build_mesh(accelerator.device.type)
-    return {"mesh": mesh, "mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
+        settings = plugin.shard_arguments(accelerator)
+    return {"mesh": mesh_of(accelerator) if mesh is None else mesh, **settings}
 
 
 def _with_adapter(

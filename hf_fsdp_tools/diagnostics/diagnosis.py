@@ -109,7 +109,7 @@ def diagnose(
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What one rank found."""
+    """The state of the model on one rank."""
 
     findings: tuple[Finding, ...]
     counts: dict[tuple[str, str], int]

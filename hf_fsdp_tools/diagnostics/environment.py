@@ -67,9 +67,11 @@ class Environment:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (name, found or "not installed", _tried_words(*self.tried[name])) for name, found in self.versions.items()
-        ]
+        rows: list[tuple[str, ...]] = []
+        for name, found in self.versions.items():
+            least, last = self.tried[name]
+            tried = f"tried {least}" if least == last else f"tried {least} to {last}"
+            rows.append((name, found or "not installed", tried if last else f"needs {least} or later"))
         about = [("device" if not index else "", device) for index, device in enumerate(self.devices)]
         about.append(("backends", ", ".join(self.backends) or "none"))
         lines = [*table(rows), "", *table(about), "", *(map(str, self.findings) if self.findings else ["no findings"])]
@@ -126,12 +128,6 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     # No weights are loaded here, so this finding says nothing. (Some models have a few small parameters with values.)
     findings = tuple(finding for finding in diagnosis.findings if finding.code != "meta-parameters")
     return replace(diagnosis, findings=findings)
-
-
-def _tried_words(least: str, last: str | None) -> str:
-    if last is None:
-        return f"needs {least} or later"
-    return f"tried {least}" if least == last else f"tried {least} to {last}"
 
 
 def _version(name: str) -> str | None:

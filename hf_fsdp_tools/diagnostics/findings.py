@@ -3,13 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_tools.diagnostics.live import LiveModel
@@ -75,7 +74,6 @@ def check_model(
     yield from _check_meta(live, model)
     yield from _check_padding(live)
     yield from _check_mixes(live)
-    yield from _check_checkpointing(model)
     yield from _check_precision(live)
 
 
@@ -285,40 +283,6 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
             cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give "
             "each dtype units of its own, as make_wrap_plan(model) does.",
         )
-
-
-def _check_checkpointing(model: nn.Module) -> Iterator[Finding]:
-    wrappers = {m: plain_name(name) for name, m in model.named_modules() if isinstance(m, CheckpointWrapper)}
-    names = list(dict.fromkeys([*_wrappers_in_wrappers(wrappers), *_recomputed_in_wrappers(model, wrappers)]))
-    if names:
-        yield Finding(
-            code="checkpointing-twice",
-            severity="warning",
-            fact=f"{len(names)} modules are checkpointed twice, which computes their forward pass a third time: "
-            f"{listed(names)}.",
-            cure="Switch one off: transformers' own (gradient_checkpointing=False in TrainingArguments, or "
-            "model.activation_checkpointing_disable()), torch's checkpoint_wrapper, or the plugin's "
-            "activation_checkpointing.",
-        )
-
-
-def _wrappers_in_wrappers(wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
-    """Names of checkpoint wrappers inside of others."""
-    inside = {module for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
-    return [name for wrapper, name in wrappers.items() if wrapper in inside]
-
-
-def _recomputed_in_wrappers(model: nn.Module, wrappers: Mapping[CheckpointWrapper, str]) -> list[str]:
-    """Names of wrappers beside which transformers' own checkpointing is on, of the same modules or around them."""
-    own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    layers = [m for m in own if any(base.__name__ == "GradientCheckpointingLayer" for base in type(m).__mro__)]
-    if own and not layers:  # beside such layers, the flag of the model itself does nothing
-        return list(wrappers.values())
-    return [
-        name
-        for wrapper, name in wrappers.items()
-        if any(wrapper in layer.modules() or layer in wrapper.modules() for layer in layers)
-    ]
 
 
 def _check_precision(live: LiveModel) -> Iterator[Finding]:

@@ -191,11 +191,6 @@ def _shape(unit: LiveUnit, below: dict[int, list[LiveUnit]]) -> object:
     return names, unit.num_params, unit.num_bytes, inner
 
 
-def _core(module: nn.Module) -> nn.Module:
-    """The module inside its wrappers."""
-    return module.get_submodule(way_inside(module))
-
-
 class _Units:
     """The units found so far, and the unit of each registered parameter."""
 
@@ -210,13 +205,14 @@ class _Units:
         members = unit_modules(module)
         is_new = members not in self.units
         unit = self.units.setdefault(members, LiveUnit(version=2))
-        self.unit_of_module[_core(module)] = unit
+        self.unit_of_module[module.get_submodule(way_inside(module))] = unit
         for managed in parameters_of_unit(module) if is_new else ():
             here = LiveParameter(tensor=managed.shard, unit=unit, local=local_tensor(managed.shard))
             self.managed.update(dict.fromkeys(managed.places, here))
 
     def read_flat(self, wrapper: FullyShardedDataParallel) -> None:
-        unit = self.units[wrapper] = self.unit_of_module[_core(wrapper)] = LiveUnit(version=1)
+        unit = self.units[wrapper] = LiveUnit(version=1)
+        self.unit_of_module[wrapper.get_submodule(way_inside(wrapper))] = unit
         for part in flat_parts(wrapper):
             stand_in = nn.Parameter(
                 torch.empty(part.shape, dtype=part.memory.dtype, device="meta"), requires_grad=part.requires_grad

@@ -85,6 +85,14 @@ class ParallelDims:
             return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def mesh_of(accelerator: Any) -> DeviceMesh:
+    """The mesh of an Accelerator's parallelism config; without one, FSDP over all processes. Every rank must call."""
+    if config := accelerator.parallelism_config:
+        mesh: DeviceMesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
+        return mesh
+    return ParallelDims().build_mesh(accelerator.device.type)
+
+
 def local_device() -> torch.device:
     """The device of this process, or the CPU on a machine without an accelerator.
 

@@ -12,7 +12,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import check_parts, damage_of
 from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
@@ -159,17 +159,6 @@ def _check_weights(folder: Path) -> None:
 
 
 # ---- what is deleted ----
-
-
-def save_trainer_state(state: TrainerState, folder: Path, staging: Path, *, is_writer: bool) -> None:
-    """Save once more what the Trainer has saved, which looked for the best checkpoint where this one is made, and not
-    where all of them are. Every rank must call."""
-    with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
-        best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if state.best_global_step and (best == folder or best.exists()):
-            state.best_model_checkpoint = str(best)
-        if is_writer:
-            state.save_to_json(str(staging / TRAINER_STATE_NAME))
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, *, uploaded: Collection[Path] = ()) -> None:

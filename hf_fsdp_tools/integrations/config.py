@@ -1,11 +1,5 @@
 """The settings of a run as one frozen value, which writes Accelerate's YAML and checks users' own files.
 
-    FSDPConfig(...)               ->  a config, or an error that lists all contradictions
-    FSDPConfig.for_machine()      ->  a config that fits this machine, and the reasons
-    .to_accelerate_yaml()         ->  text for `accelerate launch --config_file`
-    FSDPConfig.check_file(path)   ->  findings about a file
-    .translate_file(path)         ->  the meaning here of an older file, of DDP or DeepSpeed
-
 Its fields are the table of all settings too: an `fsdp_*` key is one field with `metadata=_key(…)`, and is then written,
 checked, translated, and known as a variable and as a key of `TrainingArguments.fsdp_config`. The names are those of
 accelerate 1.15 (`utils.launch`, `utils.dataclasses`) and transformers 5.23 (`TrainingArguments._process_fsdp_args`);

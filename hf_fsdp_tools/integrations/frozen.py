@@ -23,10 +23,8 @@ _HASHED = "_hashed_models"
 """Attribute with the sharded models that TRL may hash and the handles of their hooks, while the trainer is made."""
 
 
-def check_frozen(trainer: Any, name: str, model: nn.Module) -> None:
+def check_frozen(name: str, model: nn.Module) -> None:
     """Refuse a frozen model that is sharded as one unit."""
-    if not _is_sharded(model):
-        return
     if sharding_of(model) is None and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
         raise ConfigError(
             f"{name} is sharded as 1 unit, so that each forward pass gathers all of {type(model).__name__}. "
@@ -46,7 +44,8 @@ def shard_frozen(trainer: Any) -> None:
     if accelerator is None or policy is None or not accelerator.is_fsdp2:
         return
     frozen = [held[name] for name in FROZEN if isinstance(held.get(name), nn.Module) and held[name] is not policy]
-    if _waits_for_hash(trainer):
+    is_hashed = getattr(held.get("args"), "precompute_ref_log_probs", False)
+    if is_hashed and "_precompute_model_hash" not in held:
         handles = held.setdefault(_HASHED, {})
         handles |= {m: _let_hash(m) for m in (policy, *frozen) if m not in handles and _is_sharded(m)}
         return
@@ -82,8 +81,3 @@ def _let_hash(model: nn.Module) -> RemovableHandle:
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _waits_for_hash(trainer: Any) -> bool:
-    precompute = getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False)
-    return bool(precompute) and "_precompute_model_hash" not in vars(trainer)

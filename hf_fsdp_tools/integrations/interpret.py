@@ -180,12 +180,6 @@ def _general(key: str, value: Any, made: Translation) -> None:
         made.say(key, value, "left out: not part of this package's files")
 
 
-_OLD_KEYS = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-"""Keys that `accelerate config` wrote until 2023, and the launcher drops now (accelerate#2288), by today's names."""
-
-_STRATEGIES = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
-
-
 def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
@@ -203,7 +197,8 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, S
         made.say("fsdp_version", version, "2: fully_shard; no such version is known")
     _strategies(values, made, machines=machines, may_copy=version != "2")
     for key, value in values.items():
-        row = keys.get(_OLD_KEYS.get(key, key))
+        # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
+        row = keys.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
         if row is None:
             made.unknown(key, value, keys)
         elif row.is_old and value is not None:
@@ -225,7 +220,8 @@ def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, S
 
 
 def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, may_copy: bool) -> None:
-    strategies = {key: values[key] for key in _STRATEGIES if values.get(key) is not None}
+    keys = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
+    strategies = {key: values[key] for key in keys if values.get(key) is not None}
     try:
         freed, has_copies = read_strategies(strategies.values(), may_copy=may_copy)
     except ConfigError as error:

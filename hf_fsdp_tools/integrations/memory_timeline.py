@@ -3,8 +3,6 @@
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +24,7 @@ from hf_fsdp_tools.plots.schedule import draw_schedule
 from hf_fsdp_tools.text import show_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -90,7 +88,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
         # torch would end the other one without a word
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it comes from C++
             raise ConfigError("Another profiler is running, and torch runs one at a time. End it before this step.")
-        self._resident_bytes = sum(_storages(self.model, self.optimizer).values())
+        self._resident_bytes = _resident_bytes(self.model, self.optimizer)
         recording = profile(profile_memory=True)  # of every kind of device that torch can profile here
         recording.start()
         self._profile = recording
@@ -130,37 +128,28 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             values = {name: json.loads(getattr(self, name).to_json()) for name in ("timeline", "schedule")}
             path.write_text(json.dumps(values) + "\n")
             return
-        memory = self._draw_memory(self.timeline)
+        model = type(self.model).__name__ if self.model is not None else "a model"
+        predicted = None if self.predicted is None else self.predicted.timeline
+        memory = draw_memory(predicted or self.timeline, model=model, measured=self.timeline if predicted else None)
         if path.suffix != ".html":
             save(memory, path)
             return
         numbers = {"peak memory, measured": show_bytes(self.timeline.peak_bytes)}
+        forecast, streams = None, draw_schedule(self.schedule, model=model)
         if self.predicted is not None:
             numbers["peak memory, predicted"] = show_bytes(self.predicted.timeline.peak_bytes)
+            forecast = self.predicted.forecast
+            steps = step_schedule(forecast.step.events, forecast.timing.spans)
+            streams = draw_schedule(steps, model=model, measured=self.schedule)
         page = page_text(
-            title=f"One step of {self._name()}",
+            title=f"One step of {model}",
             setting="recorded by torch's profiler",
             numbers=numbers | {"exposed communication, measured": f"{1e3 * self.schedule.exposed_seconds:,.1f} ms"},
-            breakdown=self.predicted.timeline.at_peak if self.predicted is not None else {},
-            figures={"memory of a step": memory, "streams of a step": self._draw_schedule(self.schedule)},
-            plan=self.predicted.forecast.plan if self.predicted is not None else None,
+            breakdown=predicted.at_peak if predicted is not None else {},
+            figures={"memory of a step": memory, "streams of a step": streams},
+            plan=forecast.plan if forecast is not None else None,
         )
         path.write_text(page, encoding="utf-8")
-
-    def _name(self) -> str:
-        return type(self.model).__name__ if self.model is not None else "a model"
-
-    def _draw_memory(self, measured: Timeline) -> "Figure":
-        if self.predicted is None:
-            return draw_memory(measured, model=self._name())
-        return draw_memory(self.predicted.timeline, model=self._name(), measured=measured)
-
-    def _draw_schedule(self, measured: Schedule) -> "Figure":
-        if self.predicted is None:
-            return draw_schedule(measured, model=self._name())
-        forecast = self.predicted.forecast
-        predicted = step_schedule(forecast.step.events, forecast.timing.spans)
-        return draw_schedule(predicted, model=self._name(), measured=measured)
 
     # ---- called by the Trainer ----
 
@@ -196,20 +185,10 @@ def _check_path(path: Path) -> None:
         check_matplotlib()
 
 
-def _storages(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """Bytes of each storage on the CPU that a model and its optimizer hold, by its address."""
-    return {
-        storage.data_ptr(): storage.nbytes()
-        for storage in (local_tensor(tensor).untyped_storage() for tensor in _tensors(model, optimizer))
-        if storage.device.type == "cpu"
-    }
-
-
-def _tensors(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    if model is not None:
-        for tensor in chain(model.parameters(), model.buffers()):
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
-    for state in getattr(optimizer, "state", {}).values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+def _resident_bytes(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the storages on the CPU that a model, its gradients and its optimizer hold."""
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+    tensors += [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    storages = [local_tensor(each).untyped_storage() for each in tensors if isinstance(each, torch.Tensor)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages if each.device.type == "cpu"}.values())

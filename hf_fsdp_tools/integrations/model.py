@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -54,7 +55,9 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             "the plain model, and make_accelerator(dynamo_backend=…) or TrainingArguments(torch_compile=True): blocks "
             "are compiled then."
         )
-    _forget_device_map(model)
+    if getattr(model, "hf_device_map", None):  # its hooks would move the inputs of rank 1 to GPU 0
+        remove_hook_from_module(model, recurse=True)
+        del model.hf_device_map
     differing = weights_to_send(model)
     if accelerator.mixed_precision in LOW_PRECISION:
         for parameter in model.parameters():
@@ -62,31 +65,13 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
     base, plugin = base_of(model), accelerator.state.fsdp_plugin
-    shard_model(base, plan_with_adapters(base, plugin.policy_for(base)), **plugin.shard_arguments(accelerator))
+    plan = plan_with_adapters(base, plugin.policy_for(base))
+    shard_model(base, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator))
     send_weights(model, differing)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())
     for optimizer in optimizers:
         hand_over(optimizer, {old: sharded[name] for old, name in names.items()})
-
-
-def _forget_device_map(model: nn.Module) -> None:
-    """Take off the hooks by which a `device_map` moves inputs between devices: here the mesh decides.
-
-    Transformers spreads a model so; the hooks would move the inputs of rank 1 to GPU 0.
-    """
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if not devices:
-        return
-    if devices != {"cpu"}:
-        warnings.warn(
-            f"The model was loaded with a device_map ({listed(sorted(devices))}), whole by each process, and is "
-            "sharded over the mesh now. Leave device_map out, or load with from_pretrained of hf_fsdp_tools, by which "
-            "each rank reads its shards alone.",
-            stacklevel=2,
-        )
-    remove_hook_from_module(model, recurse=True)
-    del model.hf_device_map
 
 
 def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
@@ -97,15 +82,11 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, n
     for group in optimizer.param_groups:
         group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in sharded]:
-        new = sharded[old]
-        optimizer.state[new] = {key: _shard_like(new, value) for key, value in optimizer.state.pop(old).items()}
-
-
-def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """One entry of a parameter's optimizer state, sharded like the parameter; step counts and the like unchanged."""
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value
-    return cut(value, parameter, dtype=parameter.dtype if value.is_floating_point() else None)
+        new, state = sharded[old], optimizer.state.pop(old)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == new.shape:
+                state[key] = cut(value, new, dtype=new.dtype if value.is_floating_point() else None)
+        optimizer.state[new] = state
 
 
 # ---- weights that only rank 0 holds, or that differ between ranks ----

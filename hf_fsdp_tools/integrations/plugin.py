@@ -11,11 +11,10 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device, rank_on_node
+from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.wrap import refuse_settings
@@ -93,11 +92,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
-    def shard_arguments(self, accelerator: Accelerator, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """Keywords of `shard_model` for an Accelerator with this plugin, which gets our `prepare`, in place.
-
-        Every rank must call: a mesh may be made, over all processes where the Accelerator has no parallelism config.
-        """
+    def shard_arguments(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Keywords of `shard_model` beside the mesh, for an Accelerator with this plugin, which gets our `prepare`."""
         if self.fsdp_version != 2:
             raise ConfigError(
                 "The accelerator runs FSDP1, which the plugin, FSDP_VERSION or the launch config asks for, and "
@@ -105,10 +101,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
         adopt(accelerator, sync_each_batch=False)
-        if mesh is None and (config := accelerator.parallelism_config):
-            mesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
         return {
-            "mesh": mesh if mesh is not None else ParallelDims().build_mesh(accelerator.device.type),
             "mp_policy": self.mixed_precision_policy,
             "offload_policy": self.cpu_offload,
             "activation_checkpointing": self.activation_checkpointing,

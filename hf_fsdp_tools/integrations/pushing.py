@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
-from transformers.utils import PushInProgress
 from transformers.utils.hub import hf_api
 
 from hf_fsdp_tools.background import wait_for_saves
@@ -45,7 +44,8 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     """
 
     hub_model_id: str | None
-    push_in_progress: Any = None
+    _uploads: dict[Future[str], Path]
+    """The checkpoint of each upload that runs."""
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""
@@ -76,78 +76,63 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         with agreed("uploading to the hub", folder):
             if self.is_world_process_zero():
                 self.callback_handler.on_push_begin(self.args, self.state, self.control)
-                self.create_model_card(**_card_arguments(self, card))
+                if own_tags := getattr(self.model, "model_tags", None):
+                    tags = card.get("tags") or []
+                    card["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own_tags]))
+                self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
                 self._finish_current_push()
                 target = _target(self, commit_message or "End of training", token, revision)
                 send = partial(_upload, target, folder, _files_of(folder, _KEPT_HERE))
                 page = send() if blocking else hf_api().run_as_future(send)
         return page
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the Trainer's model card; TRL's (1.16) names a model from a local folder "None"."""
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir, "README.md")
-        if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            for wrong, right in (
-                ("[None](https://huggingface.co/None)", f"`{Path(self.model.config.name_or_path).name}`"),
-                ('model="None"', f'model="{self.args.output_dir}"'),
-                ("licence: license\n", ""),
-            ):
-                text = text.replace(wrong, right)
-            path.write_text(text, encoding="utf-8")
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the Trainer calls this before the checkpoint is complete; `push_of` gives what comes after."""
 
     def _finish_current_push(self) -> None:
-        """As the Trainer's, also for a checkpoint that is still written; a warning says which upload failed."""
+        """Wait for all uploads, also of a checkpoint that is still written; a warning says which one failed."""
         if self.args.push_to_hub:
             wait_for_saves()
-        super()._finish_current_push()
-        if self.push_in_progress is not None:
-            _warn_of_failures(self.push_in_progress)
-            self.push_in_progress = None
+        wait(self._uploads)
+        _under_way(self)
 
 
 def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
-    """A function that begins to upload a checkpoint once it is complete, by the step that training is at now.
+    """A function that begins to upload a complete checkpoint in the background, as `hub_strategy` says.
 
     It gives the checkpoints whose uploads are under way: this one, earlier ones (several with `hub_always_push`), or
     none. For the main process of each node; only rank 0 uploads.
     """
     args, state = trainer.args, trainer.state
     is_step = args.save_strategy == SaveStrategy.STEPS
-    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"
-    return partial(_push_complete, trainer, checkpoint, f"Training in progress, {when}")
+    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"  # now, not when it is complete
+
+    def push() -> Collection[Path]:
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
+            return ()
+        if (earlier := _under_way(trainer)) and not args.hub_always_push:
+            return earlier
+        trainer.callback_handler.on_push_begin(args, state, trainer.control)
+        files = _files_of(checkpoint, _OF_A_STATE)
+        if (card := Path(args.output_dir, CARD)).is_file():
+            files = {CARD: card} | files
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
+            files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
+        target = _target(trainer, f"Training in progress, {when}")
+        trainer._uploads[hf_api().run_as_future(_upload, target, checkpoint, files)] = checkpoint
+        return [*earlier, checkpoint]
+
+    return push
 
 
-def _push_complete(trainer: Any, checkpoint: Path, message: str) -> Collection[Path]:
-    """Begin to upload a complete checkpoint as `hub_strategy` says, in the background."""
-    args, before = trainer.args, trainer.push_in_progress
-    if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
-        return ()
-    if before is not None and before.is_done():
-        _warn_of_failures(before)
-        before = None
-    if before is not None and not args.hub_always_push:
-        return _under_way(before)
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    files = _files_of(checkpoint, _OF_A_STATE)
-    if (card := Path(args.output_dir, CARD)).is_file():
-        files = {CARD: card} | files
-    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
-        files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-    job = hf_api().run_as_future(_upload, _target(trainer, message), checkpoint, files)
-    trainer.push_in_progress = PushInProgress([*(before.jobs if before is not None else []), job])
-    earlier = before.checkpoints if before is not None else {}
-    trainer.push_in_progress.checkpoints = {**earlier, job: checkpoint}  # an attribute of our own
-    return _under_way(trainer.push_in_progress)
-
-
-def _under_way(push: Any) -> Collection[Path]:
-    return {checkpoint for job, checkpoint in push.checkpoints.items() if not job.done()}
+def _under_way(trainer: Any) -> list[Path]:
+    """The checkpoints whose uploads run; forgets those that have ended, with a warning of each that failed."""
+    for job in [job for job in trainer._uploads if job.done()]:
+        if (error := job.exception()) is not None:
+            warnings.warn(f"Training went on while an upload failed: {error}", stacklevel=2)
+        del trainer._uploads[job]
+    return list(trainer._uploads.values())
 
 
 def _upload(target: HubTarget, folder: Path, files: dict[str, Path]) -> str:
@@ -172,22 +157,7 @@ def _target(trainer: Any, message: str, token: str | None = None, revision: str 
     )
 
 
-def _card_arguments(trainer: Any, card: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model card as the Trainer completes them: its name, and the model's tags among its tags."""
-    arguments = {"model_name": trainer.hub_model_id.split("/")[-1], **card}
-    if (own := getattr(trainer.model, "model_tags", None)) is not None:
-        tags = arguments.get("tags") or []
-        arguments["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own]))
-    return arguments
-
-
 def _files_of(folder: Path, without: Sequence[str]) -> dict[str, Path]:
     """The files of a folder by their names in it, without those that match a pattern."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: path for name, path in files.items() if not any(fnmatchcase(name, p) for p in without)}
-
-
-def _warn_of_failures(push: Any) -> None:
-    for job in push.jobs:
-        if (error := job.exception()) is not None:
-            warnings.warn(f"Training went on while an upload failed: {error}", stacklevel=2)

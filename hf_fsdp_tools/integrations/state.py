@@ -1,8 +1,7 @@
 """Start Accelerate's shared state with FSDP in it, and make an Accelerator from it."""
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -25,7 +24,7 @@ from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
-from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, warn_on_node
+from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.text import did_you_mean, quoted
@@ -75,7 +74,9 @@ def make_accelerator(
             f"fsdp_plugin is a {type(fsdp_plugin).__name__}; make_accelerator needs a HybridFSDPPlugin, which takes "
             "the same arguments and a policy."
         )
-    group = _group_options(accelerate_kwargs.get("kwargs_handlers"))
+    handlers = accelerate_kwargs.get("kwargs_handlers") or ()
+    handler: Any = next((each for each in handlers if isinstance(each, InitProcessGroupKwargs)), None)
+    group: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
@@ -112,12 +113,6 @@ def _read_arguments(arguments: dict[str, Any]) -> None:
     precision = arguments.get("mixed_precision")
     if precision is not None and str(precision) not in PrecisionType.list():
         arguments["mixed_precision"] = precision = _PRECISIONS.get(as_dtype(precision, "mixed_precision"), precision)
-    if str(precision) == "fp16" and (arguments.get("cpu") or local_device().type == "cpu"):
-        warn_on_node(
-            "mixed_precision 'fp16' needs a scaled loss, which Accelerate has for GPUs and not for cpu: evaluation "
-            "works, and a model to be trained will be refused. Use 'bf16', which needs none, or 'no'.",
-            stacklevel=3,
-        )
 
 
 def start_state(
@@ -160,7 +155,9 @@ def start_state(
     is_alone = PartialState._shared_state and PartialState().distributed_type == DistributedType.NO
     if is_alone and world_size(os.environ) > 1:
         PartialState._reset_state()  # TrainingArguments without use_cpu made it, where each process would train alone
-    _name_local_rank()
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:  # Accelerate reads no srun, no mpirun
+        rank, size = rank_on_node()
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
     if not cpu:
         # with gloo beside NCCL, which Accelerate does on some variables only
@@ -223,20 +220,6 @@ def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, pa
         )
 
 
-def _group_options(handlers: Iterable[Any] | None) -> dict[str, Any]:
-    """What an `InitProcessGroupKwargs` asks for; warns where the process group runs already and keeps its backend."""
-    handler = next((handler for handler in handlers or () if isinstance(handler, InitProcessGroupKwargs)), None)
-    options: dict[str, Any] = handler.to_kwargs() if handler is not None else {}
-    late = {name: value for name, value in options.items() if name != "timeout"}
-    if late and dist.is_initialized() and not AcceleratorState._shared_state:
-        warnings.warn(
-            f"InitProcessGroupKwargs({', '.join(f'{name}={value}' for name, value in late.items())}) comes too "
-            "late: the process group runs already. Call make_accelerator() before anything else starts a group.",
-            stacklevel=3,
-        )
-    return options
-
-
 def _check_gpus(*, cpu: bool) -> None:
     """Refuse to train on the CPU where `accelerate launch` was given a config for GPUs.
 
@@ -286,13 +269,3 @@ def _check_axes(config: Any) -> None:
             f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
             "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."
         )
-
-
-def _name_local_rank() -> None:
-    """Tell Accelerate the rank on this machine, which it reads in LOCAL_RANK alone (not srun's or mpirun's variables).
-
-    Without it, each process of a launched job would train alone.
-    """
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
-        rank, size = rank_on_node()
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}

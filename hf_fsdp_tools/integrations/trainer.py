@@ -24,11 +24,10 @@ from hf_fsdp_tools.integrations.checkpoints import (
     check_checkpoint,
     complete_checkpoint,
     rotate,
-    save_trainer_state,
     weights_in,
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
-from hf_fsdp_tools.integrations.hooks import check_hooks, warn_of_uncalled
+from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
@@ -50,6 +49,7 @@ from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
+from hf_fsdp_tools.sharding.optimizers import check_optimizers
 from hf_fsdp_tools.sharding.shard import sharded_module
 
 
@@ -119,7 +119,6 @@ class FSDPTrainerMixin(PushingMixin):
                 )
             for own in (FSDPTrainerMixin, PushingMixin):
                 check_hooks(own, super())
-            warn_of_uncalled(cls, FSDPTrainerMixin, Trainer)
         super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, optimizers: tuple[Any, Any] = (None, None), **kwargs: Any) -> None:
@@ -128,18 +127,24 @@ class FSDPTrainerMixin(PushingMixin):
         The Trainer does so for models that are sharded later. A model of `from_pretrained` is sharded already, and
         `prepare` hands the shards of a plain one to its optimizer.
         """
+        self._uploads = {}
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self):
             super().__init__(*args, **kwargs)
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
-            _check_own_optimizer(self, optimizers[0])
+            if not self.accelerator.is_fsdp2:
+                raise ConfigError(
+                    "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
+                    "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
+                )
+            check_optimizers([optimizers[0]] if optimizers[0] is not None else [], [self.model])
             self.optimizer, self.lr_scheduler = optimizers
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TRL's reference and teacher models are sharded then, so all ranks must set them."""
         if name in FROZEN and isinstance(value, nn.Module):
-            check_frozen(self, name, value)
+            check_frozen(name, value)
         super().__setattr__(name, value)
         if name in (*FROZEN, *NEEDED_BY_FROZEN):
             shard_frozen(self)
@@ -244,7 +249,12 @@ class FSDPTrainerMixin(PushingMixin):
                 super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
             finally:
                 self._saving = None
-            save_trainer_state(trainer_state, folder, state.staging, is_writer=args.should_save)
+            with agreed("saving the trainer's state", folder), storage_errors("save to", folder):
+                best_one = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.best_global_step}")
+                if trainer_state.best_global_step and (best_one == folder or best_one.exists()):
+                    trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked beside the hidden one
+                if args.should_save:
+                    trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
             best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
             if args.should_save:
                 state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
@@ -362,20 +372,3 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
-
-
-def _check_own_optimizer(trainer: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse an optimizer that would step other parameters than those of the Trainer's model."""
-    if not trainer.accelerator.is_fsdp2:
-        raise ConfigError(
-            "optimizers=(…) needs FSDP2: version 1 makes new parameters when training starts. Use "
-            "optimizer_cls_and_kwargs or create_optimizer, or fsdp_version 2."
-        )
-    known = {id(parameter) for parameter in trainer.model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    if strange := sum(id(parameter) not in known for parameter in held):
-        raise ConfigError(
-            f"{strange} of the {len(held)} parameters of optimizers[0] are not the model's: it was made before the "
-            "model was sharded or resized, or from another model. Make it from model.parameters() last, or give "
-            "optimizer_cls_and_kwargs=(class, arguments)."
-        )

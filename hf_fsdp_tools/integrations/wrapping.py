@@ -110,23 +110,17 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     if policy.block_types is None:
         return policy
     tree = ModuleTree(model)
-    absent = {wanted: lines for wanted in policy.block_types if (lines := _problems_with(tree, wanted))}
-    if not absent:
+    problems: list[str] = []
+    present = tuple(each for each in policy.block_types if matching_nodes(tree, each, problems=problems))
+    if not problems:
         return policy
-    present = tuple(wanted for wanted in policy.block_types if wanted not in absent)
     warn_on_node(
         f"Layer classes to wrap, in {type(model).__name__}: "
-        f"{' '.join(line for lines in absent.values() for line in lines)} "
+        f"{' '.join(problems)} "
         f"{'The others are used' if present else 'The blocks that its structure shows are used'}.",
         stacklevel=2,
     )
     return replace(policy, block_types=present or None)
-
-
-def _problems_with(tree: ModuleTree, wanted: type[nn.Module] | str) -> list[str]:
-    problems: list[str] = []
-    matching_nodes(tree, wanted, problems=problems)
-    return problems
 
 
 def without_modules(policy: HybridPolicy, ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> HybridPolicy:

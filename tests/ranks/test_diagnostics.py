@@ -316,29 +316,6 @@ def test_ties_that_came_apart_are_named():
     run_ranks(run_cases, 2, [*cases, tie_managed_twice_by_fsdp1])
 
 
-# ---- activation checkpointing ----
-
-
-def two_switches() -> None:
-    twice = make_model("llama")
-    twice.gradient_checkpointing_enable({"use_reentrant": False})
-    for index, block in enumerate(twice.model.layers):
-        twice.model.layers[index] = checkpoint_wrapper(block)
-    fact = r"2 modules .*: model\.layers\.0, model\.layers\.1"
-    _expect(diagnose(_sharded(model=twice)), "checkpointing-twice", "warning", fact, r"Switch one off")
-
-
-def a_wrapper_in_a_wrapper() -> None:
-    nested = make_model("llama")
-    nested.model.layers[1] = checkpoint_wrapper(checkpoint_wrapper(nested.model.layers[1]))
-    fact = r"1 modules .*model\.layers\.1"
-    _expect(diagnose(_sharded(model=nested)), "checkpointing-twice", "warning", fact, r"Switch")
-
-
-def test_checkpointing_twice_is_named():
-    run_ranks(run_cases, 2, [two_switches, a_wrapper_in_a_wrapper])
-
-
 # ---- between ranks ----
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -175,6 +176,8 @@ def _hybrid(folder):
     for each in (model, plain):
         assert sharding_of(each).mesh.shape == (2, 2)
         assert sharding_of(each).mesh.mesh_dim_names[0] == "dp_replicate"
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    assert sharding_of(from_pretrained(folder, accelerator=accelerator)).mesh.shape == (2, 2), "Accelerate's own plugin"
     with torch.no_grad():
         return [each(**{k: v[None] for k, v in make_rows(1)[0].items()}).loss.item() for each in (model, plain)]
 

@@ -77,7 +77,7 @@ def an_optimizer_of_ones_own_is_taken(folder: Path) -> list[list[float]]:
         found.append(trained(ShardedTrainer, model, folder, own_optimizer(model)))
         assert isinstance(model, FSDPModule)
     model = sharded(folder)
-    with pytest.raises(ConfigError, match=r"21 of the 21 parameters of optimizers\[0\] are not the model's.*last"):
+    with pytest.raises(ConfigError, match=r"21 of the 21 parameters of \w+ belong to no prepared model"):
         trained(ShardedTrainer, model, folder, own_optimizer(plain_model(folder)))
     with pytest.raises(RuntimeError, match="model_init"):
         ShardedTrainer(
@@ -294,8 +294,7 @@ def a_device_map_of_a_plain_model_is_forgotten(folder: Path) -> list[float]:
     model = dispatch_model(plain_model(folder), {"": "cpu"}, force_hooks=True)
     model.hf_device_map = {"model": 0, "lm_head": 1}
     assert any(hasattr(module, "_hf_hook") for module in model.modules())
-    with pytest.warns(UserWarning, match=r"loaded with a device_map \(0, 1\), whole by each process"):
-        losses = trained(ShardedTrainer, model, folder)
+    losses = trained(ShardedTrainer, model, folder)
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
     return losses
 

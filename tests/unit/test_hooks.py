@@ -80,23 +80,6 @@ def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch)
             pass
 
 
-class Theirs(Trainer):
-    def save_model(self, output_dir=None, _internal_call=False): ...
-
-
-def test_methods_of_a_trainer_that_would_not_be_called_are_named():
-    with pytest.warns(UserWarning, match=r"Mine\._save, Theirs\.save_model: not called, .* Write save_model in Mine"):
-
-        class Mine(FSDPTrainerMixin, Theirs):
-            def _save(self, output_dir=None, state_dict=None): ...
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-
-        class Fine(FSDPTrainerMixin, Trainer):
-            def save_model(self, output_dir=None, _internal_call=False): ...
-
-
 def test_an_accelerator_without_a_hook_is_refused(monkeypatch):
     check_hooks(ShardedAccelerator, Accelerator)
     monkeypatch.delattr(Accelerator, "skip_first_batches")

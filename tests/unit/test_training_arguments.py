@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
+from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.integrations.training_arguments import (
@@ -96,7 +97,7 @@ def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:
 def sharded(accelerator: Any, **options: Any) -> Any:
     model, plugin = make_model("llama"), accelerator.state.fsdp_plugin
     plan = make_wrap_plan(model, policy=plugin.policy_for(model))
-    return shard_model(model, plan, **plugin.shard_arguments(accelerator), **options)
+    return shard_model(model, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator), **options)
 
 
 def test_the_table_has_every_key():
