@@ -22,19 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from transformers import Trainer as PlainTrainer
 from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    load_model,
-    load_splits,
-    load_tokenizer,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/classify", "learning_rate": 2e-5, "lora_task_type": "SEQ_CLS"}
 """The learning rate is usual for such a head; by the task type PEFT trains and saves it beside the adapter."""
@@ -58,27 +46,31 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
-        DataArguments, TrainingArguments, ModelArguments, defaults=DEFAULTS, demo=DEMO
+    script, training, model_args = scripting.parse_arguments(
+        DataArguments, TrainingArguments, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
     for name in ("dataset_text_field", "max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "classes")
-    data, held_out = load_splits(script, training, columns=[{script.dataset_text_field, script.label_column_name}])
-    tokenizer = load_tokenizer(model_args, training)
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "classes")
+    data, held_out = scripting.load_splits(
+        script, training, columns=[{script.dataset_text_field, script.label_column_name}]
+    )
+    tokenizer = scripting.load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForSequenceClassification
     names = class_names(script, data, held_out)
-    check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
+    scripting.check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
 
     # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
     id2label = dict(enumerate(names))
     label2id = {name: number for number, name in id2label.items()}
-    model = load_model(model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id)
+    model = scripting.load_model(
+        model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id
+    )
     config = model.config.get_text_config()
     stored, config.pad_token_id = config.pad_token_id, tokenizer.pad_token_id  # the head reads the last other token
 
@@ -89,13 +81,13 @@ def main() -> Trainer:
         train_dataset=encode(data, script, training, tokenizer, label2id),
         eval_dataset=encode(held_out, script, training, tokenizer, label2id) if held_out is not None else None,
         processing_class=tokenizer,
-        compute_metrics=lambda found: {"accuracy": float((found.predictions == found.label_ids).mean())},
+        compute_metrics=lambda result: {"accuracy": float((result.predictions == result.label_ids).mean())},
         # an encoder with a decoder gives more than logits
         preprocess_logits_for_metrics=lambda out, labels: (out[0] if isinstance(out, tuple) else out).argmax(-1),
     )
     # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
     trainer.model_accepts_loss_kwargs = False
-    train(trainer, training, model_args)
+    scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
@@ -108,7 +100,7 @@ def main() -> Trainer:
         "classes": ", ".join(names),
         "checkpoint": f"{training.output_dir} ({use})",
     }
-    finish(trainer, training, model_args, tokenizer, lines=lines)
+    scripting.finish(trainer, training, model_args, tokenizer, lines=lines)
     return trainer
 
 
@@ -164,4 +156,4 @@ def encode(
 
 
 if __name__ == "__main__":
-    run(main, "classify")
+    scripting.run(main, "classify")

@@ -20,19 +20,7 @@ import datasets
 from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer, ScriptArguments, get_peft_config
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    load_model,
-    load_splits,
-    load_tokenizer,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, HybridPolicy, make_accelerator, scripting
 
 DEMO = {"num_train_epochs": 1, "learning_rate": 5e-4, "max_length": 256}
 
@@ -43,24 +31,24 @@ class Trainer(FSDPTrainerMixin, DPOTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
-        ScriptArguments, DPOConfig, ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
+    script, training, model_args = scripting.parse_arguments(
+        ScriptArguments, DPOConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "preferences")
-    data, held_out = load_splits(script, training, columns=[{"chosen", "rejected"}])
-    tokenizer = load_tokenizer(model_args, training)
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
+    data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}])
+    tokenizer = scripting.load_tokenizer(model_args, training)
 
     # 2. Checks of what would fail later
-    check_before_loading(model_args, training, tokenizer, data, held_out)
+    scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
     check_preferences(script, training, data)
 
     # 3. The model, straight into shards, and the reference that it is compared with: shards of the same checkpoint in
     # the precision of computation, since it is never trained. An adapter is turned off instead, so TRL adds it itself.
     adapter = get_peft_config(model_args)
     dtype = model_args.dtype or ("auto" if adapter else None)
-    model = load_model(model_args, training, accelerator, peft_config=None, dtype=dtype)
+    model = scripting.load_model(model_args, training, accelerator, peft_config=None, dtype=dtype)
     reference = None if adapter else load_reference(model_args, training, accelerator)
 
     # 4. Train
@@ -75,12 +63,12 @@ def main() -> Trainer:
     )
     if training.precompute_ref_log_probs:
         trainer.ref_model = reference = None  # its values are beside the data set now
-    train(trainer, training, model_args)
+    scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_rewards/accuracies"] for log in trainer.state.log_history if "eval_rewards/accuracies" in log]
     preferred = f"in {right[-1]:.0%} of the held-out pairs" if right else "not evaluated"
-    finish(trainer, training, model_args, tokenizer, lines={"chosen preferred": preferred})
+    scripting.finish(trainer, training, model_args, tokenizer, lines={"chosen preferred": preferred})
     return trainer
 
 
@@ -98,15 +86,15 @@ def check_preferences(script: ScriptArguments, training: DPOConfig, data: datase
         )
 
 
-def load_reference(model_args: ModelArguments, training: DPOConfig, accelerator: object) -> PreTrainedModel:
+def load_reference(model_args: scripting.ModelArguments, training: DPOConfig, accelerator: object) -> PreTrainedModel:
     """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, model_args.dtype)
     freeing = HybridPolicy(reshard_after_forward={"*": True})
-    reference = load_model(model_args, training, accelerator, dtype=dtype, policy=freeing, show=False)
+    reference = scripting.load_model(model_args, training, accelerator, dtype=dtype, policy=freeing, show=False)
     kind = str(reference.dtype).removeprefix("torch.")
     accelerator.print(f"reference: the same checkpoint in {kind}, sharded alike and not trained\n")
     return reference.requires_grad_(False)
 
 
 if __name__ == "__main__":
-    run(main, "dpo")
+    scripting.run(main, "dpo")

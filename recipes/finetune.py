@@ -23,19 +23,7 @@ import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
-from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    load_model,
-    load_splits,
-    load_tokenizer,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
 
 DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "max_length": 192}
 
@@ -46,38 +34,38 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> None:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
-        ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/finetune"}, demo=DEMO
+    script, training, model_args = scripting.parse_arguments(
+        ScriptArguments, SFTConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/finetune"}, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "text")
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]
-    data, held_out = load_splits(script, training, columns=columns)
-    tokenizer = load_tokenizer(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=columns)
+    tokenizer = scripting.load_tokenizer(model_args, training)
 
     # 2. Checks of what would fail later
-    check_before_loading(model_args, training, tokenizer, data, held_out)
+    scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
 
     # 3. The model, straight into shards; with an adapter, if one is asked for
-    model = load_model(model_args, training, accelerator)
+    model = scripting.load_model(model_args, training, accelerator)
 
     # 4. Train
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
-    train(trainer, training, model_args)
+    scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
     prompt = prompt_of(data, tokenizer)
     sample = {"sample": lambda: repr(generate(trainer.model, tokenizer, prompt, seed=training.seed))}
-    finish(trainer, training, model_args, tokenizer, lines=sample)
+    scripting.finish(trainer, training, model_args, tokenizer, lines=sample)
 
 
 def prompt_of(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> str:
     """The beginning of the first training example, as the model saw it in training."""
     example = next(iter(dataset))
     if "messages" in example:
-        asked = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
-        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        question = list(takewhile(lambda turn: turn["role"] != "assistant", example["messages"]))
+        return tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     if isinstance(example.get("prompt"), list):
         return tokenizer.apply_chat_template(example["prompt"], tokenize=False, add_generation_prompt=True)
     text = example.get("prompt") or next(value for value in example.values() if isinstance(value, str))
@@ -94,4 +82,4 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt:
 
 
 if __name__ == "__main__":
-    run(main, "finetune")
+    scripting.run(main, "finetune")

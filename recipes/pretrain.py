@@ -23,32 +23,15 @@ from dataclasses import dataclass, field
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import ScriptArguments, SFTConfig, SFTTrainer
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    load_model,
-    load_splits,
-    load_tokenizer,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, describe_sharding, from_config, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/pretrain", "packing": True, "packing_strategy": "bfd_split", "shuffle_dataset": True}
 
-DEMO = {
-    "dataset_streaming": True,
-    "max_steps": 400,
-    "learning_rate": 2e-3,
-    "max_length": 192,
-}
+DEMO = {"dataset_streaming": True, "max_steps": 400, "learning_rate": 2e-3, "max_length": 192}
 
 
 @dataclass
-class PretrainArguments(ModelArguments):
+class PretrainArguments(scripting.ModelArguments):
     """What is trained: TRL's options, and where its weights come from."""
 
     from_scratch: bool = field(
@@ -62,17 +45,17 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> None:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
+    script, training, model_args = scripting.parse_arguments(
         ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "text")
-    data, held_out = load_splits(script, training, columns=[{training.dataset_text_field}])
-    tokenizer = load_tokenizer(model_args, training)
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
+    data, held_out = scripting.load_splits(script, training, columns=[{training.dataset_text_field}])
+    tokenizer = scripting.load_tokenizer(model_args, training)
 
     # 2. Checks of what would fail later
-    check_before_loading(model_args, training, tokenizer, data, held_out)
+    scripting.check_before_loading(model_args, training, tokenizer, data, held_out)
 
     # 3. The model, straight into shards: from files, or drawn there
     if model_args.from_scratch:
@@ -80,15 +63,15 @@ def main() -> None:
         model = from_config(config, accelerator=accelerator, seed=training.seed, dtype=model_args.dtype)
         accelerator.print(f"\n{describe_sharding(model)}\n\nnew weights, drawn with the seed {training.seed}\n")
     else:
-        model = load_model(model_args, training, accelerator)
+        model = scripting.load_model(model_args, training, accelerator)
 
     # 4. Train
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
-    _, loss = train(trainer, training, model_args)
+    _, loss = scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     perplexity = "not evaluated" if loss is None else f"{math.exp(loss):,.1f} after"
-    finish(trainer, training, model_args, tokenizer, lines={"perplexity": perplexity})
+    scripting.finish(trainer, training, model_args, tokenizer, lines={"perplexity": perplexity})
 
 
 def config_for(tokenizer: PreTrainedTokenizerBase, model_args: PretrainArguments, training: SFTConfig) -> AutoConfig:
@@ -112,4 +95,4 @@ def config_for(tokenizer: PreTrainedTokenizerBase, model_args: PretrainArguments
 
 
 if __name__ == "__main__":
-    run(main, "pretrain")
+    scripting.run(main, "pretrain")

@@ -19,19 +19,7 @@ With LoRA the head is trained too, and saved beside the adapter.
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer, ScriptArguments
 
-from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    load_model,
-    load_splits,
-    load_tokenizer,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/reward", "lora_task_type": "SEQ_CLS"}
 """The task type by which PEFT trains and saves the new head beside the adapter."""
@@ -45,27 +33,27 @@ class Trainer(FSDPTrainerMixin, RewardTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
-        ScriptArguments, RewardConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+    script, training, model_args = scripting.parse_arguments(
+        ScriptArguments, RewardConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "preferences")
-    data, held_out = load_splits(script, training, columns=[{"chosen", "rejected"}])
-    tokenizer = load_tokenizer(model_args, training)
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
+    data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}])
+    tokenizer = scripting.load_tokenizer(model_args, training)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForSequenceClassification
-    check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
+    scripting.check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=auto_class)
 
     # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
-    model = load_model(model_args, training, accelerator, auto_class=auto_class, num_labels=1)
+    model = scripting.load_model(model_args, training, accelerator, auto_class=auto_class, num_labels=1)
     config = model.config.get_text_config()
     stored = config.pad_token_id
 
     # 4. Train
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer)
-    train(trainer, training, model_args)
+    scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
     right = [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
@@ -78,9 +66,9 @@ def main() -> Trainer:
         "checkpoint": f"{training.output_dir} (open it with {opener}.from_pretrained, num_labels=1{pad}; logits[:, 0] "
         "are the rewards)",
     }
-    finish(trainer, training, model_args, tokenizer, lines=lines)
+    scripting.finish(trainer, training, model_args, tokenizer, lines=lines)
     return trainer
 
 
 if __name__ == "__main__":
-    run(main, "reward")
+    scripting.run(main, "reward")

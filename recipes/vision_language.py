@@ -26,30 +26,12 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-    images_in_each_batch,
-    load_model,
-    load_processor,
-    load_splits,
-    make_demo,
-    parse_arguments,
-    run,
-    train,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/vision_language", "max_length": 4096}
 """One image takes hundreds of tokens, thousands where it is cut into tiles."""
 
-DEMO = {
-    "num_train_epochs": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 2e-3,
-    "max_length": 64,
-}
+DEMO = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 2e-3, "max_length": 64}
 
 ROWS = 20
 """Rows whose images are put through the processor before the model is loaded."""
@@ -68,25 +50,25 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 
 def main() -> Trainer:
     # 1. The settings and the data
-    script, training, model_args = parse_arguments(
-        VisionArguments, SFTConfig, ModelArguments, defaults=DEFAULTS, demo=DEMO
+    script, training, model_args = scripting.parse_arguments(
+        VisionArguments, SFTConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
     accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path, script.dataset_name = make_demo(accelerator, "images")
+        model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]
-    data, held_out = load_splits(script, training, columns=columns)
-    processor = load_processor(model_args, training)
+    data, held_out = scripting.load_splits(script, training, columns=columns)
+    processor = scripting.load_processor(model_args, training)
 
     # 2. Checks of what would fail later
     auto_class = AutoModelForImageTextToText
     if training.packing or training.padding_free:
         raise ConfigError("--packing, --padding_free: TRL packs no rows with images. Leave them out.")
-    check_before_loading(model_args, training, None, data, held_out, auto_class=auto_class)
+    scripting.check_before_loading(model_args, training, processor, data, held_out, auto_class=auto_class)
     check_images(data, processor, training)  # with the --max_length that the model has positions for
 
     # 3. The model, straight into shards; with an adapter, if one is asked for
-    model = load_model(model_args, training, accelerator, auto_class=auto_class)
+    model = scripting.load_model(model_args, training, accelerator, auto_class=auto_class)
     if script.freeze_vision_tower:
         frozen = vision_tower(model)
         frozen.requires_grad_(False)
@@ -94,8 +76,8 @@ def main() -> Trainer:
 
     # 4. Train; images are processed batch by batch
     trainer = Trainer(model=model, args=training, train_dataset=data, eval_dataset=held_out, processing_class=processor)
-    images_in_each_batch(trainer, data)
-    train(trainer, training, model_args)
+    scripting.images_in_each_batch(trainer, data)
+    scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint, and a look at it
     row = next(iter(held_out if held_out is not None else data))
@@ -105,7 +87,7 @@ def main() -> Trainer:
         "sample": lambda: repr(answer(trainer.model, processor, row)),
         "expected": repr(expected if isinstance(expected, str) else expected[-1]["text"]),
     }
-    finish(trainer, training, model_args, processor, lines=lines)
+    scripting.finish(trainer, training, model_args, processor, lines=lines)
     return trainer
 
 
@@ -133,23 +115,15 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 
 def image_tokens(processor: ProcessorMixin) -> list[int]:
     """The token that stands for a part of an image; none where the text has no places for images."""
-    found = [getattr(one, "image_token_id", None) for one in (processor, processor.tokenizer)]
-    return [token for token in found if isinstance(token, int)][:1]
+    tokens = [getattr(one, "image_token_id", None) for one in (processor, processor.tokenizer)]
+    return [token for token in tokens if isinstance(token, int)][:1]
 
 
 def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SFTConfig) -> None:
     """Refuse rows that make no batch, or lose images or the answer to --max_length."""
-    if processor.chat_template is None:
-        raise ConfigError("The processor of this model has no chat template. Give --chat_template_path.")
     template = None
     if training.assistant_only_loss and not has_generation_markers(processor.chat_template):
-        try:
-            template = get_training_chat_template(processor)  # TRL's own, as its trainer takes it
-        except ValueError as error:
-            raise ConfigError(
-                "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
-                "and this processor's does not. Give one with --chat_template_path, or leave the option out."
-            ) from error
+        template = get_training_chat_template(processor)  # TRL's own, as its trainer takes it
     marks = torch.tensor(image_tokens(processor))
     for number, row in enumerate(islice(iter(data), ROWS), 1):
         kind = "messages" if "messages" in row else "completion"
@@ -164,10 +138,10 @@ def check_images(data: datasets.Dataset, processor: ProcessorMixin, training: SF
         try:
             batch = collate([dict(row)])
         except (ValueError, TypeError, KeyError, OSError, IndexError, RuntimeError) as error:
-            said = str(error).strip().split("\n")[0].rstrip(".")
+            reason = str(error).strip().split("\n")[0].rstrip(".")
             cure = "" if kind == "messages" else ", or give rows with `messages`, which all processors take"
             raise ConfigError(
-                f"Row {number}: the processor makes no batch of it: {said}. Mend or delete it{cure}."
+                f"Row {number}: the processor makes no batch of it: {reason}. Mend or delete it{cure}."
             ) from error
         ids, labels = batch["input_ids"][0], batch["labels"][0]
         length = training.max_length or len(ids)
@@ -202,4 +176,4 @@ def answer(model: PreTrainedModel, processor: ProcessorMixin, row: dict[str, Any
 
 
 if __name__ == "__main__":
-    run(main, "vision_language")
+    scripting.run(main, "vision_language")

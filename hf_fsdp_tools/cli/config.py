@@ -10,11 +10,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model, check_writable, count, prepare_model, write
 from hf_fsdp_tools.cli.launch import cpu_words, recipes
-from hf_fsdp_tools.cli.machine import add_machine_options, add_sharding_options, address_words, decide
-from hf_fsdp_tools.cli.setup import add_training_options, explicit_fields, progress, usual_length
-from hf_fsdp_tools.cli.slurm import batch_script
+from hf_fsdp_tools.cli.options import (
+    SETUP_FIELDS,
+    add_machine_options,
+    add_model,
+    add_sharding_options,
+    add_training_options,
+    address_words,
+    check_writable,
+    count,
+    decide,
+    explicit_fields,
+    prepare_model,
+    progress,
+    usual_length,
+    write,
+)
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,14 +92,15 @@ def _config(options: argparse.Namespace) -> None:
         reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
-        searched = {_OF_CONFIG.get(each.field, each.field): "; ".join(each.reasons) for each in best.choices}
-        reasons |= {name: reason for name, reason in searched.items() if hasattr(config, name)}
-        names = ("reshard_after_forward", "dp_replicate_size", "offload", "activation_checkpointing")
-        config = replace(config, **{_OF_CONFIG.get(name, name): getattr(best.setup, name) for name in names})
+        searched = {each.field: "; ".join(each.reasons) for each in best.choices}
+        names = ("reshard_after_forward", "dp_replicate_size", "offload_params", "activation_checkpointing")
+        searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
+        reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
+        config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
     start += ["--config_file", str(options.output or "FILE")]
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    written = _write(options, text, batch_script(config, [*start, *script], options.command_line))
+    written = _write(options, text, _batch_script(config, [*start, *script], options.command_line))
     launch = shlex.join([*start, *address_words(config), *cpu_words(config), *script])
     if options.slurm:
         launch = f"sbatch {shlex.quote(str(options.output.with_suffix('.sbatch')))}"
@@ -100,15 +113,14 @@ def _config(options: argparse.Namespace) -> None:
             value["translated"] = [dict(zip(("key", "value", "became"), row, strict=True)) for row in translation.rows]
         print(json.dumps(value, indent=1))
         return
-    rows = [] if translation is None else [*_translation_lines(translation.rows), ""]
+    rows: list[str] = []
+    if translation is not None:  # long values are shortened
+        short = ((key, f"{value[:23]}…" if len(value) > 24 else value, end) for key, value, end in translation.rows)
+        rows = [*_aligned([*short]), ""]
     report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-_OF_CONFIG = {"offload": "offload_params"}
-"""Field of FSDPConfig by that of `TrainingSetup`, where the names differ."""
 
 
 def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
@@ -131,11 +143,6 @@ def _reason_lines(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:
     rows = [(name, getattr(config, name), reasons[name]) for name in [*names, *sorted(set(reasons) - set(names))]]
     rows[0] = ("device", "CPU, gloo" if config.use_cpu else "CUDA, NCCL", rows[0][2])
     return _aligned(rows)
-
-
-def _translation_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Aligned lines of key, value and what became of it; long values are shortened."""
-    return _aligned([(key, value if len(value) <= 24 else f"{value[:23]}…", became) for key, value, became in rows])
 
 
 def _aligned(rows: Sequence[tuple[str, Any, str]]) -> list[str]:
@@ -196,3 +203,62 @@ def _recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
     words += ["--load_in_4bit"] if setup.load_in_4bit else []
     words += ["--attn_implementation", setup.attn_implementation] if setup.attn_implementation != "sdpa" else []
     return [*words, *(["--torch_compile"] if setup.compile else [])]
+
+
+# ---- SLURM ----
+
+
+_CPUS_PER_PROCESS = 8
+"""CPU cores that are asked for per process: the process itself, its loader's workers, NCCL's threads. (assumed)"""
+
+_SCRIPT = """\
+#!/bin/bash
+# Generated by: {command}
+# Start it with: sbatch {script} [MORE ARGUMENTS OF THE SCRIPT]
+#SBATCH --job-name={name}
+#SBATCH --nodes={machines}
+#SBATCH --ntasks-per-node=1
+{devices}#SBATCH --cpus-per-task={cpus}
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+# Add what your cluster asks for: --partition, --account, --qos.
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+
+# The hub's cache lies on a disk that all machines share: a model is downloaded once.
+export HF_HOME="${{HF_HOME:-$SLURM_SUBMIT_DIR/hf-home}}"
+# Activate your environment here, such as: source .venv/bin/activate
+{rendezvous}
+# One launcher per machine, which starts one process per device; SLURM_NODEID counts the machines.
+srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c \\
+    '{launch}"$@"' bash "$@"
+"""
+
+_RENDEZVOUS = r"""
+# The first machine of the job is where the processes find each other, at a port of this job's own.
+MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export MAIN_ADDRESS="${MAIN_ADDRESS%%$'\n'*}" MAIN_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+"""
+
+_PLACE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT" '
+
+
+def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> str:
+    """Text for `sbatch`."""
+    place = list(launch).index("--config_file") + 2
+    path = launch[place - 1]
+    before, after = shlex.join(launch[:place]), shlex.join(launch[place:])
+    line = f"{before} {_PLACE if config.num_machines > 1 else ''}{after} "
+    each = config.num_processes // config.num_machines
+    return _SCRIPT.format(
+        command=command,
+        script=shlex.quote(path.rpartition(".")[0] + ".sbatch"),
+        name="train" if launch[0] == "accelerate" else launch[1],
+        machines=config.num_machines,
+        devices="" if config.use_cpu else f"#SBATCH --gpus-per-node={each}\n",
+        cpus=_CPUS_PER_PROCESS * each,
+        rendezvous=_RENDEZVOUS if config.num_machines > 1 else "",
+        # inside single quotes
+        launch=line.replace("'", "'\\''"),
+    )

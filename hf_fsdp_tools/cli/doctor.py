@@ -5,8 +5,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from hf_fsdp_tools.cli.common import add_model, count
 from hf_fsdp_tools.cli.launch import named_config
+from hf_fsdp_tools.cli.options import add_model, count
 from hf_fsdp_tools.cli.plan import meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within

@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_model, amount, prepare_model
-from hf_fsdp_tools.cli.machine import add_machine_options, add_sharding_options
+from hf_fsdp_tools.cli.options import (
+    add_machine_options,
+    add_model,
+    add_sharding_options,
+    add_training_options,
+    amount,
+    prepare_model,
+    progress,
+    setup_of,
+)
 from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
-from hf_fsdp_tools.cli.setup import add_training_options, progress, setup_of
 from hf_fsdp_tools.cli.units import show_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
@@ -53,7 +60,7 @@ def add_estimate(commands: Any) -> None:
     show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
     about = "shows one step unit by unit instead: gathers, computation and reductions, hidden or exposed"
     show("--units", action="store_true", help=about)
-    about = "draws it: .html (a page), .png, .svg or .pdf; with --units also .json, for ui.perfetto.dev"
+    about = "draws it: .png, .svg, .pdf, or as a page .html; with --units instead .json, for ui.perfetto.dev"
     show("--output", type=Path, metavar="FILE", help=about)
     about = "draws this recorded step (export_chrome_trace of torch.profiler) below that of --units"
     show("--measured", type=Path, metavar="TRACE", help=about)

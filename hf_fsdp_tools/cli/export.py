@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.common import add_class_and_json, parse_dtype
+from hf_fsdp_tools.cli.options import add_class_and_json, parse_dtype
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.machine import decide
+from hf_fsdp_tools.cli.options import decide
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
@@ -98,37 +98,28 @@ def named_config(name: str) -> Path:
 
 def _check_file(path: Path, launch: dict[str, Any]) -> None:
     """Refuse a file that cannot be launched as the command line says, and print warnings about it."""
+    import torch
+
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.accelerator import find_accelerator
     from hf_fsdp_tools.modeling.untrusted import load_yaml
 
-    findings = FSDPConfig.check_file(path)
+    findings = [each for each in FSDPConfig.check_file(path) if each.code != "few-devices"]
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:
         raise ConfigError(f"{path}: {' '.join(problems)} `hf-fsdp config --from {path}` translates it.")
-    answered = {"few-devices", *(["num-processes"] if launch["num_processes"] is not None else [])}
     for each in findings:
-        if each.severity == "warning" and each.code not in answered:
+        if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
             print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
     file = load_yaml(path.read_text(encoding="utf-8"))
     if file.get("use_cpu"):
         return
     if launch["cpu"]:
         raise ConfigError(f"--cpu: {path} is for GPUs; leave --config_file out, which makes a config for the CPU")
-    num, machines = (launch[name] or file.get(name) or 1 for name in ("num_processes", "num_machines"))
-    _check_devices(num // machines)
-
-
-def _check_devices(needed: int) -> None:
-    """Refuse a run on more GPUs than this machine has."""
-    import torch
-
-    from hf_fsdp_tools.accelerator import find_accelerator
-
-    there = torch.accelerator.device_count() if find_accelerator() is not None else 0
-    if there < needed:
-        raise ConfigError(
-            f"the run needs {needed} GPU{'s' * (needed > 1)} on this machine, and torch finds {there or 'none'}; "
-            + (f"use --num_processes {there}" if there else "check the driver with nvidia-smi, or use --cpu")
-        )
+    processes, machines = (launch[name] or file.get(name) or 1 for name in ("num_processes", "num_machines"))
+    count = torch.accelerator.device_count() if find_accelerator() is not None else 0
+    if count < processes // machines:
+        cure = f"use --num_processes {count}" if count else "check the driver with nvidia-smi, or use --cpu"
+        raise ConfigError(f"{processes // machines} processes on a machine with {count} GPU(s): {cure}")
 
 
 def _run(command: list[str]) -> int:

@@ -1,6 +1,6 @@
-"""The pictures of `hf-fsdp estimate` and `hf-fsdp estimate --units`: which ones, and what stands on the page."""
+"""The pictures of `hf-fsdp estimate`: which ones, and what stands on the page."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +9,18 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from hf_fsdp_tools.cli.estimate import Estimate
     from hf_fsdp_tools.foresight.forecast import Forecast
-    from hf_fsdp_tools.foresight.memory import MemoryEstimate
-    from hf_fsdp_tools.foresight.timeline import Schedule, Timeline
+    from hf_fsdp_tools.foresight.timeline import Timeline
 
 
-_SUFFIXES = (".html", ".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_picture(path: Path | None) -> None:
+def check_picture(path: Path | None, suffixes: Sequence[str] = (".html", *PICTURES)) -> None:
     """Refuse a file of which nothing can be drawn, before there is anything to draw."""
     if path is None:
         return
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path}: pictures end in {', '.join(_SUFFIXES)}")
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{path}: pictures end in {', '.join(suffixes)}")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
     from hf_fsdp_tools.plots.figure import check_matplotlib
@@ -29,7 +28,7 @@ def check_picture(path: Path | None) -> None:
     check_matplotlib()
 
 
-def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[int, "Estimate"]) -> None:
+def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int, "Estimate"]) -> None:
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
     from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
@@ -39,18 +38,20 @@ def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[i
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 
-    first = next(iter(found.values()))
+    first = next(iter(estimates.values()))
     forecast, memory, time = first.memory.forecast, first.memory, first.time
-    setting, limit = _setting(forecast), memory.limit_bytes
-    # The last one gives the picture its phases, so it is the one that was asked for.
-    timelines = {name: _over_time(found[name].memory) for name in reversed(list(found))}
+    setting, limit = setting_of(forecast), memory.limit_bytes
+    timelines: dict[str, Timeline] = {}
+    for name in reversed(estimates):  # the last one gives the picture its phases, so it is that of the options
+        own = estimates[name].memory
+        timelines[name] = own.timeline.in_seconds(own.forecast.step.events, own.forecast.timing.spans)
     picture = draw_memory(list(timelines.values())[-1], model=setting, limit_bytes=limit)
     if path.suffix != ".html":
-        save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(found) > 1 else picture, path)
+        save(draw_comparison(timelines, model=setting, limit_bytes=limit) if len(estimates) > 1 else picture, path)
         return
     schedule = step_schedule(forecast.step.events, forecast.timing.spans)
     figures: dict[str, Any] = {"memory of a step": picture}
-    if len(found) > 1:
+    if len(estimates) > 1:
         figures["ways to wrap the model"] = draw_comparison(timelines, model=setting, limit_bytes=limit)
     if len(scaled) > 1:
         values = [each.time.tokens_per_second_per_gpu if each.memory.fits else None for each in scaled.values()]
@@ -76,34 +77,7 @@ def draw_estimate(path: Path, found: Mapping[str, "Estimate"], scaled: Mapping[i
     path.write_text(page, encoding="utf-8")
 
 
-def draw_step(path: Path, schedule: "Schedule", forecast: "Forecast", *, measured: "Schedule | None" = None) -> None:
-    """Draw one step as FSDP runs it; .html is a page with the picture."""
-    from hf_fsdp_tools.plots.figure import save
-    from hf_fsdp_tools.plots.page import page_text
-    from hf_fsdp_tools.plots.schedule import draw_schedule
-
-    setting = _setting(forecast)
-    figure = draw_schedule(schedule, model=setting, measured=measured)
-    if path.suffix != ".html":
-        save(figure, path)
-        return
-    numbers = {
-        "step": f"{schedule.seconds:,.2f} s",
-        "communication": f"{schedule.communication_seconds:,.2f} s",
-        "exposed": f"{schedule.exposed_seconds:,.2f} s",
-    }
-    figures = {"communication and computation of a step": figure}
-    title = f"A step of {forecast.model_class}"
-    page = page_text(title=title, setting=setting, numbers=numbers, breakdown={}, figures=figures, plan=forecast.plan)
-    path.write_text(page, encoding="utf-8")
-
-
-def _over_time(memory: "MemoryEstimate") -> "Timeline":
-    """The memory of a step over the seconds that the step is estimated to take."""
-    return memory.timeline.in_seconds(memory.forecast.step.events, memory.forecast.timing.spans)
-
-
-def _setting(forecast: "Forecast") -> str:
+def setting_of(forecast: "Forecast") -> str:
     setup = forecast.setup
     batch = f"{setup.batch_size} x {setup.seq_len:,} tokens per GPU"
     return f"{forecast.model_class}, {setup.num_gpus:,} x {setup.gpu}, {batch}"

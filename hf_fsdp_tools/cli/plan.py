@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.common import add_model, amount, check_writable, parse_dtype, prepare_model, write
+from hf_fsdp_tools.cli.options import add_model, amount, check_writable, parse_dtype, prepare_model, write
 from hf_fsdp_tools.text import within
 
 

@@ -5,18 +5,16 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_fsdp_tools.cli.common import check_writable, prepare_model, write
-from hf_fsdp_tools.cli.pictures import check_picture, draw_step
-from hf_fsdp_tools.cli.setup import progress, setup_of
+from hf_fsdp_tools.cli.options import check_writable, prepare_model, progress, setup_of, write
+from hf_fsdp_tools.cli.pictures import PICTURES, check_picture, setting_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import merge_names, reason_of, table
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.foresight.timeline import Bar, Schedule
+    from hf_fsdp_tools.foresight.timeline import Schedule
 
 
 def show_units(options: argparse.Namespace) -> None:
@@ -32,7 +30,7 @@ def show_units(options: argparse.Namespace) -> None:
     is_trace = path is not None and path.suffix == ".json"
     check_writable(path)
     if not is_trace:
-        check_picture(path)
+        check_picture(path, (*PICTURES, ".json"))
     measured = _measured(options.measured)
     if measured and (path is None or is_trace):
         raise ConfigError("--measured draws a real step below the foreseen one: name the picture with --output.")
@@ -44,7 +42,10 @@ def show_units(options: argparse.Namespace) -> None:
         schedule = step_schedule(forecast.step.events, timing.spans)
         if path is not None and not is_trace:
             say("drawing ...")
-            draw_step(path, schedule, forecast, measured=measured)
+            from hf_fsdp_tools.plots.figure import save
+            from hf_fsdp_tools.plots.schedule import draw_schedule
+
+            save(draw_schedule(schedule, model=setting_of(forecast), measured=measured), path)
     if is_trace:
         write(path, json.dumps(chrome_trace(forecast.step.events, timing)))
     if options.json:
@@ -86,9 +87,6 @@ _COLUMNS = (
 )
 """Pass and what happens in it, of each unit."""
 
-_OVER = tuple(place if title == "gather" else "" for place, title in _COLUMNS)
-"""The line above the titles."""
-
 
 def _table(schedule: "Schedule") -> list[str]:
     """A line per kind of unit, with mean times of one of them in one micro-step, and a line per other phase."""
@@ -97,17 +95,20 @@ def _table(schedule: "Schedule") -> list[str]:
     computing = [bar for bar in schedule.bars if bar.operation == "compute"]
     for bar in schedule.bars:
         if (place := _PASSES.get(bar.phase)) and bar.track in ("communication", "compute"):
-            kind = "compute" if bar.track == "compute" else _COLLECTIVES.get(bar.operation, "reduce")
+            kind = "gather" if bar.operation == "all_gather" else "reduce"
+            kind = "compute" if bar.track == "compute" else kind
             spent[bar.unit][place, kind] += bar.end_s - bar.start_s
         elif bar.operation == "compute":
             rest[bar.phase] += bar.end_s - bar.start_s
-    for (start, end), bar in _followed(schedule.exposed, computing):
-        if place := _PASSES.get(bar.phase):
-            spent[bar.unit][place, "exposed"] += end - start
+    for start, end in schedule.exposed if computing else ():
+        waiting = next((bar for bar in computing if bar.start_s >= end - 1e-9), computing[-1])
+        if place := _PASSES.get(waiting.phase):
+            spent[waiting.unit][place, "exposed"] += end - start
     groups: dict[str, list[str]] = defaultdict(list)
     for unit in spent:
         groups[re.sub(r"\d+", "#", unit)].append(unit)
-    rows: list[tuple[str, ...]] = [("", *_OVER), ("unit", *(title for _, title in _COLUMNS))]
+    passes = (place if title == "gather" else "" for place, title in _COLUMNS)
+    rows: list[tuple[str, ...]] = [("", *passes), ("unit", *(title for _, title in _COLUMNS))]
     for units in groups.values():
         means = (sum(spent[unit][column] for unit in units) / len(units) for column in _COLUMNS)
         rows.append((merge_names(units), *(_ms(mean) if mean else "" for mean in means)))
@@ -116,19 +117,6 @@ def _table(schedule: "Schedule") -> list[str]:
 
 
 _PASSES = {"forward": "forward", "loss": "forward", "backward": "backward"}
-_COLLECTIVES = {"all_gather": "gather"}
-
-
-def _followed(
-    spans: Sequence[tuple[float, float]], bars: Sequence["Bar"]
-) -> Iterator[tuple[tuple[float, float], "Bar"]]:
-    """Each span with the bar that begins at its end: what waited."""
-    at = 0
-    for span in spans:
-        while at < len(bars) - 1 and bars[at].start_s < span[1] - 1e-9:
-            at += 1
-        if bars:
-            yield span, bars[at]
 
 
 def _ms(seconds: float) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from inspect import get_annotations
@@ -126,12 +126,12 @@ def parse_arguments(
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
     parsed = parser.parse(_DEMO | dict(demo or {}))
-    _complete(parsed)
     for one in parsed:
         if isinstance(one, ModelArguments):
             one.default_max_length = default_length
+        if hasattr(one, "resume_from_checkpoint"):
+            _complete(one, str(recipe.get("output_dir")))
     _check(parsed)
-    _use_own_folder(parsed, str(recipe.get("output_dir")))
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
         _show_no_bars()
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
@@ -174,18 +174,16 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
 
         Without a model the values of the demo are defaults, and with early stopping what it needs of the Trainer.
         """
-        words = [part for word in sys.argv[1:] for part in _split_config(word)]
+        start = _Parser((), allow_abbrev=False, add_help=False)
+        start.add_argument("--config", type=Path)
+        options, words = start.parse_known_args(sys.argv[1:])
         names = [name for action in self._actions for name in action.option_strings if "-" not in name.lstrip("-")]
         if any(word.partition("=")[0].replace("-", "_") == "__mixed_precision" for word in words):
             raise ConfigError(
                 "--mixed_precision is an option of the launcher: give it before the script, or the script --bf16 true."
             )
-        file: dict[str, Any] = {}
-        if "--config" in words:
-            place = words.index("--config")
-            file = _read_file(words[place + 1 : place + 2], names)
-            del words[place : place + 2]
-            os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
+        file = {} if options.config is None else _read_file(options.config, names)
+        os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
         self.set_defaults_with_config(**file)
         values, unknown = self.parse_known_args(words)
         if unknown:
@@ -242,16 +240,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
 _HELP = "; --help lists all."
 
 
-def _split_config(argument: str) -> list[str]:
-    """`--config=FILE` as the two arguments that TRL's parser looks for."""
-    return ["--config", argument.partition("=")[2]] if argument.startswith("--config=") else [argument]
-
-
-def _read_file(paths: list[str], names: list[str]) -> dict[str, Any]:
+def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
     """The values of the file of `--config`, which must be a mapping of known options in YAML."""
-    if not paths:
-        raise ConfigError("--config needs the path of a YAML file.")
-    path = Path(paths[0])
     try:
         content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -274,35 +264,28 @@ def _value(parsed: Iterable[Any], name: str) -> Any:
     return next((getattr(one, name) for one in parsed if hasattr(one, name)), None)
 
 
-def _complete(parsed: tuple[Any, ...]) -> None:
-    """Change values that the Trainer wants otherwise than people write them."""
-    for one in parsed:
-        if not hasattr(one, "resume_from_checkpoint"):
-            continue
-        resume = str(one.resume_from_checkpoint).lower()
-        if resume in ("true", "false", "none"):
-            one.resume_from_checkpoint = True if resume == "true" else None
-        if getattr(one, "eval_strategy", None) == "no":
-            one.eval_on_start = False
-        if isinstance(getattr(one, "report_to", None), list):
-            one.report_to = [name for names in one.report_to for name in names.split(",") if name]
-        if 0 < one.max_steps < one.logging_steps:
-            one.logging_steps = one.max_steps  # a run of two steps shows its loss too
+def _complete(training: Any, default_folder: str) -> None:
+    """Change values that the Trainer wants otherwise than people write them, and take a folder of the run's own.
 
-
-def _use_own_folder(parsed: tuple[Any, ...], default: str) -> None:
-    """Where the folder is the recipe's default, take the next free number: a run must not mix with the one before.
-
-    A run that is resumed takes the last.
+    Where the folder is the recipe's default, it is the next free number: a run must not mix with the one before. A run
+    that is resumed takes the last.
     """
-    training = next((one for one in parsed if hasattr(one, "resume_from_checkpoint")), None)
-    if training is None or training.output_dir != default:
+    resume = str(training.resume_from_checkpoint).lower()
+    if resume in ("true", "false", "none"):
+        training.resume_from_checkpoint = True if resume == "true" else None
+    if training.eval_strategy == "no":
+        training.eval_on_start = False
+    if isinstance(getattr(training, "report_to", None), list):
+        training.report_to = [name for names in training.report_to for name in names.split(",") if name]
+    if 0 < training.max_steps < training.logging_steps:
+        training.logging_steps = training.max_steps  # a run of two steps shows its loss too
+    if training.output_dir != default_folder:
         return
-    last = folder = Path(default)
+    last = folder = Path(default_folder)
     for number in itertools.count(2):
         if not any(folder.glob("checkpoint-*")):
             break
-        last, folder = folder, Path(f"{default}-{number}")
+        last, folder = folder, Path(f"{default_folder}-{number}")
     training.output_dir = str(last if training.resume_from_checkpoint is True else folder)
 
 
@@ -324,45 +307,40 @@ def _check(parsed: tuple[Any, ...]) -> None:
         return _value(parsed, name)
 
     adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
-    mistakes = {
-        "--load_in_8bit: 8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit, or neither.": (
-            get("load_in_8bit")
+    mistakes = (
+        (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
+        (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
+        (four_bits and merges, "--merge_adapters would round merged weights to 4 bits: merge into the plain base."),
+        (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
+        (
+            get("model_name_or_path") is not None and get("dataset_name") is None,
+            "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
         ),
-        "--load_in_4bit freezes the base, so there is nothing to train without an adapter: add --use_peft.": (
-            four_bits and not adapts
+        (get("fp16") and find_accelerator() is None, "--fp16 needs a GPU. Use --bf16 true, or neither."),
+        (
+            get("early_stopping_patience") is not None and get("eval_strategy") == "no",
+            "--early_stopping_patience needs evaluations: leave --eval_strategy no out.",
         ),
-        "--merge_adapters would round merged weights to 4 bits. Merge into the plain base afterwards.": (
-            four_bits and merges
+        (
+            get("push_to_hub") and not get("hub_token") and get_token() is None,
+            "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.",
         ),
-        "--merge_adapters needs an adapter: add --use_peft.": merges and not adapts,
-        "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.": (
-            get("model_name_or_path") is not None and get("dataset_name") is None
-        ),
-        "--fp16 needs a GPU, whose scaled loss Accelerate has. Use --bf16 true, or neither.": (
-            get("fp16") and find_accelerator() is None
-        ),
-        "--early_stopping_patience needs evaluations: leave --eval_strategy no out.": (
-            get("early_stopping_patience") is not None and get("eval_strategy") == "no"
-        ),
-        "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.": (
-            get("push_to_hub") and not get("hub_token") and get_token() is None
-        ),
-    }
-    if (mistake := next((text for text, is_made in mistakes.items() if is_made), None)) is not None:
+    )
+    if (mistake := next((text for is_made, text in mistakes if is_made), None)) is not None:
         raise ConfigError(mistake)
     packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
     for option, package in packages.items():
         if get(option) and find_spec(package) is None:
             raise ConfigError(f"--{option} needs {package}: pip install {package.replace('_', '-')}.")
-    _check_reports(get("report_to") or [], "--report_to")
-    _check_reports([get("log_with")] if get("log_with") else [], "--log_with")
+    _check_reports(get)
 
 
-def _check_reports(names: list[str], option: str) -> None:
+def _check_reports(get: Callable[[str], Any]) -> None:
     """Make each callback of `--report_to` or `--log_with` once: it says itself which package it lacks."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    for name in names:
+    reports = [(name, "--report_to") for name in get("report_to") or ()]
+    for name, option in [*reports, *([(get("log_with"), "--log_with")] if get("log_with") else [])]:
         if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, INTEGRATION_TO_CALLBACK)}")
         try:

@@ -14,6 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.model_class import model_class
+from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.text import first_line, listed, reason_of
 
@@ -32,7 +33,7 @@ def check_before_loading(
     Args:
         model_args: `ModelArguments`.
         training: the Trainer's arguments.
-        tokenizer: of the model; None where rows hold no text and are not looked at.
+        tokenizer: of the model, or its processor.
         train: the training split.
         evaluation: the evaluation split.
         auto_class: as for `load_model`.
@@ -57,11 +58,7 @@ def check_before_loading(
         hf_fsdp_tools.errors.ConfigError: --max_length 4096: checkpoint has 256 positions...
     """
     with agreed("checking the settings"):
-        config = load_config(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            trust_remote_code=getattr(training, "trust_remote_code", False),
-        )
+        config = load_config(model_args.model_name_or_path, **hub_options(model_args, training))
         if auto_class is None:
             _check_generates(config, training, model_args.model_name_or_path)
         _check_output(training)
@@ -72,8 +69,7 @@ def check_before_loading(
                 "with rows that are short enough, or --packing true instead, which cuts them."
             )
         _fit_positions(config, training, model_args, auto_class)
-        if tokenizer is not None:
-            _check_rows(training, tokenizer, train)
+        _check_rows(training, tokenizer, train)
         if model_args.load_in_4bit:
             _check_4bit(model_args, training)
         if model_args.use_peft:
@@ -120,15 +116,15 @@ def _check_generates(config: Any, training: Any, name: str) -> None:
 def _check_output(training: Any) -> None:
     """Refuse to resume from nothing, and to mix checkpoints of two runs: the older ones would be deleted as surplus."""
     folder = Path(training.output_dir)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        said = "may not be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"--output_dir {folder}: {there} {said}. Give a folder that you may write to.")
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "may not be written to" if above.is_dir() else "is a file"
+        raise ConfigError(f"--output_dir {folder}: {above} {reason}. Give a folder that you may write to.")
     resume = training.resume_from_checkpoint
-    found = sorted(folder.glob("checkpoint-*"))
+    checkpoints = sorted(folder.glob("checkpoint-*"))
     if resume and resume is not True and not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume}: no such folder. Give a checkpoint-N folder, or true.")
-    if resume is True and not found:
+    if resume is True and not checkpoints:
         raise ConfigError(
             f"--resume_from_checkpoint true: {folder} holds no checkpoint. Give the --output_dir of the run that is to "
             "go on."
@@ -137,10 +133,10 @@ def _check_output(training: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output_dir {folder} cannot be made: {reason_of(error)}. Give another folder.") from error
-    if not resume and found:
+    if not resume and checkpoints:
         raise ConfigError(
-            f"{folder} holds checkpoints of another run ({listed([path.name for path in found], 2)}). Go on with it by "
-            "--resume_from_checkpoint true, give another --output_dir, or move them away."
+            f"{folder} holds checkpoints of another run ({listed([path.name for path in checkpoints], 2)}). Go on with "
+            "it by --resume_from_checkpoint true, give another --output_dir, or move them away."
         )
 
 
@@ -246,22 +242,22 @@ def _check_targets(model: Any, model_args: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from trl import get_peft_config
 
-    asked = get_peft_config(replace(model_args, load_in_4bit=False))
+    adapter = get_peft_config(replace(model_args, load_in_4bit=False))
     linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
     try:
-        adapted = get_peft_model(model, asked, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError) as error:
-        said = first_line(error).split(". ")[0]
-        if "lora_dropout" in said:
+        reason = first_line(error).split(". ")[0]
+        if "lora_dropout" in reason:
             raise ConfigError(
-                f"--lora_dropout {asked.lora_dropout:g}: the experts of {type(model).__name__} are no linear layers, "
+                f"--lora_dropout {adapter.lora_dropout:g}: the experts of {type(model).__name__} are no linear layers, "
                 "and PEFT has no dropout for other adapters. Use --lora_dropout 0, or leave the experts out of "
                 "--lora_target_modules."
             ) from error
         names = listed(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear), 12)
         cure = "; or use all-linear" if model_args.lora_target_modules != "all-linear" else ". Name some of them"
         raise ConfigError(
-            f"--lora_target_modules: {said}. Linear layers of {type(model).__name__}: {names}{cure}."
+            f"--lora_target_modules: {reason}. Linear layers of {type(model).__name__}: {names}{cure}."
         ) from error
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):

@@ -1,12 +1,12 @@
 """Small models and data for the recipes' demos, made on the spot: nothing is downloaded.
 
 The text is the language reference that every CPython carries for `help("while")` (`pydoc_data.topics`, 460 kB): English
-prose with code in it. The pictures are drawn from the checksums of its passages (`demo_images`).
+prose with code in it. Each passage gives a picture too: shape, colour, size and place follow from its checksum.
 
     text           {"text": passage}
     preferences    {"prompt", "chosen": the passage, "rejected": its words shuffled, or a passage of another topic}
     classes        {"text": passage, "label": the group that its topic belongs to}
-    images         {"images", "prompt", "completion"}
+    images         {"images", "prompt", "completion": the shape and its colour}
 """
 
 import json
@@ -15,11 +15,11 @@ import pydoc
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from hf_fsdp_tools.distributed.agreement import going_first
 from hf_fsdp_tools.distributed.mesh import rank_on_node
@@ -37,6 +37,11 @@ _EVAL_EVERY = 10
 _RECORD = "demo_model.json"
 """File beside the weights with the arguments they were made with; it tells a demo model from a user's own model."""
 
+_SIDE, _PATCH = 32, 8
+"""Height and width of the pictures and of the patches in them: 16 tokens stand for a picture."""
+
+_SHAPES, _COLOURS = ("circle", "square", "triangle"), ("red", "green", "blue", "black")
+
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
@@ -44,6 +49,14 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 """Template whose `generation` marks let trainers compute the loss on the assistant's words alone."""
+
+_VISION_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""Chat template for contents of several parts."""
 
 
 def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
@@ -78,26 +91,19 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     is_first = rank_on_node()[0] == 0
     with going_first(is_first):
         if is_first:
-            _write_demo(model, data, kind)
+            (make_demo_vision_model if kind == "images" else make_demo_model)(model)
+            if not data.is_dir():
+                _write_data(data, kind)
     return str(model), str(data)
 
 
-def _write_demo(model: Path, data: Path, kind: str) -> None:
-    """Write a demo's model, and its rows, of which every tenth is held out; what is there is kept."""
+def _write_data(folder: Path, kind: str) -> None:
+    """Write the rows of a demo as two splits, of which one has every tenth row."""
     from datasets import Dataset
 
-    features = None
-    if kind == "images":
-        images = import_module("hf_fsdp_tools.scripting.demo_images")
-        images.make_demo_vision_model(model)
-        rows, features = images.demo_image_rows(), images.image_features()
-    else:
-        make_demo_model(model)
-        rows = demo_rows(kind)
-    if data.is_dir():
-        return
+    rows, features = demo_rows(kind), image_features() if kind == "images" else None
     split = {"train": [row for number, row in enumerate(rows) if number % _EVAL_EVERY], "eval": rows[::_EVAL_EVERY]}
-    with _folder_made_at_once(data) as partial:
+    with _folder_made_at_once(folder) as partial:
         for name, part in split.items():
             Dataset.from_list(part, features).to_parquet(partial / f"{name}.parquet")
 
@@ -143,6 +149,8 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
     if kind == "classes":
         groups = _groups()
         return [{"text": passage, "label": groups.get(topic, "language")} for topic, passage in passages]
+    if kind == "images":
+        return [_image_row(crc32(passage.encode())) for _, passage in passages]
     if kind != "preferences":
         raise ConfigError(f"There is no demo data of the kind {kind!r}; choose text, preferences, classes or images.")
     rows = []
@@ -151,9 +159,12 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
         number = numbers[topic] = numbers.get(topic, 0) + 1
         question = f"Explain the Python topic {topic!r}." if number == 1 else f"Part {number} on {topic!r}, please."
         answers = {"chosen": passage, "rejected": _worse(place, passages)}
-        turns = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
-        rows.append({"prompt": [{"role": "user", "content": question}], **turns})
+        rows.append({"prompt": _turn("user", question)} | {name: _turn("assistant", answers[name]) for name in answers})
     return rows
+
+
+def _turn(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
 
 
 def _worse(number: int, passages: list[tuple[str, str]]) -> str:
@@ -187,6 +198,34 @@ def _groups() -> dict[str, str]:
     return groups
 
 
+def image_features() -> Any:
+    """The types of the columns of the rows with images, for `datasets`."""
+    from datasets import Features, Image, List, Value
+
+    turns = List({"role": Value("string"), "content": Value("string")})
+    return Features({"images": List(Image()), "prompt": turns, "completion": turns})
+
+
+def _image_row(number: int) -> dict[str, Any]:
+    """A shape on white and a question about it; shape, colour, size and place are taken from a number."""
+    from PIL import Image, ImageDraw
+
+    number, shape = divmod(number, len(_SHAPES))
+    number, colour = divmod(number, len(_COLOURS))
+    number, width = divmod(number, _SIDE // 4)
+    width += _SIDE // 2
+    left, top = (rest % (_SIDE - width) for rest in divmod(number, _SIDE))
+    box = (left, top, left + width, top + width)
+    triangle = [(left, top + width), (left + width // 2, top), (left + width, top + width)]
+    picture = Image.new("RGB", (_SIDE, _SIDE), "white")
+    pen = ImageDraw.Draw(picture)
+    draw, place = ((pen.ellipse, box), (pen.rectangle, box), (pen.polygon, triangle))[shape]
+    draw(place, fill=_COLOURS[colour])
+    answer = f"A {_COLOURS[colour]} {_SHAPES[shape]}."
+    prompt, completion = _turn("user", "What is in the picture?"), _turn("assistant", answer)
+    return {"images": [picture], "prompt": prompt, "completion": completion}
+
+
 def make_demo_model(
     folder: str | os.PathLike[str],
     *,
@@ -196,60 +235,91 @@ def make_demo_model(
     num_key_value_heads: int = 2,
     vocab_size: int = 2048,
     max_length: int = 1024,
-    seed: int = 0,
     max_shard_size: str = "1MB",
 ) -> Path:
-    """Make a checkpoint folder of a small Llama with random weights; return its path.
+    """Make a checkpoint folder of a small Llama with random weights and a tokenizer of its own, on one rank.
 
-    It holds the configs, float32 weights in safetensors files with their index, and a byte-level BPE tokenizer with a
-    chat template, trained on the demo text. The same arguments under the same Python and libraries give the same bytes.
-
-    Args:
-        folder: appears complete or not at all. A folder made with the same arguments is left as it is.
-        hidden_size: features per token; a multiple of `2 * num_heads`.
-        num_layers: number of blocks.
-        num_heads: number of attention heads.
-        num_key_value_heads: number of key and value heads; a divisor of `num_heads`.
-        vocab_size: number of tokens of the tokenizer, at least 262 (all bytes and the special tokens).
-        max_length: number of positions.
-        seed: seed of the random weights.
-        max_shard_size: largest weight file, in bytes or as "1MB".
-
-    Call it on one rank: it uses the CPU, takes a few seconds and communicates nothing.
-
-    Raises:
-        ConfigError: the folder holds something else.
-
-    Example:
-        >>> path = make_demo_model("demo", hidden_size=16, num_layers=1, num_heads=2, vocab_size=300)
-        >>> from_pretrained(path, load_kwargs={"progress": False}).config.hidden_size
-        16
+    The same arguments under the same Python and libraries give the same bytes.
     """
     record = {name: value for name, value in locals().items() if name != "folder"}
 
     def build() -> tuple[Any, Any]:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         tokenizer = train_demo_tokenizer(vocab_size=vocab_size, max_length=max_length)
-        config = LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_key_value_heads,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=False,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+        config = _llama_config(tokenizer, hidden_size, num_layers, num_heads, num_key_value_heads)
         return LlamaForCausalLM(config), tokenizer
 
-    return make_checkpoint_folder(Path(folder), build, record, seed=seed, max_shard_size=max_shard_size)
+    return _make_checkpoint(Path(folder), build, record, max_shard_size)
 
 
-def make_checkpoint_folder(folder: Path, build: Any, record: dict[str, Any], *, seed: int = 0, **options: Any) -> Path:
+def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int = 128, num_layers: int = 4) -> Path:
+    """Make a checkpoint folder of a small LLaVA with random weights and its processor, on one rank."""
+    record = {name: value for name, value in locals().items() if name != "folder"}
+
+    def build() -> tuple[Any, Any]:
+        from transformers import (
+            CLIPVisionConfig,
+            LlavaConfig,
+            LlavaForConditionalGeneration,
+            LlavaProcessor,
+        )
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        tokenizer = train_demo_tokenizer(vocab_size=1023, max_length=256)
+        tokenizer.add_tokens(["<image>"], special_tokens=True)
+        processor = LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE}),
+            tokenizer,
+            patch_size=_PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=_VISION_TEMPLATE,
+        )
+        vision = CLIPVisionConfig(
+            hidden_size=hidden_size // 2,
+            intermediate_size=hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=_SIDE,
+            patch_size=_PATCH,
+            projection_dim=hidden_size,
+        )
+        config = LlavaConfig(
+            text_config=_llama_config(tokenizer, hidden_size, num_layers),
+            vision_config=vision,
+            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_layer=-1,
+            tie_word_embeddings=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        return LlavaForConditionalGeneration(config), processor
+
+    return _make_checkpoint(Path(folder), build, record)
+
+
+def _llama_config(tokenizer: Any, hidden_size: int, layers: int, heads: int = 4, key_value_heads: int = 2) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _make_checkpoint(
+    folder: Path, build: Callable[[], tuple[Any, Any]], record: dict[str, Any], max_shard_size: str = "5GB"
+) -> Path:
     """Write the model and the tokenizer or processor that `build` makes, unless the folder's record is the same."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         path = folder / _RECORD
@@ -262,12 +332,12 @@ def make_checkpoint_folder(folder: Path, build: Any, record: dict[str, Any], *, 
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model, processor = build()
     with _folder_made_at_once(folder) as partial:
         # Where ranks run, transformers' own writes on rank 0 alone: not on a second machine with a disk of its own.
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
-        model.save_pretrained(partial, **options)
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
         processor.save_pretrained(partial)
         (partial / _RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return folder

@@ -28,6 +28,7 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
 from hf_fsdp_tools.scripting.streams import use_share_of_stream
+from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.text import listed
 
 _FIRST_SAYS_S = 30.0
@@ -63,8 +64,7 @@ def load_model(
         "accelerator": accelerator,
         "peft_config": get_peft_config(model_args),
         "dtype": model_args.dtype,
-        "trust_remote_code": getattr(training, "trust_remote_code", False),
-        "revision": model_args.model_revision,
+        **hub_options(model_args, training),
         "load_kwargs": {"seed": training.seed},
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),
         **({"auto_class": auto_class} if auto_class is not None else {}),

@@ -33,7 +33,7 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    name, hub = model_args.model_name_or_path, _of_hub(model_args, training)
+    name, hub = model_args.model_name_or_path, hub_options(model_args, training)
     with agreed("loading the tokenizer"):
         load_config(name, **hub)
         try:
@@ -80,7 +80,7 @@ def load_processor(model_args: Any, training: Any) -> Any:
     training.chat_template_path = path
     with agreed("loading the processor"):
         try:
-            processor = AutoProcessor.from_pretrained(name, **_of_hub(model_args, training))
+            processor = AutoProcessor.from_pretrained(name, **hub_options(model_args, training))
         except ImportError as error:
             raise ConfigError(f"The processor of {name} needs a package: {first_line(error)}.") from error
         except (OSError, ValueError) as error:
@@ -97,7 +97,8 @@ def load_processor(model_args: Any, training: Any) -> Any:
     return processor
 
 
-def _of_hub(model_args: Any, training: Any) -> dict[str, Any]:
+def hub_options(model_args: Any, training: Any) -> dict[str, Any]:
+    """The revision of a model's files, and whether code among them may run."""
     remote = getattr(training, "trust_remote_code", False)
     return {"revision": model_args.model_revision, "trust_remote_code": remote}
 

@@ -50,8 +50,8 @@ names = runpy.run_path(recipe)
 scope = names["main"].__globals__  # runpy returns a copy
 environment = dict(os.environ)
 PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
-ending = "finish" if "finish" in scope else "save_pretrained"
-finish = scope[ending]
+ending = "finish" if "scripting" in scope else "save_pretrained"
+finish = scope["scripting"].finish if "scripting" in scope else scope["save_pretrained"]
 
 
 def noting_finish(last, where, *rest, **keywords):
@@ -68,7 +68,10 @@ def noting_finish(last, where, *rest, **keywords):
         torch.save(logits, Path(folder, "logits.pt"))
 
 
-scope[ending] = noting_finish
+if "scripting" in scope:
+    scope["scripting"].finish = noting_finish
+else:
+    scope["save_pretrained"] = noting_finish
 for name, arguments, is_refused in map(loads, series):
     sys.argv = [recipe, *arguments]
     if os.environ["RANK"] == "0":

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_fsdp_tools.scripting.demo_images import demo_image_rows, image_features, make_demo_vision_model
+from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_vision_model
 from tests.recipes._launch import Series, launch_series, two_runs
 
 pytest.importorskip("trl")
@@ -26,7 +26,7 @@ def runs(tmp_path_factory) -> Series:
     probe = {"input_ids": [[1, *[1023] * 16, *range(20, 36)]], "pixel_values": pixels.tolist()}
     folder = tmp_path_factory.mktemp("vision_language")
     model = make_demo_vision_model(folder / "model", hidden_size=32, num_layers=2)
-    rows = demo_image_rows()[:32]
+    rows = demo_rows("images")[:32]
     splits = {name: Dataset.from_list(part, image_features()) for name, part in (("train", rows), ("test", rows[:8]))}
     DatasetDict(splits).save_to_disk(folder / "pictures")
     some = [row if number % 2 else {**row, "images": []} for number, row in enumerate(rows)]
@@ -69,7 +69,7 @@ def test_the_sample_is_what_plain_transformers_generates(runs, name):
 
     model = AutoModelForImageTextToText.from_pretrained(runs.folder / name)  # an adapter with its base, by PEFT
     processor = AutoProcessor.from_pretrained(runs.folder / name)
-    row = demo_image_rows()[0]
+    row = demo_rows("images")[0]
     turns = prepare_multimodal_messages(row["prompt"], images=row["images"])
     given = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     inputs = processor.apply_chat_template(turns, add_generation_prompt=True, **given)

@@ -95,16 +95,6 @@ def test_plan_prints_the_table_and_what_repeats(capsys, llama):
     assert blocks["stacks"][0]["fqn"] == "model.layers" and blocks["stacks"][0]["class_names"] == ["LlamaDecoderLayer"]
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_tables_fit_the_terminal(capsys, llama, monkeypatch, command):
-    words = [command, llama, *(["--num-processes", "64"] if command == "doctor" else [])]
-    wide = run(capsys, *words)[1]
-    monkeypatch.setenv("COLUMNS", "66")
-    narrow = run(capsys, *words)[1]
-    assert max(map(len, narrow.splitlines())) <= 66 < max(map(len, wide.splitlines()))
-    assert sorted("".join(narrow.split())) == sorted("".join(wide.split())), "nothing is lost"
-
-
 def test_plan_as_json_is_a_plan(capsys, llama, tmp_path):
     code, out, err = run(capsys, "plan", llama, "--json", "--output", tmp_path / "deep" / "plan.json")
     assert (code, err) == (0, "")
@@ -177,8 +167,7 @@ def test_config_describes_this_machine(capsys, on_cpu):
     code, out, err = run(capsys, "config")
     assert code == 0
     assert written(out) == says(num_processes=2, use_cpu=True)
-    assert "this machine has no GPU" in err
-    assert "accelerate launch --config_file FILE" in err
+    assert "this machine has no GPU" in err and "accelerate launch --config_file FILE" in err
 
 
 def test_config_writes_a_file(capsys, on_cpu, tmp_path):

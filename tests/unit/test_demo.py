@@ -9,8 +9,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model
-from hf_fsdp_tools.scripting.demo_images import make_demo_vision_model
+from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model, make_demo_vision_model
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
 
@@ -45,10 +44,6 @@ def test_the_same_arguments_give_the_same_bytes(folder, tmp_path):
     before = torch.random.get_rng_state()
     assert contents(make_demo_model(tmp_path / "again", **SMALL, max_shard_size="20KB")) == contents(folder)
     assert torch.equal(torch.random.get_rng_state(), before)
-    other = contents(make_demo_model(tmp_path / "other", **SMALL, seed=1, max_shard_size="20KB"))
-    differing = {name for name, data in contents(folder).items() if other[name] != data}
-    assert {name for name in differing if not name.endswith(".safetensors")} == {"demo_model.json"}
-    assert len(differing) > 1
 
 
 def test_nothing_is_overwritten(folder, tmp_path):
@@ -58,7 +53,7 @@ def test_nothing_is_overwritten(folder, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for place in (folder, tmp_path, tmp_path / "config.json"):
         with pytest.raises(ConfigError, match=r"no demo model of these.*name a new folder or delete this one"):
-            make_demo_model(place, **SMALL, seed=3)
+            make_demo_model(place, **SMALL)
     assert contents(tmp_path) == {"config.json": b"{}"}
 
 

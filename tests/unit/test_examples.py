@@ -33,8 +33,7 @@ def where(tmp_path_factory):
 @pytest.fixture(scope="module")
 def beside_a_script(tmp_path_factory):
     """The folder of an own script: besides, a model for images and rows of text; the checkpoint has a tokenizer."""
-    from hf_fsdp_tools.scripting.demo import make_demo_model
-    from hf_fsdp_tools.scripting.demo_images import make_demo_vision_model
+    from hf_fsdp_tools.scripting.demo import make_demo_model, make_demo_vision_model
 
     folder = tmp_path_factory.mktemp("script")
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}

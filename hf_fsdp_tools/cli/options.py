@@ -1,0 +1,306 @@
+"""The one vocabulary of all commands: options and their values, the machines and the setup that follow from them."""
+
+import argparse
+import gc
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_tools.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+
+def count(text: str) -> int:
+    """A whole number from 1, as a type for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """A number above 0, as a type for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the model, its class, whether its code may run, and `--json`."""
+    about = "reads this model: a hub name, a local folder, or the path of a config.json"
+    parser.add_argument("model", metavar="NAME", nargs="?" if optional else None, help=about)
+    add_class_and_json(parser.add_argument)
+
+
+def add_class_and_json(add: Callable[..., Any]) -> None:
+    """Add the model's class, whether its code may run, and `--json`."""
+    about = (
+        "builds this class of transformers (default: the one that the config names): AutoModelFor followed by "
+        "CausalLM, Seq2SeqLM, SequenceClassification, ImageTextToText, …; AutoModel; or a model class"
+    )
+    add("--auto-class", metavar="CLASS", help=about)
+    add("--trust-remote-code", action="store_true", help="runs model code that comes with the checkpoint")
+    add("--json", action="store_true", help="prints one JSON value instead of text")
+
+
+def parse_dtype(name: str | None) -> Any:
+    """The floating-point dtype of that name; None without a name."""
+    import torch
+
+    dtype = getattr(torch, name.removeprefix("torch."), None) if name else None
+    if name and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"--dtype {name} is no floating-point dtype of torch; use bfloat16, float16 or float32")
+    return dtype
+
+
+def prepare_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Silence the libraries that build a model, say when the hub is asked, and return how the model is built."""
+    import huggingface_hub
+    import transformers
+
+    from hf_fsdp_tools.hub import local_path
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which PEFT imports
+    warnings.simplefilter("ignore")
+    if sys.stderr.isatty() and local_path(options.model) is None:
+        print(f"asking the Hugging Face hub for {options.model} ...", file=sys.stderr)
+    return {"trust_remote_code": options.trust_remote_code, "auto_class": options.auto_class}
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work of which it takes the result; None is no file."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
+    above = next((each for each in path.absolute().parents if each.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ConfigError(f"{path} cannot be written: {above} is a file, not a folder; name another file")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file, in a new folder if need be."""
+    check_writable(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from None
+
+
+# ---- machines ----
+
+
+_GPUS_PER_MACHINE = 8
+"""GPUs of another machine where more are wanted and no number of machines is given. (assumed: most have 8)"""
+
+_ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
+"""Address in a file for several machines where none is given: the command that starts each machine gives it."""
+
+
+def add_machine_options(add: Callable[..., Any]) -> None:
+    """Add how many processes and machines there are, of what kind, and how fast they are linked."""
+    add("--num-processes", type=count, metavar="N", help="runs N processes over all machines, one for each GPU")
+    add("--num-machines", type=count, metavar="N", help="runs on N machines, with equally many processes each")
+    add("--gpu", metavar="NAME", help="plans for this kind of GPU: a100-40gb, h100-80gb, h200-141gb, rtx-4090, …")
+    about = "sets the Gbit/s of one machine, all network cards together (default: the usual)"
+    add("--network-gbit-s", type=amount, metavar="X", help=about)
+    about = "sets the GB/s between the GPUs of a machine, as nccl-tests' bus bandwidth (default: the usual)"
+    add("--link-gb-s", type=amount, metavar="X", help=about)
+    about = "sets the dtype of computation (default: bf16 on GPUs that have it)"
+    add("--mixed-precision", choices=("no", "bf16", "fp16"), help=about)
+
+
+def add_sharding_options(add: Callable[..., Any]) -> None:
+    """Add what FSDP does."""
+    add("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
+    switch = {"action": argparse.BooleanOptionalAction}
+    add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
+    add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
+    add("--offload-params", **switch, help="keeps shards and optimizer state in host memory")
+
+
+def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:
+    """The config of these machines, and a reason for each field that is not a plain default.
+
+    The defaults of the machine, the values of a translated file and the options, of which the later goes first.
+    """
+    from hf_fsdp_tools import FSDPConfig
+
+    typed = {each.name: options.get(each.name) for each in fields(FSDPConfig)}
+    typed = {name: value for name, value in typed.items() if value is not None and value != ()}
+    changes = {**(file or {}), **typed}
+    num, machines, is_elsewhere = changes.get("num_processes"), changes.get("num_machines"), bool(options.get("gpu"))
+    is_file_for_cpu = changes.pop("use_cpu", False)
+    if options.get("cpu") or (is_file_for_cpu and not is_elsewhere):
+        defaults, reasons = FSDPConfig.for_machine(gpu_count=0)
+    elif num and (is_elsewhere or file is not None):
+        defaults, reasons = FSDPConfig.for_machine(gpu_count=num)
+    else:
+        defaults, reasons = FSDPConfig.for_machine()
+        _check_gpus(defaults, (num or 0) // (machines or 1), is_elsewhere)
+    if is_elsewhere and machines is None and num and num > _GPUS_PER_MACHINE:
+        machines = changes["num_machines"] = machines_of(num)
+        reasons["num_machines"] = f"of {_GPUS_PER_MACHINE} GPUs each, assumed; --num-machines says otherwise"
+    if machines and not num:
+        changes["num_processes"] = defaults.num_processes * machines
+        reasons["num_processes"] += f", on each of {machines} machines" if machines > 1 else ""
+    reasons |= dict.fromkeys(changes.keys() & (file or {}).keys(), "as the file says")
+    reasons |= dict.fromkeys(typed, "asked for")
+    if (machines or 1) > 1:
+        for name, value, reason in (
+            ("main_process_ip", _ANY_ADDRESS, "the launch command gives it"),
+            ("main_process_port", 29500, "PyTorch's usual port"),
+        ):
+            if name not in changes:
+                changes[name], reasons[name] = value, reason
+    return replace(defaults, **changes), reasons
+
+
+def address_words(config: "FSDPConfig") -> list[str]:
+    """Options of the launch command that differ between machines, or that the file leaves open."""
+    words = ["--machine_rank", str(config.machine_rank)] if config.num_machines > 1 else []
+    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == _ANY_ADDRESS else [])]
+
+
+def machines_of(num_processes: int) -> int:
+    """How many machines have so many GPUs, where nobody says how many each has."""
+    machines, rest = divmod(num_processes, _GPUS_PER_MACHINE)
+    if machines and rest:
+        raise ConfigError(
+            f"{num_processes} GPUs are no whole number of machines with {_GPUS_PER_MACHINE}; use "
+            f"{num_processes - rest} or {num_processes - rest + _GPUS_PER_MACHINE}, or say with --num-machines how many"
+        )
+    return max(1, machines)
+
+
+def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None:
+    """Refuse options that need more GPUs than this machine has, or leave open how many another has."""
+    if is_elsewhere and defaults.use_cpu:
+        raise ConfigError("--gpu: this machine has no GPU; say with --num-processes how many the other machine has")
+    if not defaults.use_cpu and needed > defaults.num_processes:
+        raise ConfigError(
+            f"{needed} processes on a machine with {defaults.num_processes} GPU(s): each needs its own; say with "
+            f"--gpu for which other machine the file is, or use --num-processes {defaults.num_processes}, or --cpu"
+        )
+
+
+# ---- what is trained ----
+
+
+def add_training_options(add: Callable[..., Any]) -> None:
+    """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
+    about = "takes N sequences per GPU and micro-step"
+    add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
+    about = "takes N tokens per sequence (default: 4096, or the model's most)"
+    add("--max-length", dest="seq_len", type=count, metavar="N", help=about)
+    add("--gradient-accumulation-steps", type=count, metavar="N", help="makes N micro-steps per optimizer step")
+    about = "puts N images into a sequence of a vision-language model (default: 1; 0: text alone)"
+    add("--images", type=int, metavar="N", help=about)
+    about = "sets the size of an image (default: the one that the model was made for)"
+    add("--image-size", type=_image_size, metavar="HxW", help=about)
+    about = "reduces gradients in each micro-step (default), or once after the last"
+    add("--sync-each-batch", action=argparse.BooleanOptionalAction, help=about)
+    dtypes = {"choices": ("fp32", "bf16", "fp16")}
+    add("--master-dtype", **dtypes, help="sets the dtype of the weights that are updated (default: fp32)")
+    add("--reduce-dtype", **dtypes, help="sets the dtype in which gradients are reduced (default: fp32)")
+    about = "steps with adamw (default), adamw_foreach, adamw_8bit, sgd or sgd_momentum"
+    add("--optimizer", metavar="NAME", help=about)
+    add("--lora-r", type=count, metavar="R", help="trains LoRA adapters of rank R (default: all parameters)")
+    add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")
+    add("--freeze-vision-tower", action="store_const", const=True, help="does not train the image encoder")
+    add("--load-in-4bit", action="store_const", const=True, help="holds the base of LoRA in 4 bits (QLoRA)")
+    about = "makes logits in pieces (the recipes, TRL, Liger; default for causal models) or whole (transformers' loss)"
+    add("--loss", choices=("chunked", "full"), help=about)
+    kernels = ("sdpa", "eager", "flash_attention_2")
+    add("--attn-implementation", choices=kernels, help="uses these attention kernels (default: sdpa)")
+    about = "compiles each block"
+    add("--torch-compile", dest="compile", action="store_const", const=True, help=about)
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    """Height and width from "HxW", or from one number for both."""
+    sides = [int(side) for side in text.lower().split("x") if side.isdigit()]
+    if len(sides) != text.lower().count("x") + 1 or len(sides) > 2 or min(sides) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of an image; give height x width, such as 512x512")
+    return sides[0], sides[-1]
+
+
+SETUP_FIELDS = {"num_processes": "num_gpus", "offload_params": "offload", "mixed_precision": "precision"}
+"""Field of `TrainingSetup` by option, where Accelerate's word is another."""
+
+
+def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `TrainingSetup` that the command line gives; on machines of 8 GPUs, unless it says otherwise."""
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+
+    known = {each.name for each in fields(TrainingSetup)}
+    values = {SETUP_FIELDS.get(name, name): value for name, value in vars(options).items() if value is not None}
+    values = {name: value for name, value in values.items() if name in known}
+    if values.get("precision") == "no":
+        values["precision"] = "fp32"
+    if "," in str(values.get("lora_target_modules", "")):
+        values["lora_target_modules"] = tuple(name.strip() for name in values["lora_target_modules"].split(","))
+    if options.gpu is not None:
+        gpu_named(options.gpu)
+    total = values.get("num_gpus", 1)
+    machines = machines_of(total) if options.num_machines is None else options.num_machines
+    if total % machines:
+        raise ConfigError(f"--num-processes {total} is no multiple of --num-machines {machines}")
+    if options.num_machines is not None:
+        values["gpus_per_node"] = total // machines
+    return values
+
+
+def setup_of(options: argparse.Namespace) -> "TrainingSetup":
+    """The setup that the command line describes."""
+    from hf_fsdp_tools.foresight.setup import TrainingSetup
+
+    return TrainingSetup(**({"seq_len": usual_length(options)} | explicit_fields(options)))
+
+
+def usual_length(options: argparse.Namespace) -> int:
+    """4,096 tokens, or the most that the model's config names where that is less."""
+    prepare_model(options)
+    from hf_fsdp_tools.modeling.configs import max_positions
+    from hf_fsdp_tools.modeling.meta import load_config
+
+    config = load_config(options.model, trust_remote_code=options.trust_remote_code)
+    return min(4096, max_positions(config) or 4096)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line of progress on a terminal, each over the last, gone at the end.
+
+    Meanwhile Python looks for cycles in its objects rarely: a dry run makes millions of objects that live on, and
+    looking through all of them again and again took a fifth of a search (measured).
+    """
+    is_shown, thresholds = sys.stderr.isatty(), gc.get_threshold()
+
+    def say(text: str) -> None:
+        if is_shown:
+            print(f"\r\x1b[2K{text[:99]}", end="", file=sys.stderr, flush=True)
+
+    gc.set_threshold(200_000, 50, 1_000)
+    try:
+        yield say
+    finally:
+        gc.set_threshold(*thresholds)
+        say("")
