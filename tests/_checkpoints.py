@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from benchmarks.architectures.defaults import build_config
+from benchmarks.architectures.shrink import shrink
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 
 _SIZES = {
@@ -117,66 +122,9 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-_TINY = _SIZES | {
-    "head_dim": 12,
-    "num_layers": 2,
-    "num_heads": 4,
-    "depth": 2,
-    "embed_dim": 48,
-    "d_model": 48,
-    "image_size": 16,
-    "patch_size": 4,
-    "out_hidden_size": 48,
-    "ffn_hidden_size": 67,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 67,
-    "decoder_ffn_dim": 67,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 22,
-    "expert_ffn_hidden_size": 22,
-    "shared_expert_intermediate_size": 35,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 9,
-    "q_lora_rank": 11,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-}
-
-
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default config of a model type with every size that it has made tiny, in its sub-configs too."""
-    config = hf.AutoConfig.for_model(model_type)
-    config = hf.AutoConfig.for_model(model_type, **_tiny_sizes(config))  # again, for what follows from the sizes
-    _shrink(config)
-    return config
-
-
-def _tiny_sizes(config: PreTrainedConfig) -> dict[str, int]:
-    """The sizes that this config has, save those that it computes from others."""
-    own = {name for name in _TINY if not isinstance(getattr(type(config), name, None), property)}
-    return {name: value for name, value in _TINY.items() if name in own and type(getattr(config, name, None)) is int}
-
-
-def _shrink(config: PreTrainedConfig) -> None:
-    for name, value in _tiny_sizes(config).items():
-        setattr(config, name, value)
-    for name in ("layer_types", "mlp_layer_types"):  # one entry per layer; the last ones are the sparse ones
-        if isinstance(vars(config).get(name), list):
-            setattr(config, name, getattr(config, name)[-2:])
-    for value in list(vars(config).values()):
-        if isinstance(value, PreTrainedConfig):
-            _shrink(value)
+    """The default config of a model type with every size made tiny, in its sub-configs too."""
+    return shrink(build_config(model_type), "tiny")
 
 
 def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
@@ -489,3 +437,22 @@ def assert_same_model(model: nn.Module, reference: nn.Module, what: str = "") ->
         assert key == other and a.dtype == b.dtype and torch.equal(a, b.cpu()), (what, key)
     ties = {(a, b) for a in expected for b in expected if expected[a] is expected[b]}
     assert ties == {(a, b) for a in found for b in found if found[a] is found[b]}, what
+
+
+class Runs:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
+    """The message of the error that the call raises on every rank: the same kind and text on all."""
+    with pytest.raises(kind) as caught:
+        call()
+    raised = all_ranks((type(caught.value).__name__, str(caught.value)))
+    assert len(set(raised)) == 1, raised
+    return str(caught.value)

@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-__all__ = ["LIMIT_S", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
-
 LIMIT_S = 500.0
 """How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
 
@@ -69,11 +67,7 @@ def num_gpus() -> int:
 
 
 def free_port(address: str) -> int:
-    """A port for launchers that must be told one: bind port 0 wherever that can be done instead.
-
-    It lies below those that systems give unasked (from 32768), so that nobody gets it meanwhile, and in another place
-    for each process of the tests.
-    """
+    """A port for launchers that must be told one, below those that systems give unasked (from 32768)."""
     for port in range(20000 + os.getpid() * 7 % 12000, 32768):
         with socket.socket() as free, suppress(OSError):  # it is in use
             free.bind((address, port))
@@ -102,13 +96,10 @@ def run_ranks(
 ) -> list[Any]:
     """Each rank's return value of `fn(*args)`, in rank order.
 
-    `fn` must be a module-level function, its arguments and result picklable, tensors on the CPU. In it the default
-    process group is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK,
-    LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew
-    (5 s), for what libraries read from the environment at import.
-
-    Raises:
-        AssertionError: A rank raised, died or was still running at `timeout_s`; holds every failing rank's traceback.
+    `fn` is a module-level function, its arguments and result picklable, tensors on the CPU. Its default process group
+    is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK, LOCAL_RANK, WORLD_SIZE
+    and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew (5 s), for what
+    libraries read from the environment at import. An AssertionError holds the traceback of every rank that failed.
     """
     gpus = dict(_gpus) if device == "cuda" else None
     # The rank unpickles it itself, once it sees its GPUs: importing the test's module may import bitsandbytes, which
@@ -149,16 +140,8 @@ def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., A
     """What each case returned, by name; every case is run on every rank. Itself a function for `run_ranks`.
 
     A case that fails does not stop the others: all that failed are reported, by name. All ranks meet after each case,
-    so that the next one begins alike on all of them; what a case sets in the environment, and Accelerate's state, end
-    with it.
-
-    Args:
-        cases: functions, known by their names, or by names of their own.
-        args: of every case.
-
-    Raises:
-        AssertionError: some cases failed on this rank; or a rank did not come back from a case, and the others were not
-            begun.
+    and those after a case from which a rank does not come back are not begun. What a case sets in the environment, and
+    Accelerate's state, end with it.
     """
     import pytest
     import torch.distributed as dist

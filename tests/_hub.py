@@ -22,8 +22,6 @@ from urllib.parse import unquote
 
 from huggingface_hub import constants, hf_api
 
-__all__ = ["FakeHub", "Mood", "fake_hub", "impatient", "use_hub"]
-
 Mood = tuple[str, int]
 """What happens to weight files of a repository (see `fake_hub`), and how many requests of each file it happens to."""
 
@@ -40,10 +38,9 @@ def use_hub(url: str, home: Path) -> None:
 
 
 def impatient(of: str) -> AbstractContextManager[object]:
-    """In this block huggingface_hub waits half a second for answers of one kind, which the hub does not give.
+    """In this block huggingface_hub waits half a second for answers of one kind.
 
-    Args:
-        of: "DOWNLOAD", a file, for which it asks six times; or "ETAG", what is known of files and repositories.
+    They are of a file ("DOWNLOAD"), for which it asks six times, or of files and repositories ("ETAG").
     """
     return patch.object(constants, f"HF_HUB_{of}_TIMEOUT", 0.5)
 
@@ -315,13 +312,11 @@ def fake_hub(
 ) -> Iterator[FakeHub]:
     """A hub that runs meanwhile. `org/silent` never answers, `org/gated` and `org/private` (token "secret") refuse.
 
-    Args:
-        repositories: folders by name and revision.
-        moods: by name, for how many requests of each weight file: stops in the middle of the file and keeps the
-            connection ("stalls"), then answers nothing at all ("silences"), or "resets" the connection; or answers
-            "HTTP 503", with "HTTP 429 5" a time to wait. Of uploads, a step ("create", "preupload", "batch", "put",
-            "commit") and the answer: "put HTTP 500 words"; "put closes" ends the connection of the n-th file.
-        root: folder for what is uploaded; token "secret" may write, any other reads only.
+    Repositories are folders by name and revision; uploads go to `root`, where token "secret" may write and any other
+    reads only. A mood is what happens to the first requests of each weight file: the answer stops in the middle
+    ("stalls"), then nothing is answered at all ("silences"), or the connection is reset ("resets"); or a status comes,
+    as "HTTP 503" or "HTTP 429 5" with a time to wait. For uploads it is a step ("create", "preupload", "batch", "put",
+    "commit") and its answer, as "put HTTP 500 words"; "put closes" ends the connection of the n-th file.
     """
     server = FakeHub(repositories, root)
     server.moods |= moods or {}

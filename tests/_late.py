@@ -17,8 +17,6 @@ import torch
 
 from hf_fsdp_tools.accelerator import SideStream
 
-__all__ = ["LateSideStream", "Machine"]
-
 POISON = 0xCB
 
 
@@ -81,7 +79,6 @@ class Machine:
         """Of each pinned allocation."""
         self.pinned_alive = 0
         self.released = 0
-        self.on_copy: Callable[[], object] = lambda: None
         self._current = threading.local()
         self._streams: dict[int | str, Stream] = {}
         self._memory: dict[int, np.ndarray[Any, Any]] = {}
@@ -177,7 +174,6 @@ class Machine:
                 for span in spans:
                     self._read_by_copies.remove(span)
             self.done.append(name)
-            self.on_copy()
 
         stream.add(run)
 

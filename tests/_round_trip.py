@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.loading.conversion import get_model_conversion_mapping
 
-__all__ = ["differences", "loads_as_stored", "resave", "write_as_found"]
-
 OLDER = {  # what checkpoints of the hub call what transformers has renamed since, in all architectures
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",

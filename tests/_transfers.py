@@ -6,8 +6,6 @@ from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
 
-__all__ = ["read_transfers"]
-
 
 def read_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> TransferStats:
     """Fill the memory of every transfer from its file, once, as a load does."""

@@ -112,7 +112,7 @@ def fill_shards(
                 on_bytes=stack.enter_context(bar),
             )
             stack.enter_context(reader)
-            stats = reader.read(share.transfers) + _dequantized(share.quantized, reader, staging_bytes)
+            stats = reader.read(share.transfers) + dequantize(share.quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, share.opaque, reader, staging_bytes)
             if weights_4bit:
                 stats += read_scales(weights_4bit, index, reader)
@@ -203,12 +203,10 @@ def _convert_whole(
     """Run conversions that compute, one at a time: read whole tensors, convert them, keep this rank's shards."""
     stats = TransferStats()
     for group in opaque:
-        # transformers casts what it reads to the dtype of the model before it converts
         dtype = state[group.target].dtype
-        whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
-        places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
-        stats += read_into(places, index, reader, staging_bytes=staging_bytes)
-        for key, result in convert_group(model, group, whole).items():
+        results, cost = read_converted(model, group, index, reader, dtype=dtype, staging_bytes=staging_bytes)
+        stats += cost
+        for key, result in results.items():
             if key not in loaded or loaded[key].pieces is not None:
                 continue
             local = local_tensor(state[key])
@@ -242,11 +240,23 @@ def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *
         CheckpointError: a file cannot be read, or a scale is no positive or negative number.
     """
     transfers, parts = reads_of(places, index)
-    return reader.read(transfers) + _dequantized(parts, reader, staging_bytes)
+    return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
 
 
-def _dequantized(parts: Sequence[QuantizedPart], reader: Reader, staging_bytes: int) -> TransferStats:
-    return dequantize(parts, reader, staging_bytes=staging_bytes) if parts else TransferStats()
+def read_converted(
+    model: nn.Module,
+    group: ConversionGroup,
+    index: CheckpointIndex,
+    reader: Reader,
+    *,
+    dtype: torch.dtype,
+    staging_bytes: int,
+) -> tuple[dict[str, torch.Tensor], TransferStats]:
+    """The results of a conversion of whole stored tensors, cast to the model's dtype before as transformers does."""
+    whole = {key: torch.empty(index.tensors[key].shape, dtype=dtype) for key, _ in group.members}
+    places = [whole_place(memory, index.tensors[key]) for key, memory in whole.items()]
+    stats = read_into(places, index, reader, staging_bytes=staging_bytes)
+    return convert_group(model, group, whole), stats
 
 
 def check_ties(match: Match, *, staging_bytes: int) -> None:

@@ -163,8 +163,8 @@ def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike
         names.append(config)
     with watched(Path(source.name)):
         near = None if source.path is None else source.holding(ADAPTER_CONFIG)
-    base = _base_in(near if peft_config is None else peft_config)
-    return names if base is None else [*names, base[0]]
+    base = _base_of(source, near if peft_config is None else peft_config)
+    return names if base is None else [*names, base.name]
 
 
 def _open_alone(
@@ -238,40 +238,34 @@ def _content_of(folder: Path) -> str:
     return "model" if is_state else "adapter"
 
 
-def _base_in(peft_config: Any) -> tuple[str, str | None] | None:
-    """The base that a config of PEFT names, and its revision; the config may be the name of the folder that has it."""
+def _base_of(source: Source, peft_config: Any) -> Source | None:
+    """The base that a config of PEFT names; the config may be the name of the folder that has it."""
     if isinstance(peft_config, str):
         peft_config = read_adapter_config(Path(peft_config)) or {}
     if peft_config is None:
         return None
     fields = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
     base = fields.get("base_model_name_or_path")
-    return (base, fields.get("revision")) if base else None
-
-
-def _base_of(source: Source, peft_config: Any) -> Source | None:
-    base = _base_in(peft_config)
-    return None if base is None else source.of(*base)
+    return source.of(base, fields.get("revision")) if base else None
 
 
 def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig | None) -> Source | None:
     """The base that must be opened beside a training state with an adapter; None where the state has all of it."""
     if state.config is None:
-        base = "" if state.holds_base else ", in which base_model_name_or_path names the base"
         raise CheckpointError(
             f"{source.name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
             f"{quoted(min(state.index.tensors))}), and neither it nor the two folders above have an {ADAPTER_CONFIG}. "
-            f"Pass peft_config=, the config that it was trained with{base}, or put that file there."
+            "Pass peft_config=, the config that it was trained with, or put that file there; without the base's "
+            "weights beside the adapter's, base_model_name_or_path in it must name the base."
         )
     if state.holds_base and config is not None:
         return None
     named = _base_of(source, state.config)
     if named is None:
-        lacks = "has no config.json near it" if state.holds_base else "does not hold the base"
-        cure = " or pass config=, its name or folder" if state.holds_base else ""
         raise CheckpointError(
-            f"{source.name!r} is the state of a PeftModel, which {lacks}, and its PEFT config names no base. Name it "
-            f"there (base_model_name_or_path){cure}."
+            f"{source.name!r} is the state of a PeftModel without the base's "
+            f"{f'{CONFIG} near it' if state.holds_base else 'weights'}, and its PEFT config names no base. Name it "
+            "there (base_model_name_or_path), or pass config=, its name or folder, where the weights are in the state."
         )
     return named
 

@@ -20,16 +20,16 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_a
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.fill import check_ties
-from hf_fsdp_tools.loading.io.files import TransferStats
-from hf_fsdp_tools.loading.opening import open_checkpoint
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats
+from hf_fsdp_tools.loading.opening import Source, open_checkpoint
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import plan_layout
-from hf_fsdp_tools.saving.material import Material, adapted_model, fetched, material_of_adapter, material_of_model
+from hf_fsdp_tools.saving.material import Material, adapted_model, material_of_adapter, material_of_model
 from hf_fsdp_tools.saving.report import SaveReport
-from hf_fsdp_tools.saving.rewrite import STAGING_BYTES, Rewrite
+from hf_fsdp_tools.saving.rewrite import Rewrite
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.text import listed
@@ -287,7 +287,9 @@ class _SideFiles:
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Copy them, as a tokenizer would save itself."""
-        homes = [fetched(name, hub_kwargs, _TOKENIZER + _PROCESSOR) for name, hub_kwargs in self.homes.items() if name]
+        sources = (Source(name, hub_kwargs) for name, hub_kwargs in self.homes.items() if name)
+        homes = [source.folder(*_TOKENIZER, *_PROCESSOR)[0] for source in sources]
+        homes = [home.parent if home.is_file() else home for home in homes]
         for patterns in (_TOKENIZER, _PROCESSOR):
             for home in homes:
                 if files := {file for pattern in patterns for file in home.glob(pattern) if file.is_file()}:

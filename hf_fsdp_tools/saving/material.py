@@ -1,7 +1,7 @@
 """Models without values, and where their values are: in files alone, or in an adapter too."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
-from hf_fsdp_tools.loading.opening import Checkpoint
+from hf_fsdp_tools.loading.opening import Checkpoint, Source
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.configs import set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -60,16 +59,12 @@ class Material:
 
     model: PreTrainedModel
     """What is to be saved."""
-
     match: Match
     """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
-
     wrappers: tuple[nn.Module, ...] = ()
     """Adapted modules of the base."""
-
     merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameter of an adapted module to the parameter of `model` that is its merged value."""
-
     of_adapter: frozenset[str] = frozenset()
     """Keys of the base whose values the adapter holds in place of the files."""
 
@@ -206,7 +201,7 @@ def _build(
 
 def _look_at(adapter: str, hub_kwargs: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:
     """An adapter's config, and the shapes of its tensors by the keys of the base."""
-    folder = fetched(adapter, hub_kwargs, ["adapter_*"])
+    folder, _ = Source(adapter, hub_kwargs).folder("adapter_*")
     written = read_adapter_config(folder)
     if written is None:
         raise CheckpointError(
@@ -252,11 +247,3 @@ def _put_on_cpu(model: nn.Module, filled: Collection[str]) -> None:
         value = torch.zeros(tensor.shape, dtype=tensor.dtype) if id(tensor) in keys else one
         new[tensor] = with_data(tensor, value) if isinstance(tensor, nn.Parameter) else value
     swap(model, new)
-
-
-def fetched(name: str, hub_kwargs: Mapping[str, Any], patterns: Iterable[str]) -> Path:
-    """The local folder of a name; of one on the hub, files of these patterns are fetched."""
-    path = local_path(name)
-    if path is None:
-        return fetch(name, *patterns, **hub_kwargs)[0]
-    return path.parent if path.is_file() else path / (hub_kwargs.get("subfolder") or "")

@@ -35,13 +35,11 @@ def merged_model(model: nn.Module) -> nn.Module:
     failure: Exception | None = None
     joined = connected([wrapper, *adapted_parameters(wrapper).values()] for wrapper in wrappers)
     for group in {id(group): group for group in joined.values()}.values():
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-        twins = {w: whole_copy(w, lambda p: gather_on_device(p).clone(), copies) for w in wrappers if w in group}
+        twins = whole_copies([w for w in wrappers if w in group], lambda p: gather_on_device(p).clone())
         try:
-            for wrapper, twin in twins.items():
-                for old, whole in merged_tensors(wrapper, twin).items():
-                    shard = cut(whole, old.data) if isinstance(old.data, DTensor) else whole
-                    merged[old] = nn.Parameter(shard, requires_grad=False)
+            for old, whole in merge(twins).items():
+                shard = cut(whole, old.data) if isinstance(old.data, DTensor) else whole
+                merged[old] = nn.Parameter(shard, requires_grad=False)
         except Exception as error:  # the other ranks go on gathering
             failure = failure or error
     with agreed("merging the adapters"):
@@ -96,15 +94,12 @@ def adapted_parameters(wrapper: nn.Module) -> dict[str, nn.Parameter]:
     return dict(bare_model(wrapper).model.named_parameters())
 
 
-def whole_copy(
-    wrapper: nn.Module,
-    whole: Callable[[nn.Parameter], torch.Tensor],
-    copies: dict[nn.Parameter, nn.Parameter],
-) -> Any:
-    """A copy of a wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place.
+def whole_copies(wrappers: Iterable[nn.Module], whole: Callable[[nn.Parameter], torch.Tensor]) -> dict[nn.Module, Any]:
+    """A copy of each wrapper and all modules below it, with whole parameters of its own; PEFT can merge it in place.
 
-    Wrappers with a common parameter share `copies`, so that what one adapter changes, the next one changes further.
+    What is one parameter of several wrappers is one in their copies: what an adapter changes, the next changes further.
     """
+    copies: dict[nn.Parameter, nn.Parameter] = {}
 
     def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
         for p in module._parameters.values():
@@ -112,22 +107,25 @@ def whole_copy(
                 copies[p] = nn.Parameter(whole(p), requires_grad=False)
         return {key: None if p is None else copies[p] for key, p in module._parameters.items()}
 
-    return copy_tree(wrapper, parameters=parameters, hooks=False).model
+    return {wrapper: copy_tree(wrapper, parameters=parameters, hooks=False).model for wrapper in wrappers}
 
 
-def merged_tensors(wrapper: nn.Module, twin: Any) -> dict[nn.Parameter, torch.Tensor]:
-    """The merged whole value of each parameter of the module inside a wrapper; `twin`, its whole copy, is changed."""
-    try:
-        with torch.no_grad():
-            if hasattr(twin, "unload_and_optionally_merge_module"):
-                merged = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-            else:
-                twin.merge(safe_merge=False, adapter_names=None)
-                merged = twin.get_base_layer()
-    except ValueError as error:
-        raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
-    wholes = dict(merged.named_parameters())
-    return {old: wholes[name].detach() for name, old in adapted_parameters(wrapper).items()}
+def merge(twins: Mapping[nn.Module, Any]) -> dict[nn.Parameter, torch.Tensor]:
+    """The merged whole value of each parameter inside wrappers; `twins`, their whole copies, are changed."""
+    merged: dict[nn.Parameter, torch.Tensor] = {}
+    for wrapper, twin in twins.items():
+        try:
+            with torch.no_grad():
+                if hasattr(twin, "unload_and_optionally_merge_module"):
+                    result = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+                else:
+                    twin.merge(safe_merge=False, adapter_names=None)
+                    result = twin.get_base_layer()
+        except ValueError as error:
+            raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
+        wholes = dict(result.named_parameters())
+        merged |= {old: wholes[name].detach() for name, old in adapted_parameters(wrapper).items()}
+    return merged
 
 
 def with_merged(base: nn.Module, merged: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:

@@ -19,7 +19,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, s
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, saved_tensors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
-from hf_fsdp_tools.loading.io.files import TransferStats, write_in_turn, write_transfers
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import whole_generation_config
@@ -39,8 +39,6 @@ from hf_fsdp_tools.saving.transfers import gather_to_first, held_transfers, part
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
-_STAGING_BYTES = 64 * 2**20
-
 
 def save_pretrained(
     model: nn.Module,
@@ -49,7 +47,7 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    staging_bytes: int = _STAGING_BYTES,
+    staging_bytes: int = STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool = True,
     model_card: bool = False,
@@ -155,7 +153,7 @@ def begin_save(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    staging_bytes: int = _STAGING_BYTES,
+    staging_bytes: int = STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool,
     model_card: bool = False,

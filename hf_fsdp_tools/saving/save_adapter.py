@@ -15,14 +15,12 @@ from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
 from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.transfers import gather_to_first
-
-_STAGING_BYTES = 64 * 2**20
-"""Bytes that a rank sends at a time: the default of `save_pretrained`."""
 
 
 def save_adapter(
@@ -97,7 +95,7 @@ def _gather_adapter(
         if tensor.requires_grad or id(tensor) not in base or name in chosen:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if isinstance(tensor, LocalBoxes):
-                gathered = gather_to_first(tensor, staging_bytes=_STAGING_BYTES)
+                gathered = gather_to_first(tensor, staging_bytes=STAGING_BYTES)
                 full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gathered is None else gathered
             full = full.detach().to(dtype if full.is_floating_point() else None)
             tensors[name] = full.cpu() if keep else full.to("meta")

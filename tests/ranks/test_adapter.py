@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -35,7 +35,6 @@ from hf_fsdp_tools import (
     FSDPTrainerMixin,
     ParallelDims,
     add_adapter,
-    describe_sharding,
     diagnose,
     from_pretrained,
     make_accelerator,
@@ -186,15 +185,6 @@ ROWS = torch.randint(3, 131, (STEPS * 4, 16), generator=torch.Generator().manual
 LEARNING = {"lr": 1e-2, "weight_decay": 0.0}
 
 
-class InOrder(FSDPTrainerMixin):
-    def _get_train_sampler(self, *unused):
-        return SequentialSampler(self.train_dataset)
-
-
-class PlainTrainer(InOrder, Trainer):
-    pass
-
-
 def _alone(folder, dtype, autocast):
     """The run that all others must equal: PEFT on one process."""
     model = plain(folder, lora(), dtype=dtype).train()
@@ -219,15 +209,11 @@ def _model(road, folder, accelerator, dtype):
     torch.manual_seed(0)
     if road == "from_pretrained":
         return from_pretrained(folder, accelerator=accelerator, peft_config=lora()), None
-    if road.endswith("plain"):
-        return (
-            (plain_base(folder, dtype=dtype), lora())
-            if "trl adds" in road
-            else (plain(folder, lora(), dtype=dtype), None)
-        )
+    if road == "trl adds to plain":
+        return plain_base(folder, dtype=dtype), lora()
     base = from_pretrained(folder, accelerator=accelerator, dtype=dtype)
     torch.manual_seed(0)
-    return (base, lora()) if "trl adds" in road else (get_peft_model(base, lora()), None)
+    return (base, lora()) if road == "trl adds to sharded" else (get_peft_model(base, lora()), None)
 
 
 def _loop(road, folder, dtype, precision):
@@ -240,33 +226,22 @@ def _loop(road, folder, dtype, precision):
     return train(model, optimizer, batches, accelerator=accelerator), trained(model)
 
 
-def _arguments(precision: str) -> dict[str, Any]:
-    """Seed 0: TRL draws the adapters that it adds itself by this seed, not by what the script set before."""
-    return {"max_steps": STEPS, "max_grad_norm": 0.0, "bf16": precision == "bf16", "seed": 0}
-
-
-def _trainer(road, folder, dtype, precision, output):
-    args = arguments(output, **_arguments(precision))
-    model, _ = _model(road, folder, make_accelerator(cpu=True, mixed_precision=precision), dtype)
-    rows = [{"input_ids": row, "labels": row} for row in ROWS]
-    trainer = PlainTrainer(model=model, args=args, train_dataset=rows)
-    trainer.train()
-    return logged(trainer), trained(trainer.model)
-
-
 def _sft(road, folder, dtype, precision, output):
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    class Sft(InOrder, SFTTrainer):
-        pass
+    class Sft(FSDPTrainerMixin, SFTTrainer):
+        def _get_train_sampler(self, *unused):
+            return SequentialSampler(self.train_dataset)
 
     words = Tokenizer(models.WordLevel({str(index): index for index in range(131)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2")
     recompute = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, n))
-    args = arguments(output, SFTConfig, **_arguments(precision), max_length=None, **{recompute: False})
+    # TRL draws the adapters that it adds itself by this seed, not by what the script set before.
+    settings = {"max_steps": STEPS, "max_grad_norm": 0.0, "bf16": precision == "bf16", "seed": 0, recompute: False}
+    args = arguments(output, SFTConfig, max_length=None, **settings)
     model, config = _model(road, folder, make_accelerator(cpu=True, mixed_precision=precision), dtype)
     rows = Dataset.from_list([{"input_ids": row.tolist(), "labels": row.tolist()} for row in ROWS])
     trainer = Sft(model=model, args=args, train_dataset=rows, processing_class=tokenizer, peft_config=config)
@@ -275,12 +250,7 @@ def _sft(road, folder, dtype, precision, output):
 
 
 RUNS = [
-    (_loop, "plain", "no"),
     (_loop, "from_pretrained", "no"),
-    (_loop, "get_peft_model after sharding", "no"),
-    (_trainer, "plain", "no"),
-    (_trainer, "from_pretrained", "no"),
-    (_sft, "from_pretrained", "no"),
     (_sft, "trl adds to plain", "no"),
     (_sft, "trl adds to sharded", "no"),
     (_loop, "from_pretrained", "bf16"),
@@ -352,8 +322,6 @@ def _mixed_precision(folder, output):
     frozen = [p for p in model.parameters() if not p.requires_grad]
     learned = [p for p in model.parameters() if p.requires_grad]
     assert {p.dtype for p in frozen} == {torch.bfloat16} and {p.dtype for p in learned} == {torch.float32}
-    text = describe_sharding(model)
-    assert "frozen       bfloat16" in text and "trained      float32" in text
     assert not any(p.grad is not None for p in frozen) and all(p.grad is not None for p in learned)
     assert len(optimizer.state) == len(learned)
     held = sum((p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes() for p in frozen)
@@ -366,7 +334,6 @@ def _mixed_precision(folder, output):
     assert {name.split(".")[-2] for name in stored} == {"lora_A", "lora_B", "lm_head"}
     for name, value in trained(model).items():
         assert torch.equal(stored[name.replace(".default", "").replace(".modules_to_save", "")], value), name
-    assert json.loads((output / "adapter_config.json").read_text())["r"] == 3
 
 
 def test_fp32_adapters_train_on_a_bf16_base_in_its_units(tmp_path):
@@ -407,33 +374,22 @@ def test_a_saved_adapter_is_read_into_shards_and_hsdp_gives_the_same(tmp_path):
         torch.testing.assert_close(reopened(input_ids=IDS).logits, logits, rtol=1e-6, atol=1e-6)
 
 
-def weights_that_need_whole_matrices(folder, adapter):
-    with pytest.raises(ConfigError, match=r"pissa.*needs whole weights"):
-        from_pretrained(folder, peft_config=lora(init_lora_weights="pissa"))
-
-
-def a_quantised_base(folder, adapter):
-    config = AutoConfig.from_pretrained(folder)
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    with pytest.raises((CheckpointError, ConfigError), match=r"quanti[sz]ed.*bitsandbytes"):
-        from_pretrained(folder, config=config, peft_config=lora())
-
-
 def modules_that_are_not_there(folder, adapter):
     with pytest.raises(ConfigError, match=r"LORA adapter.*nowhere"):
         from_pretrained(folder, peft_config=lora(target_modules=["nowhere"]))
 
 
-def an_adapter_without_a_base(folder, adapter):
-    write_adapter(adapter, None)
-    with pytest.raises((CheckpointError, ConfigError), match="names no base model"):
-        from_pretrained(adapter)
-
-
-def an_adapter_and_another(folder, adapter):
-    write_adapter(adapter, folder)
-    with pytest.raises((CheckpointError, ConfigError), match="asks for another"):
-        from_pretrained(adapter, peft_config=lora())
+def an_adapter_without_a_base_or_with_another_adapter(folder, adapter):
+    for base, options, message in (
+        (None, {}, "names no base model"),
+        (str(folder), {"peft_config": lora()}, "asks for another"),
+    ):
+        if dist.get_rank() == 0:
+            config = {"peft_type": "LORA", "base_model_name_or_path": base}
+            (adapter / "adapter_config.json").write_text(json.dumps(config))
+        dist.barrier()
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            from_pretrained(adapter, **options)
 
 
 def an_adapter_by_transformers_own_method(folder, adapter):
@@ -443,19 +399,9 @@ def an_adapter_by_transformers_own_method(folder, adapter):
         save_pretrained(plain_model, adapter / "out")
 
 
-def write_adapter(folder: Path, base: Path | None) -> None:
-    if dist.get_rank() == 0:
-        config = {"peft_type": "LORA", "base_model_name_or_path": None if base is None else str(base)}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-    dist.barrier()
-
-
 REFUSALS = (
-    weights_that_need_whole_matrices,
-    a_quantised_base,
     modules_that_are_not_there,
-    an_adapter_without_a_base,
-    an_adapter_and_another,
+    an_adapter_without_a_base_or_with_another_adapter,
     an_adapter_by_transformers_own_method,
 )
 

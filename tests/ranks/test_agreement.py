@@ -53,16 +53,6 @@ def a_failure_is_known_to_those_in_a_block_within():
     assert same_error(CheckpointError, fail) == "Saving failed on 1 of 3 ranks.\nrank 0: disk full"
 
 
-def a_failure_within_is_the_failure_of_the_whole():
-    def fail():
-        with agreed("saving"), agreed("saving the scheduler"):
-            if dist.get_rank() == 2:
-                raise CheckpointError("disk full")
-
-    assert "rank 2: disk full" in same_error(CheckpointError, fail)
-    assert all_ranks(1) == [1, 1, 1]
-
-
 def other_errors_stay_what_they_are():
     with pytest.raises((CheckpointError, ZeroDivisionError)) as caught, agreed("reading"):
         _ = 1 / dist.get_rank()
@@ -149,7 +139,6 @@ CASES = (
     values_come_in_rank_order,
     a_failure_ends_the_block_on_all,
     a_failure_is_known_to_those_in_a_block_within,
-    a_failure_within_is_the_failure_of_the_whole,
     other_errors_stay_what_they_are,
     different_calls_are_named,
     some_ranks_exchange_among_themselves,

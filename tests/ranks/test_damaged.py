@@ -1,20 +1,22 @@
 """Damaged files under several ranks: one error on all of them, none waits, and the model is as it was."""
 
 import json
+import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import CheckpointError, ConfigError, add_adapter, from_pretrained, load_adapter
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from tests._checkpoints import full_state, make_checkpoint
+from hf_fsdp_tools import add_adapter, from_pretrained, load_adapter, make_accelerator
+from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.saving.manifest import MANIFEST
+from tests._checkpoints import Runs, full_state, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
 from tests.unit.test_damaged import DAMAGED, DAMAGED_ADAPTERS, Damage, config, described, truncated
 
@@ -23,15 +25,6 @@ IDS = torch.arange(3, 19).reshape(1, 16)
 
 def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options)
-
-
-def failure(call: Callable[[], object]) -> str:
-    """The message of the error that the call raises, the same on every rank."""
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        call()
-    messages = all_ranks(str(caught.value))
-    assert len(set(messages)) == 1, messages
-    return messages[0]
 
 
 def copy(folder: Path, name: str, damage: Damage, *, everywhere: bool = True) -> Path:
@@ -52,7 +45,7 @@ def copy(folder: Path, name: str, damage: Damage, *, everywhere: bool = True) ->
 def files_that_are_damaged_for_all(root: Path) -> None:
     for name in ("unknown rope", "sizes beyond 64 bits", "generation config a list"):
         folder = copy(root / "model", name, DAMAGED[name][1])
-        message = failure(lambda folder=folder: from_pretrained(folder))
+        message = refusal(lambda folder=folder: from_pretrained(folder))
         assert str(folder) in message and len(message) < 1500 and "of 2 ranks" not in message
 
 
@@ -60,23 +53,23 @@ def adapters_that_are_damaged_for_all(root: Path) -> None:
     model = from_pretrained(root / "model")
     for name in ("unknown type", "truncated", "code", "another shape"):
         folder = copy(root / "adapter", name, DAMAGED_ADAPTERS[name][0])
-        assert "of 2 ranks" not in failure(lambda folder=folder: load_adapter(model, folder))
-        failure(lambda folder=folder: from_pretrained(folder))
+        assert "of 2 ranks" not in refusal(lambda folder=folder: load_adapter(model, folder))
+        refusal(lambda folder=folder: from_pretrained(folder))
 
 
 def a_config_that_is_damaged_for_one_rank(root: Path) -> None:
     folder = copy(root / "model", "a_list", lambda folder: (folder / "config.json").write_text("[]"), everywhere=False)
-    message = failure(lambda: from_pretrained(folder))
+    message = refusal(lambda: from_pretrained(folder))
     assert message.startswith("Opening the checkpoint failed on 1 of 2 ranks.\nrank 1: "), message
     folder = copy(root / "model", "negative", config(hidden_size=-48), everywhere=False)
-    assert "is not the same on all nodes: its config is" in failure(lambda: from_pretrained(folder))
+    assert "is not the same on all nodes: its config is" in refusal(lambda: from_pretrained(folder))
 
 
 def an_adapter_that_is_damaged_for_one_rank(root: Path) -> None:
     model = from_pretrained(root / "model")
     before = described(model), full_state(model)
     folder = copy(root / "adapter", "cut", truncated, everywhere=False)
-    message = failure(lambda: load_adapter(model, folder))
+    message = refusal(lambda: load_adapter(model, folder))
     assert message.startswith("Opening the adapter failed on 1 of 2 ranks.\nrank 1: ")
     assert "adapter_model.safetensors: cannot be read" in message
     is_as_it_was(model, *before)
@@ -87,7 +80,7 @@ def an_adapter_that_cannot_be_made(root: Path) -> None:
     """Some modules have adapters already when the one is reached that has none."""
     model = from_pretrained(root / "model")
     before = described(model), full_state(model)
-    assert "PEFT cannot make" in failure(lambda: add_adapter(model, lora(target_modules=["q_proj", "rotary_emb"])))
+    assert "PEFT cannot make" in refusal(lambda: add_adapter(model, lora(target_modules=["q_proj", "rotary_emb"])))
     is_as_it_was(model, *before)
     loads_as_on_one_process(load_adapter(model, root / "adapter"), root)
 
@@ -102,6 +95,38 @@ def loads_as_on_one_process(model: Any, root: Path) -> None:
     plain = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora())
     plain.load_adapter(root / "adapter", "default")
     torch.testing.assert_close(model(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
+
+
+# ---- states to resume from ----
+
+
+def run_code(optimizer: Path, marker: Path) -> None:
+    """A value that is no tensor lies elsewhere now, where unpickling it runs code."""
+    metadata = pickle.loads((optimizer / METADATA).read_bytes())
+    torch.save(Runs(marker), optimizer / "more.distcp")
+    key = next(key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata))
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    metadata.storage_data[index] = _StorageInfo("more.distcp", 0, (optimizer / "more.distcp").stat().st_size)
+    (optimizer / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def a_state_that_runs_code(root: Path) -> None:
+    """`load_state` of Accelerate's; the Trainer checks its checkpoints by the same function."""
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(root / "model", accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+    optimizer.step()
+    good, bad = accelerator.save_state(root / "good"), root / "bad"
+    before = full_state(model)
+    if dist.get_rank() == 0:
+        run_code(shutil.copytree(good, bad) / "optimizer_0", root / "ran")
+        (bad / MANIFEST).unlink()  # the list of files
+    dist.barrier()
+    assert "could run code" in refusal(lambda: accelerator.load_state(bad))
+    now = full_state(model)
+    assert not (root / "ran").exists() and all(torch.equal(now[key], before[key]) for key in before)
+    accelerator.load_state(good)
 
 
 def test_every_damage_is_one_error_on_all_ranks(tmp_path: Path) -> None:
@@ -119,5 +144,6 @@ def test_every_damage_is_one_error_on_all_ranks(tmp_path: Path) -> None:
         a_config_that_is_damaged_for_one_rank,
         an_adapter_that_is_damaged_for_one_rank,
         an_adapter_that_cannot_be_made,
+        a_state_that_runs_code,
     )
     run_ranks(run_cases, 2, cases, tmp_path)

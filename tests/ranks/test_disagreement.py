@@ -16,26 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ConfigError, FSDPToolsError, HybridPolicy
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools import ConfigError, HybridPolicy
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
-from hf_fsdp_tools.sharding.adapters import add_adapter
 from hf_fsdp_tools.sharding.shard import shard_model
-from tests._checkpoints import make_checkpoint, make_model, sharded_meta_model
+from tests._checkpoints import make_checkpoint, make_model, refusal, sharded_meta_model
 from tests._dist import run_cases, run_ranks
-
-
-def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) -> str:
-    """The message of the error that the call raises on every rank: the same kind and text on all."""
-    with pytest.raises(kind) as caught:
-        call()
-    told = all_ranks((type(caught.value).__name__, str(caught.value)))
-    assert len(set(told)) == 1, told
-    return told[0][1]
 
 
 def mine(first: Any, second: Any) -> Any:
@@ -77,21 +66,6 @@ def equal_copies_are_loaded(root: Path) -> None:
     from_pretrained(mine(root / "good", root / "equal"))
 
 
-def an_adapter_that_one_rank_cannot_read(root: Path) -> None:
-    folder = root / f"adapter {dist.get_rank()}"
-    if dist.get_rank() == 0:
-        os.makedirs(root / "adapter 1")
-    model = add_adapter(from_pretrained(root / "good"), LoraConfig(r=2, target_modules=["q_proj"]))
-    save_pretrained(model, root / "adapter 0")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        shutil.copytree(root / "adapter 0", folder, dirs_exist_ok=True)
-        os.truncate(folder / "adapter_model.safetensors", 100)
-    message = refusal(lambda: from_pretrained(folder))
-    assert "failed on 1 of 2 ranks.\nrank 1: " in message
-    assert "rank 1: " in refusal(lambda: from_pretrained(mine(folder, root / "absent")))
-
-
 def loading_and_saving_need_no_collective(root: Path) -> None:
     """A process group without a backend for CPUs loads and saves as well."""
     mesh = ParallelDims().build_mesh("cpu")
@@ -107,7 +81,6 @@ FILES = (
     other_config,
     other_header,
     equal_copies_are_loaded,
-    an_adapter_that_one_rank_cannot_read,
 )
 
 

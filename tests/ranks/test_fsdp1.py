@@ -6,6 +6,7 @@ import hashlib
 import warnings
 import weakref
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +21,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    CLIPModel,
 )
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
@@ -80,26 +80,36 @@ def _whole(wrapped: FSDP) -> dict[str, torch.Tensor]:
         return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in wrapped.named_parameters()}
 
 
+def _assert_whole_equals(wrapped: FSDP, plain: nn.Module) -> dict[str, torch.Tensor]:
+    """The gathered parameters, which equal the plain model's to the last bit, as the buffers do."""
+    whole, expected = _whole(wrapped), dict(plain.named_parameters())
+    assert whole.keys() == expected.keys(), "tied parameters are one parameter"
+    assert not [name for name in whole if not torch.equal(whole[name], expected[name])]
+    buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in plain.named_buffers())
+    return whole
+
+
+def _hybrid_options() -> dict[str, Any]:
+    """Two replicas of two shards each, of four ranks."""
+    shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
+    replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
+    return {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+
+
 def trains_as_the_plain_model(use_orig_params):
     ranks = dist.get_world_size()
     for kind in KINDS:
         plain, model = _model(kind), _model(kind)
         policy = hybrid_auto_wrap_policy(model)
-        names = [name for name, _ in model.named_modules()]
         wrapped = wrap_fsdp1(model, make_wrap_plan(model), use_orig_params=use_orig_params)
-        found = [
-            n.replace("_fsdp_wrapped_module.", "") for n, m in wrapped.named_modules() if isinstance(m, FSDP) and n
-        ]
-        found = [name.removeprefix("_fsdp_wrapped_module").removeprefix(".") for name in found]
-        assert sorted(found) == sorted(policy.units) and set(found) <= set(names)
+        assert sum(isinstance(module, FSDP) for module in wrapped.modules()) == len(policy.units) + 1
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, wrapped)]
         for _ in range(STEPS):
             expected = _step(plain, optimizers[0], _batches(ranks))
             loss = _mean(_step(wrapped, optimizers[1], _batches(ranks)[dist.get_rank()][None]))
             assert abs(loss - expected) < 1e-4, (kind, loss, expected)
-        start, end = dict(_model(kind).named_parameters()), dict(plain.named_parameters())
-        whole = _whole(wrapped)
-        assert set(whole) == set(end), "tied parameters are one parameter"
+        start, end, whole = dict(_model(kind).named_parameters()), dict(plain.named_parameters()), _whole(wrapped)
         for name, value in whole.items():
             torch.testing.assert_close(value, end[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=(kind, name): f"{n} {m}")
         moved = [name for name in end if not torch.equal(end[name], start[name])]
@@ -118,13 +128,7 @@ def _initial_values(kinds, use_orig_params):
         keys |= {name for name in plain.state_dict() if name in dict(plain.named_buffers())}
         allocate(plain, device=torch.device("cpu"))
         initialize_missing(plain, missing_keys=keys, seed=3)
-        whole = _whole(wrapped)
-        assert set(whole) == {name for name, _ in plain.named_parameters()}
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(whole[name], parameter), (kind, name)
-        buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
-        for name, buffer in plain.named_buffers():
-            assert torch.equal(buffers[name], buffer), (kind, name)
+        whole = _assert_whole_equals(wrapped, plain)
         everything = b"".join(whole[name].numpy().tobytes() for name in sorted(whole))
         digests[kind] = hashlib.sha256(everything).hexdigest()
     return digests
@@ -204,12 +208,7 @@ def scalar_parameters_stay_whole_and_their_gradients_are_averaged(hybrid):
     plain, model = tiny_clip(), tiny_clip()
     for rank in range(ranks):
         (clip_loss(plain, rank) / ranks).backward()
-    options = {}
-    if hybrid:
-        shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
-        replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
-        options = {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), **options)
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model), **(_hybrid_options() if hybrid else {}))
     clip_loss(wrapped, dist.get_rank()).backward()
     torch.testing.assert_close(wrapped.module.logit_scale.grad, plain.logit_scale.grad)
     with FSDP.summon_full_params(wrapped, with_grads=True):
@@ -220,21 +219,10 @@ def scalar_parameters_stay_whole_and_their_gradients_are_averaged(hybrid):
     assert wrapped.module.logit_scale.grad != 0
 
 
-def scalar_parameters_of_meta_models_get_storage():
-    model = build_meta_model(tiny_clip().config, auto_class=CLIPModel)
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False)
-    scale = wrapped.module.logit_scale
-    assert plain_view(wrapped).logit_scale is scale
-    with pytest.raises(CheckpointError, match=r"not initialised by the model's own code: logit_scale"):
-        other = build_meta_model(tiny_clip().config, auto_class=CLIPModel)
-        wrap_fsdp1(other, make_wrap_plan(other))
-    assert scale.device.type == "cpu" and scale.requires_grad
-
-
 def refusals_name_the_cure_on_every_rank_alike():
     model = _model("llama")
     plan = make_wrap_plan(model)
-    messages = []
+    messages: list[str] = []
 
     def refuse(error, match, target=model, plan=plan, **options):
         with pytest.raises(error, match=match) as caught:
@@ -256,22 +244,11 @@ def refusals_name_the_cure_on_every_rank_alike():
     refuse(ConfigError, r"is_on_meta is false on rank 0, true on rank 1", target=some)
     with pytest.raises(ConfigError, match=r"Wrap it with wrap_fsdp1 first"):
         plain_view(model)
+    wrapped = wrap_fsdp1(_model("llama"), plan)
+    with FSDP.summon_full_params(wrapped), pytest.raises(ConfigError, match=r"gathered at the moment"):
+        plain_view(wrapped)
     assert not any(isinstance(module, FSDP) for module in model.modules()), "nothing was wrapped before the refusal"
     assert all_ranks(messages) == [messages] * 2 and len(messages) == 6
-
-
-def a_gathered_model_is_not_viewed_and_a_view_does_not_compute():
-    model = _model("llama")
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model))
-    with (
-        FSDP.summon_full_params(wrapped),
-        pytest.raises(ConfigError, match=r"gathered at the moment.*summon_full_params"),
-    ):
-        plain_view(wrapped)
-    view = plain_view(wrapped)
-    assert list(view.state_dict(keep_vars=True)) == list(_model("llama").state_dict())
-    with pytest.raises(ConfigError, match=r"needs whole parameters.*summon_full_params"):
-        _ = view.model.layers[0].mlp.up_proj.weight + 1
 
 
 AUTO = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
@@ -285,12 +262,7 @@ def _loads_and_saves(folder, use_orig_params):
         wrapped = wrap_fsdp1(model, make_wrap_plan(model), use_orig_params=use_orig_params, initialize=False)
         report = load_weights_fsdp1(wrapped, f"{folder}/{kind}")
         assert report.missing_keys == report.unexpected_keys == ()
-        expected, whole = make_model(kind), _whole(wrapped)
-        assert set(whole) == {name for name, _ in expected.named_parameters()}
-        for name, parameter in expected.named_parameters():
-            assert torch.equal(whole[name], parameter), (kind, name)
-        buffers = {n.replace("_fsdp_wrapped_module.", ""): b for n, b in wrapped.named_buffers()}
-        assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.named_buffers())
+        _assert_whole_equals(wrapped, make_model(kind))
         ratios[kind] = report.read_ratio, sum(all_ranks(report.bytes_read))
         save_pretrained(plain_view(wrapped), f"{folder}/{kind}-saved")
     return ratios
@@ -312,10 +284,7 @@ def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, ra
 
 def hybrid_shards_load_train_and_save(folder):
     model = build_meta_model(f"{folder}/llama")
-    shard = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][dist.get_rank() // 2]
-    replicate = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][dist.get_rank() % 2]
-    hybrid = {"process_group": (shard, replicate), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False, **hybrid)
+    wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False, **_hybrid_options())
     report = load_weights_fsdp1(wrapped, f"{folder}/llama")
     plain = _model("llama")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, wrapped)]
@@ -332,34 +301,22 @@ def hybrid_shards_load_train_and_save(folder):
     assert sum(wrote) == written.total_bytes and wrote[2] == wrote[3] == 0
 
 
-def cases_of_two():
-    named = {
+def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
+    cases = {
         f"{case.__name__} {original}": partial(case, original)
         for case in (trains_as_the_plain_model, a_rank_holds_its_shards_and_one_unit)
         for original in (True, False)
     }
-    named |= {
-        case.__name__: case
-        for case in (
-            lora_trains_adapters_beside_frozen_weights,
-            scalar_parameters_of_meta_models_get_storage,
-            refusals_name_the_cure_on_every_rank_alike,
-            a_gathered_model_is_not_viewed_and_a_view_does_not_compute,
-        )
-    }
-    named["scalars"] = partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, False)
-    run_cases(named)
-
-
-def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
-    run_ranks(cases_of_two, 2)
-
-
-def cases_of_four(folder):
-    named = {"scalars": partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, True)}
-    run_cases(named | {"hybrid shards": partial(hybrid_shards_load_train_and_save, folder)})
+    cases["lora"] = lora_trains_adapters_beside_frozen_weights
+    cases["scalars"] = partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, False)
+    cases["refusals"] = refusals_name_the_cure_on_every_rank_alike
+    run_ranks(run_cases, 2, cases)
 
 
 def test_hybrid_shards_on_four_ranks(tmp_path):
     make_checkpoint("llama", tmp_path / "llama")
-    run_ranks(cases_of_four, 4, str(tmp_path))
+    cases = {
+        "scalars": partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, True),
+        "hybrid shards": partial(hybrid_shards_load_train_and_save, str(tmp_path)),
+    }
+    run_ranks(run_cases, 4, cases)

@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
-from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError
-from tests._checkpoints import full_state, make_checkpoint
+from tests._checkpoints import full_state, make_checkpoint, refusal
 from tests._dist import run_cases, run_ranks
 from tests._hub import commit_of, fake_hub, impatient, use_hub
 
@@ -35,15 +34,6 @@ def assert_equal(model: torch.nn.Module, folder: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for key, tensor in full_state(model).items():
         assert torch.equal(tensor, expected[key]), key
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The message of the error that all ranks raise."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    messages = all_ranks(str(caught.value))
-    assert len(set(messages)) == 1, messages
-    return messages[0]
 
 
 @contextmanager
@@ -195,7 +185,6 @@ ENDS = {  # how a server can fail for ever, and what is said of it
     "stalls": ("ReadTimeout", "does not answer"),
     "resets": ("ReadError", "Check the network"),
     "HTTP 503": ("503", "in trouble. Try again later"),
-    "HTTP 429": ("429", "Try again later"),
 }
 RECOVERS = {"resets": 2, "HTTP 503": 1, "HTTP 429 7": 1}
 

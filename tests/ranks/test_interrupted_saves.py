@@ -498,11 +498,6 @@ def name_is_too_long(model: Any, _: Any, target: Path) -> str:
     return refused(lambda: save_pretrained(model, target / ("n" * 256)), "Cannot save to .*File name too long")
 
 
-def mount_is_read_only(model: Any, _: Any, target: Path) -> str:
-    with patch.object(os, "mkdir", side_effect=OSError(errno.EROFS, "Read-only file system")):
-        return refused(lambda: save_pretrained(model, target), "Cannot save to .*Read-only file system")
-
-
 def dtype_has_no_name(model: Any, _: Any, target: Path) -> str:
     for dtype, cure in ((torch.float8_e4m3fnuz, "dtype=torch.bfloat16"), (torch.complex128, "convert it first")):
         model.register_buffer("odd", torch.zeros(8).to(dtype))
@@ -515,11 +510,6 @@ def disk_is_full_for_an_adapter(_: Any, adapter: Any, target: Path) -> str:
     full = SafetensorError("Error while serializing: I/O error: No space left on device")
     with patch.object(peft.peft_model, "safe_save_file", side_effect=full):
         return refused(lambda: save_pretrained(adapter, target), "save the adapter to .*No space left on device")
-
-
-def peft_cannot_tell_what_belongs_to_an_adapter(_: Any, adapter: Any, target: Path) -> str:
-    with patch.object(peft, "get_peft_model_state_dict", side_effect=RuntimeError("the hub is down")):
-        return refused(lambda: save_pretrained(adapter, target), "save the adapter to .*the hub is down")
 
 
 def peft_cannot_merge_on_one_rank(_: Any, adapter: Any, target: Path) -> str:
@@ -539,10 +529,8 @@ FAULTS = [
     folder_is_another_on_each_rank,
     folder_is_a_file,
     name_is_too_long,
-    mount_is_read_only,
     dtype_has_no_name,
     disk_is_full_for_an_adapter,
-    peft_cannot_tell_what_belongs_to_an_adapter,
 ]
 
 

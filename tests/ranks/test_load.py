@@ -1,11 +1,13 @@
 """Loading on real ranks: bit for bit what plain from_pretrained gives, each rank reading its own bytes, errors on all
 ranks."""
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -71,14 +74,35 @@ def last_even_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(last) if last > 0 and parameter.shape[last] % dist.get_world_size() == 0 else Shard(0)
 
 
-def over_two_axes(folders: dict[str, Path], tmp: Path) -> None:
-    """Replicated over one, sharded over the other."""
+def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
+    """Replicated over one, sharded over the other: the first replica reads and the other receives, each byte once."""
+    bf16 = tmp / f"{kind} in bf16"
+    if dist.get_rank() == 0:
+        make_checkpoint(kind, bf16, dtype=torch.bfloat16)
+    dist.barrier()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
-    report = load_weights(model, folders["mixtral"])
-    assert_same_model(model, plain_model("mixtral", folders["mixtral"]))
-    assert report.read_ratio == (1.0 if dist.get_rank() < 2 else 0.0), "the first replica reads, the other receives"
+    stored = CheckpointIndex.open(bf16).num_bytes
+    for options in ({}, {"dtype": torch.float32}, {"staging_bytes": 2**20, "requests_in_flight": 1}):
+        model = sharded_meta_model(kind, bf16, mesh=mesh)
+        report = load_weights(model, bf16, **options)
+        assert_same_model(model, plain_model(kind, bf16, dtype=options.get("dtype", torch.bfloat16)))
+        buffers = sum(buffer.nbytes for buffer in model.buffers())  # whole on every rank, which reads them for itself
+        assert sum(all_ranks(report.bytes_read)) <= 1.02 * stored + 3 * buffers, str(report)
+        assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
     assert_boxes_are_dtensors_own(model)
+
+
+def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp: Path) -> None:
+    """All ranks stop before a shard is broadcast, and loading again works."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
+    broken = Mock(side_effect=OSError(5, "Input/output error"))
+    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv), pytest.raises(CheckpointError) as caught:
+        load_weights(model, folders["llama"])
+    assert "failed on 1 of 4 ranks" in str(caught.value) and "rank 1: " in str(caught.value)
+    assert len(set(all_ranks(str(caught.value)))) == 1
+    load_weights(model, folders["llama"])
+    assert_same_model(model, plain_model("llama", folders["llama"]))
 
 
 def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> None:
@@ -113,9 +137,19 @@ def offloaded(folders: dict[str, Path], tmp: Path) -> None:
     assert_same_model(model, plain_model("gpt2", folders["gpt2"]))
 
 
+ALONE = (
+    over_two_axes_where_the_disk_of_one_rank_fails,
+    bf16_files_in_an_fp32_model,
+    fp32_files_in_a_bf16_model,
+    offloaded,
+)
 OTHERWISE: dict[str, Callable[..., None]] = {
-    case.__name__: case for case in (over_two_axes, bf16_files_in_an_fp32_model, fp32_files_in_a_bf16_model, offloaded)
-} | {f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2", "llama")}
+    **{case.__name__: case for case in ALONE},
+    **{f"{kind} over two axes": partial(over_two_axes, kind) for kind in ("llama", "tied", "gpt2", "mixtral")},
+    **{
+        f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2", "llama")
+    },
+}
 
 
 def assert_boxes_are_dtensors_own(model: nn.Module) -> None:

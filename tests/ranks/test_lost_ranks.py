@@ -5,9 +5,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +22,8 @@ from hf_fsdp_tools import RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.rounds import rounds_of
-from hf_fsdp_tools.integrations import accelerator as accelerators
-from hf_fsdp_tools.integrations.state import make_accelerator
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
-from tests._checkpoints import make_model
 from tests._dist import LIMIT_S, run_cases, run_ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -48,11 +47,6 @@ def load(folder: Path, sent: signal.Signals) -> None:
         from_pretrained(folder)
 
 
-def prepare(folder: Path, sent: signal.Signals) -> None:
-    with patch.object(accelerators, "check_native", once(sent, accelerators.check_native)):
-        make_accelerator(cpu=True).prepare(make_model("llama"))
-
-
 def save(folder: Path, sent: signal.Signals) -> None:
     model = from_pretrained(folder)
     with patch("os.pwritev", once(sent, os.pwritev)):
@@ -73,7 +67,6 @@ def join(folder: Path, sent: signal.Signals) -> None:
 ROADS = {
     "join": (join, "joining"),
     "load": (load, "reading the checkpoint"),
-    "prepare": (prepare, "preparing Llama"),
     "save": (save, "(writing|adding up)"),
 }
 
@@ -122,8 +115,21 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
         ROADS[road][0](folder, signal.SIGKILL)
-    folder.with_name("said").write_text(str(caught.value))
+    folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
+
+
+@contextmanager
+def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
+    """Ranks that are started, and killed where the block ends."""
+    for rank in ranks:
+        rank.start()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 @pytest.mark.parametrize("road", ["load", "save"])
@@ -131,71 +137,38 @@ def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_
     folder = tmp_path / "llama"
     folder.symlink_to(folders["llama"])
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    ranks = [CONTEXT.Process(target=live, args=(rank, store.port, road, folder), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
+    with living([CONTEXT.Process(target=live, args=(rank, store.port, road, folder)) for rank in range(2)]) as ranks:
         for rank in ranks:
             rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
-        said = (tmp_path / "said").read_text()
-        expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
-        assert re.match(expected, said), said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    message = (tmp_path / "message").read_text()
+    expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
+    assert re.match(expected, message), message
 
 
-def keep_the_store(rank: int, ports: Any, said: Any, end: str) -> None:
-    """Rank 0 keeps the store, as where no launcher does; it is stopped, or returns while rank 1 has still to read."""
+def keep_the_store(rank: int, ports: Any, messages: Any) -> None:
+    """Rank 0 keeps the store, as where no launcher does, and is stopped."""
     store = dist.TCPStore("127.0.0.1", ports.get() if rank else 0, 2, rank == 0, wait_for_workers=False)
     if rank == 0:
         ports.put(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     rounds.SILENT_S = 2
-    if end == "stopped":
-        with pytest.raises(RanksError) as caught:
-            all_ranks("here", "meeting")
-            if rank == 0:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            while True:
-                with agreed("saving"), agreed("saving a part"):
-                    all_ranks("value", "exchanging")
-        said.put(str(caught.value))
-        said.close()
-        said.join_thread()
-        os._exit(0)
-    all_ranks("here", "meeting")
-    wait = rounds.Rounds._wait
-
-    def late(*args: Any) -> None:
-        """Rank 1, which comes first, looks for what became of the round when rank 0 has returned."""
-        time.sleep(2)
-        wait(*args)
-
-    time.sleep(0.5 * (1 - rank))
-    with patch.object(rounds.Rounds, "_wait", late):
-        said.put(all_ranks(rank, "adding up"))
+    with pytest.raises(RanksError) as caught:
+        all_ranks("here", "meeting")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            with agreed("saving"), agreed("saving a part"):
+                all_ranks("value", "exchanging")
+    messages.put(str(caught.value))
+    messages.close()
+    messages.join_thread()
+    os._exit(0)
 
 
-@pytest.mark.parametrize("end", ["stopped", "returns"])
-def test_the_others_learn_that_rank_0_which_keeps_the_store_is_stopped_and_it_leaves_last(end: str) -> None:
-    ports, said = CONTEXT.Queue(), CONTEXT.Queue()
-    ranks = [CONTEXT.Process(target=keep_the_store, args=(rank, ports, said, end), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        if end == "stopped":
-            assert "store of the process group does not answer (no answer for 2 s)" in said.get(timeout=LIMIT_S / 2)
-            ranks[1].join(LIMIT_S / 2)
-            assert ranks[1].exitcode == 0
-            return
-        for rank in ranks:
-            rank.join(LIMIT_S / 2)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-        assert said.get(timeout=10) == said.get(timeout=10) == [0, 1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+def test_the_others_learn_that_rank_0_which_keeps_the_store_is_stopped() -> None:
+    ports, messages = CONTEXT.Queue(), CONTEXT.Queue()
+    with living([CONTEXT.Process(target=keep_the_store, args=(rank, ports, messages)) for rank in range(2)]) as ranks:
+        assert "store of the process group does not answer (no answer for 2 s)" in messages.get(timeout=LIMIT_S / 2)
+        ranks[1].join(LIMIT_S / 2)
+        assert ranks[1].exitcode == 0

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, one_gloo_thread, timeout_of
-from hf_fsdp_tools.distributed.mesh import ParallelDims, _name_of, local_device, shared_devices
+from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
 from hf_fsdp_tools.saving.transfers import gather_to_first
 from tests._dist import num_gpus, run_ranks
 from tests._training import batches_of, make_rows, train
@@ -156,16 +156,3 @@ def test_a_group_without_a_backend_for_cpus_is_given_one(
     of_ranks = run_ranks(_given_a_backend, ranks, folders["llama"], tmp_path, device=device)
     assert of_ranks == of_ranks[:1] * ranks and of_ranks[0][-1] < of_ranks[0][0]
     assert (tmp_path / "saved" / "config.json").is_file()
-
-
-def _unique_name() -> tuple[str, ...]:
-    return _name_of(local_device())
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=_needs(1)), pytest.param(2, marks=_needs(2))])
-def test_every_gpu_has_a_name_of_its_own(ranks: int) -> None:
-    names = run_ranks(_unique_name, ranks, device="cuda")
-    if not any(name[0].strip("0-") for name in names):
-        # Nothing to compare: drivers of some virtual devices give zeros, and then no device is refused.
-        pytest.skip("the driver gives no unique names to devices")
-    assert shared_devices(names) == [] and shared_devices([*names, names[0]]) == [f"ranks 0, {ranks}"]

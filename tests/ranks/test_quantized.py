@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -239,7 +239,7 @@ def test_five_steps_of_qlora_equal_those_of_one_process(tmp_path, storage):
     )
 
 
-def _grown(folder: Path) -> tuple[list[float], str]:
+def _grown(folder: Path) -> list[float]:
     """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call, in compiled blocks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile={"backend": "aot_eager"})
@@ -250,17 +250,14 @@ def _grown(folder: Path) -> tuple[list[float], str]:
     torch.manual_seed(0)
     adapted = get_peft_model(model, lora())
     shard_added(adapted)
-    return train(adapted, rank, ranks), describe_sharding(adapted)
+    assert "4-bit in bfloat16 and float32" in describe_sharding(adapted)
+    return train(adapted, rank, ranks)
 
 
 def test_4_bit_models_grow_and_are_compiled(tmp_path):
-    (alone, text), *_ = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
-    for losses, _ in run_ranks(_grown, 2, tmp_path / "llama"):
+    (alone,) = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
+    for losses in run_ranks(_grown, 2, tmp_path / "llama"):
         torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
-    values = sum(p.numel() for p in plain(tmp_path / "llama").parameters()) + 2 * 19 * 40  # 19 rows were added
-    trained = sum(r * 4 for r in (80, 60, 60, 80, 92, 92, 92)) * 2  # the sides of each layer's weights, at rank 4
-    assert f"trained      float32, {trained * 4 / 1000:.1f} kB on this rank, {trained / (values + trained):.2%}" in text
-    assert "4-bit in bfloat16 and float32" in text
 
 
 def _under_the_trainer(folder: Path, output: Path) -> list[float]:
@@ -294,21 +291,6 @@ def test_qlora_under_the_trainer(tmp_path):
 # ---- refusals and faults ----
 
 
-REFUSED = (CheckpointError, ConfigError)
-
-
-def storage_that_computation_would_cast(folder: Path, output: Path) -> None:
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(REFUSED, match=r"float32, and computation in torch\.bfloat16 .*storage=torch\.bfloat16"):
-        from_pretrained(folder, quantization_config=four_bits(torch.float32), mp_policy=bf16)
-
-
-def integers_that_fsdp2_cannot_shard(folder: Path, output: Path) -> None:
-    if torch.uint8 not in STORAGES:
-        with pytest.raises(REFUSED, match=r"FSDP2 of torch .* cannot shard"):
-            from_pretrained(folder, quantization_config=four_bits(torch.uint8))
-
-
 def another_dtype(folder: Path, output: Path) -> None:
     model = from_pretrained(folder, quantization_config=four_bits())
     with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
@@ -331,8 +313,6 @@ def a_merged_adapter(folder: Path, output: Path) -> None:
 
 
 REFUSALS = (
-    storage_that_computation_would_cast,
-    integers_that_fsdp2_cannot_shard,
     another_dtype,
     dora,
     a_merged_adapter,
@@ -375,17 +355,9 @@ DAMAGE = {
         lambda t: [t.pop(key) for key in list(t) if key.endswith("absmax")],
         r"are no scales of bitsandbytes",
     ),
-    "no json": (
-        lambda t: [v.fill_(7) for key, v in t.items() if "bitsandbytes__" in key],
-        r"are no scales of bitsandbytes",
-    ),
     "plain values": (
         lambda t: [t.update({key: torch.randn(40, 40)}) for key in list(t) if key.endswith("q_proj.weight")],
         r"q_proj\.weight': expected bfloat16 \[400, 1\] with scales beside it, found float32 \[40, 40\]",
-    ),
-    "scales of another": (
-        lambda t: [t.update({key: v[1:].clone()}) for key, v in t.items() if key.endswith("up_proj.weight.absmax")],
-        r"\[52, 40\] with 32 scales, expected \[52, 40\] with 33",
     ),
     "nothing": (
         lambda t: [t.pop(key) for key in list(t) if "k_proj.weight" in key],

@@ -1,11 +1,9 @@
 """A sharded model computes what the plain one does, and refuses what would hang or be wrong."""
 
 import copy
-import os
 import re
 import shutil
 import sys
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -17,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, MeshError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -88,8 +86,7 @@ def inference_first(kinds, other_dims=False):
         assert _compare_gradients(model, kind) > 5
 
 
-def scalar_parameters_are_averaged(with_hook):
-    """Also where a user's own hook is on the gradient."""
+def scalar_parameters_are_averaged():
     plain = tiny_clip()
     for _ in range(2):  # two micro-batches: averaging must not be undone by accumulation
         for rank in range(2):
@@ -97,13 +94,9 @@ def scalar_parameters_are_averaged(with_hook):
     model = tiny_clip()
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
-    seen = []
-    if with_hook:
-        model.logit_scale.register_post_accumulate_grad_hook(seen.append)
     shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
     for _ in range(2):
         clip_loss(model, dist.get_rank()).backward()
-    assert len(seen) == 2 * with_hook
     torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
     assert model.logit_scale.grad
 
@@ -179,29 +172,10 @@ def alone():
     usual = "bfloat16" if torch.__version__ < "2.15" else "in the dtype of the weights"
     assert f"reduction    {usual}" in describe_sharding(without_reduce_dtype)
     text = describe_sharding(model)
-    assert re.search(r"weights +float32, 183\.7 kB on this rank", text) and "LlamaDecoderLayer" in text
-    assert re.search(r"computation +bfloat16", text) and re.search(r"reduction +float32", text)
+    assert re.search(r"weights +float32, 183\.7 kB on this rank(.|\n)*computation +bfloat16", text)
 
 
-def added_rows_are_equal_in_all_replicas(folder):
-    """Each rank drew the rows of added tokens by its own seed; they are the last 1/64 of the embedding, and less."""
-    torch.manual_seed(dist.get_rank())
-    accelerator = make_accelerator(cpu=True)
-    accelerator.state.fsdp_plugin.policy = HybridPolicy()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(132, mean_resizing=False)
-    mine = model.lm_head.weight.detach()[-1].clone()
-    drawn = [torch.empty_like(mine) for _ in range(4)]
-    dist.all_gather(drawn, mine)
-    assert not torch.equal(drawn[0], drawn[1])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model = accelerator.prepare(model)
-    assert any("differ between ranks" in str(w.message) for w in told) == (dist.get_rank() == 0)
-    assert torch.equal(full(model.lm_head.weight)[-1], drawn[0])
-
-
-def half_of_the_ranks_can_shard_a_model(folder):
+def half_of_the_ranks_can_shard_a_model():
     """Two models on two halves of the ranks, with different plans; and plans that differ within a half."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
@@ -215,23 +189,6 @@ def half_of_the_ranks_can_shard_a_model(folder):
             shard_model(other, make_wrap_plan(other, policy=HybridPolicy(group_tail=rank == 0)), mesh=halves["shard"])
 
 
-def a_new_head_follows_the_seed(folder):
-    heads = {}
-    for seed in (1, 2, 1):
-        set_seed(seed)
-        before = torch.get_rng_state()
-        model = from_pretrained(folder, auto_class=AutoModelForSequenceClassification, num_labels=5)
-        assert torch.equal(before, torch.get_rng_state()), "loading draws nothing of the user's"
-        head = full(model.score.weight).detach()
-        assert torch.equal(heads.setdefault(seed, head), head)
-    assert not torch.equal(heads[1], heads[2])
-    torch.manual_seed(dist.get_rank())  # rank 0's counts
-    model = from_pretrained(folder, auto_class=AutoModelForSequenceClassification, num_labels=5)
-    seen = [torch.empty(5, 48) for _ in range(2)]
-    dist.all_gather(seen, full(model.score.weight).detach())
-    assert torch.equal(*seen)
-
-
 def kept_units_stay_gathered_between_tokens(folder):
     """ZeRO-2, as it is asked for to generate: only what is gathered anew in each pass costs."""
     gathered = []
@@ -243,20 +200,6 @@ def kept_units_stay_gathered_between_tokens(folder):
             units = [module for module in model.modules() if isinstance(module, FSDPModule)]
             gathered.append(sum(not isinstance(p, DTensor) for unit in units for p in unit.parameters()))
     assert gathered[0] > 0 and gathered[1] == 0
-
-
-def of_units_that_are_kept_only_the_users_stay_gathered(folder):
-    """Whatever word the reason begins with; the tail is kept for a backward pass, which does not come."""
-    for reason in ("backward begins here", "head of the stack"):
-
-        def first(fqn, module, reason=reason):
-            return {"reshard_after_forward": False, "reason": reason} if fqn == "model.layers.0" else None
-
-        model = from_pretrained(folder, policy=HybridPolicy(units=(first,)))
-        with torch.no_grad():
-            model(IDS)
-        gathered = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-        assert gathered and all(name.startswith("model.layers.0.") for name in gathered), (reason, gathered)
 
 
 CODE = """
@@ -297,17 +240,14 @@ def on_one() -> None:
 
 def on_two(folder) -> None:
     of_folder = (
-        a_new_head_follows_the_seed,
         kept_units_stay_gathered_between_tokens,
-        of_units_that_are_kept_only_the_users_stay_gathered,
         code_of_the_user_is_saved_with_the_model,
     )
     with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.with_name("modules"))):
         run_cases({
             "gradients": partial(gradients_equal_the_plain_ones, KINDS),
             "inference first": partial(inference_first, ("tied", "llama")),
-            "scalars": partial(scalar_parameters_are_averaged, False),
-            "scalars with a hook": partial(scalar_parameters_are_averaged, True),
+            "scalars": scalar_parameters_are_averaged,
             "other plans": ranks_with_different_plans_stop,
             "awkward parameters": awkward_parameters_train_or_are_refused_by_name,
             **{case.__name__: partial(case, folder) for case in of_folder},
@@ -320,19 +260,14 @@ def on_three() -> None:
     run_cases({"checkpointed": checkpointed, "inference first": partial(inference_first, ("mixtral",), True)})
 
 
-def on_four(folder) -> None:
-    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
-    run_cases({
-        "hsdp": partial(gradients_equal_the_plain_ones, ("llama",), replicate=2),
-        "added rows": partial(added_rows_are_equal_in_all_replicas, folder),
-        "halves": partial(half_of_the_ranks_can_shard_a_model, folder),
-    })  # fmt: skip
+def on_four() -> None:
+    hsdp = partial(gradients_equal_the_plain_ones, ("llama",), replicate=2)
+    run_cases({"hsdp": hsdp, "halves": half_of_the_ranks_can_shard_a_model})
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, on_one), (2, on_two), (3, on_three), (4, on_four)])
 def test_a_sharded_model_computes_what_the_plain_one_does(ranks, cases, tmp_path):
-    folder = (make_checkpoint("llama", tmp_path / "model"),) if ranks in (2, 4) else ()
+    folder = (make_checkpoint("llama", tmp_path / "model"),) if cases is on_two else ()
     run_ranks(cases, ranks, *folder)
 
 

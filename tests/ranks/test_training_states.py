@@ -222,9 +222,13 @@ def refusals(folders: dict[str, Path], root: Path) -> None:
         ("names/another", given, r"holds 1 tensors, as 'model\.encoder\.kernel.*Use the config of the model"),
         ("names/two alike", given, r"2 parts that fit the model equally well: 'ema', 'policy'"),
         ("peft 2 SHAR", given, r"state of a PeftModel \(11 tensors.*adapter_config\.json.*Pass peft_config="),
-        ("peft 2 SHAR", {"peft_config": lora(None)}, r"has no config\.json near it.*or pass config="),
-        ("adapter 2 SHAR", given, r"Pass peft_config=, .*base_model_name_or_path names the base"),
-        ("adapter 2 SHAR", {"peft_config": lora(None)}, "does not hold the base, and its PEFT config names no base"),
+        ("peft 2 SHAR", {"peft_config": lora(None)}, r"without the base's config\.json near it.*or pass config="),
+        ("adapter 2 SHAR", given, r"Pass peft_config=, .*base_model_name_or_path in it must name the base"),
+        (
+            "adapter 2 SHAR",
+            {"peft_config": lora(None)},
+            "without the base's weights, .* names no base",
+        ),
         (
             "adapter 1 SHAR",
             {"peft_config": lora(base)},

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests.recipes._launch import PROBE, Series, launch, launch_series, three_runs, write_lines
+from tests.recipes._launch import Series, launch, launch_series, two_runs, write_lines
 
 EIGHT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 4)} for n in range(8)]
 """Rows of 4 to 20 tokens: as many as the two ranks take in a step, in two micro-batches of two rows each."""
@@ -28,18 +28,13 @@ def series(tmp_path_factory) -> Series:
         write_lines(folder / name / "test.jsonl", rows[40:])
     common = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
     common += ["--logging_steps", "1"]
-    runs = three_runs(folder, 6, *common, "--dataset_name", str(folder / "many"), learning_rate=2e-2)
+    runs = two_runs(folder, 6, *common, "--dataset_name", str(folder / "many"), learning_rate=2e-2)
     runs["compared"] = [*common, "--dataset_name", str(folder / "eight"), "--max_steps", str(STEPS)]
     runs["compared"] += ["--learning_rate", "1e-2"]
     wrong = ["--model_name_or_path", model, "--dataset_name", write_lines(folder / "wrong.jsonl", [{"txt": ""}] * 9)]
     done = launch_series(folder, "accelerate_loop.py", runs, wrong=wrong)
-    assert done.code == 1, done.said[-4000:]
+    assert done.code == 1, done.stderr[-4000:]
     return done
-
-
-def probed(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(PROBE["input_ids"])).logits
 
 
 def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:
@@ -50,11 +45,9 @@ def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def test_the_loss_falls_and_without_a_learning_rate_it_does_not(series):
+def test_the_loss_falls(series):
     before, after = series.losses("trained")
     assert after < before - 1.0
-    before, after = series.losses("still")
-    assert after == before
     line = r"^6/6  loss \S+  grad_norm \S+  tokens_per_second [\d.]+$"
     assert re.search(line, series.of("trained"), re.MULTILINE)
 
@@ -77,7 +70,7 @@ def test_it_trains_as_plain_pytorch_does_on_all_rows_at_once(series):
     printed = re.findall(r"loss (\S+)  grad_norm (\S+)", series.of("compared"))
     assert [float(loss) for loss, _ in printed] == pytest.approx(losses, rel=1e-4)
     assert [float(norm) for _, norm in printed] == pytest.approx(norms, rel=1e-3), "which AdamW would not show"
-    torch.testing.assert_close(series.logits("compared"), probed(model.eval()), rtol=1e-4, atol=1e-4)
+    series.check_opened("compared", model)
 
 
 def test_rows_that_fill_up_the_last_batch_count_once_in_the_evaluation(series):
@@ -99,14 +92,14 @@ def test_a_run_resumed_within_an_epoch_ends_as_the_one_that_was_not_stopped(seri
 
 def test_what_was_saved_opens_in_plain_transformers_and_is_what_was_trained(series):
     opened = AutoModelForCausalLM.from_pretrained(series.folder / "trained")
-    torch.testing.assert_close(probed(opened), series.logits("trained"), rtol=1e-4, atol=1e-4)
+    series.check_opened("trained", opened)
     assert len(AutoTokenizer.from_pretrained(series.folder / "trained")) == opened.config.vocab_size
 
 
 def test_bad_input_gets_one_clear_line(series):
-    errors = [line for line in series.said.splitlines() if line.startswith("accelerate_loop: error:")]
+    errors = [line for line in series.stderr.splitlines() if line.startswith("accelerate_loop: error:")]
     assert len(errors) == 1 and "has the columns txt" in errors[0]
-    assert 'accelerate_loop.py", line' not in series.said
+    assert 'accelerate_loop.py", line' not in series.stderr
 
 
 LATE = """

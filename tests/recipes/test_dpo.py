@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
-from tests.recipes._launch import Series, four_bits, launch_series, three_runs, write_split
+from tests.recipes._launch import Series, launch_series, two_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -18,23 +18,20 @@ def runs(tmp_path_factory) -> Series:
     turns = demo_rows("preferences")[:512:32]
     same = [{"prompt": "Say", "chosen": " a", "rejected": " a"}] * 8
     implicit = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in turns]
-    rows = {"turns": turns, "same": same, "implicit": implicit, "wrong": [{"question": "?", "answer": "!"}] * 8}
+    rows = {"turns": turns, "same": same, "implicit": implicit}
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2))
     bare = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     bare += ["--max_length", "128", "--lr_scheduler_type", "constant"]
     common = [*bare, *data["turns"]]
-    runs = three_runs(folder, 8, *common, learning_rate=3e-3)
+    runs = two_runs(folder, 8, *common, learning_rate=3e-3)
     short = [*common, "--learning_rate", "3e-3", "--max_steps"]
     runs["lora"] = [*short, "4", "--use_peft", "--lora_r", "4", "--merge_adapters"]
     runs["precomputed"] = [*short, "2", "--precompute_ref_log_probs", "--eval_strategy", "no"]
     runs["precomputed"] += ["--torch_compile", "true", "--torch_compile_backend", "eager"]
-    runs |= four_bits(short)
     runs["implicit"] = [*bare, *data["implicit"], "--max_steps", "1", "--eval_strategy", "no"]
     refused = {
         "same": [*bare, *data["same"]],
-        "wrong": [*bare, *data["wrong"]],
-        "long": [*common, "--max_length", "4096"],
         "streamed": [*short, "2", "--precompute_ref_log_probs", "--dataset_streaming"],
     }
     return launch_series(folder, "dpo.py", runs, refused=refused)
@@ -44,7 +41,6 @@ def test_the_loss_falls_and_the_result_opens_in_transformers(runs):
     losses = runs.log("trained", "eval_loss")
     assert losses[0] == NO_PREFERENCE and losses[-1] < 0.45
     assert runs.log("trained", "eval_rewards/accuracies")[-1] > 0.8
-    assert all(loss == NO_PREFERENCE for loss in runs.log("still", "eval_loss")), "without a learning rate"
     runs.check_opened("trained", AutoModelForCausalLM.from_pretrained(runs.folder / "trained"))
     assert "chosen preferred" in runs.of("trained")
 
@@ -57,14 +53,10 @@ def test_an_adapter_is_its_own_reference(runs):
     before, after = runs.log("lora", "eval_loss")
     assert before == NO_PREFERENCE and after < before
     assert "reference: the same checkpoint in float32, sharded alike and not trained\n" in runs.of("trained")
-    assert "reference" not in runs.of("lora") and runs.of("trained").count("read per rank") == 1
-    assert "is_gradient_checkpointing" not in runs.said
+    assert "reference" not in runs.of("lora") and runs.of("trained").count("rank 0 read") == 1
+    assert "is_gradient_checkpointing" not in runs.stderr
     for folder in (runs.folder / "lora", runs.folder / "lora" / "merged"):
         runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(folder))
-
-
-def test_an_adapter_on_4_bits_learns(runs):
-    runs.check_four_bits()
 
 
 def test_values_of_the_reference_computed_before_are_the_same_and_so_are_compiled_blocks(runs):
@@ -78,13 +70,11 @@ def test_a_prompt_may_stand_in_both_answers(runs):
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         ("same", "`chosen` equals `rejected`"),
-        ("wrong", "Needed: `chosen` and `rejected`"),
-        ("long", "1024 positions"),
         ("streamed", "--precompute_ref_log_probs writes its values beside the data set"),
     ],
 )
-def test_errors_come_before_the_model(runs, run, said):
-    assert said in runs.error(run)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)

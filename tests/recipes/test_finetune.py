@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._hub import fake_hub
-from tests.recipes._launch import HAS_BITSANDBYTES, PROBE, ROOT, Series, launch, launch_series, three_runs, write_lines
+from tests.recipes._launch import HAS_BITSANDBYTES, ROOT, Series, launch, launch_series, two_runs, write_lines
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
@@ -31,7 +31,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
         done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
-    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "read per rank", "sample"):
+    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
         assert shown in done.stdout, shown
     assert re.search(r"step 5 of 14: loss \d\.\d+, [\d,]+ tokens/s, learning rate \S+, \d\.\d GB", done.stdout)
     assert not re.search(r"(it|examples)/s", done.stderr), "no bars where standard error is no terminal"
@@ -54,9 +54,6 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     assert loss(trained) < loss(start) - 0.5, "what was saved is what was trained"
 
 
-# ---- a series after one start ----
-
-
 @pytest.fixture(scope="module")
 def series(tmp_path_factory) -> Series:
     """Runs in several forms; the last gets a dataset that cannot be trained on."""
@@ -67,7 +64,7 @@ def series(tmp_path_factory) -> Series:
     common = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     common += ["--max_length", "64", "--eval_strategy", "steps", "--eval_steps", "4", "--lr_scheduler_type", "constant"]
     chats = [*common, "--dataset_name", f"{data['chats']},{data['shared']}", "--assistant_only_loss"]
-    runs = three_runs(folder, 4, *chats, learning_rate=1e-2)
+    runs = two_runs(folder, 4, *chats, learning_rate=1e-2)
     runs["stopped"] = [*chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]
     runs["stopped"] += ["--eval_steps", "1"]
     adapter = ["--use_peft", "--lora_target_modules", "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
@@ -81,39 +78,22 @@ def series(tmp_path_factory) -> Series:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder / "bf16")
     runs["stored"] = [*common, "--dataset_name", data["text"], "--use_peft", "--max_steps", "2"]
     runs["stored"] += ["--lora_modules_to_save", "lm_head,embed_tokens", "--model_name_or_path", str(folder / "bf16")]
-    packed = ["--dataset_name", data["text"], "--packing", "--max_steps", "2", "--eval_strategy", "no"]
-    runs["packed"] = [*common, *packed]
-    (folder / "files").mkdir()
-    for number in range(3):  # which two ranks cannot share evenly
-        rows = [{"conversations": [*row["conversations"], {"from": "human", "value": f"{number}"}]} for row in SHARED]
-        write_lines(folder / "files" / f"{number}.jsonl", rows)
-    streamed = ["--dataset_name", str(folder / "files"), "--dataset_streaming", "--max_steps", "24"]
-    runs["streamed"] = [*common, *streamed, "--per_device_eval_batch_size", "1", "--learning_rate", "1e-2"]
-    runs["streamed"] += ["--eval_strategy", "epoch"]
     wrong = [*common, "--dataset_name", write_lines(folder / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)]
     done = launch_series(folder, "finetune.py", runs, wrong=wrong)
-    assert done.code == 1, done.said[-4000:]
+    assert done.code == 1, done.stderr[-4000:]
     return done
 
 
 def test_bad_input_gets_one_clear_line(series):
-    errors = [line for line in series.said.splitlines() if line.startswith("finetune: error:")]
+    errors = [line for line in series.stderr.splitlines() if line.startswith("finetune: error:")]
     assert len(errors) == 1
     assert "columns question, reply" in errors[0] and "--dataset_text_field" in errors[0]
-    assert 'finetune.py", line' not in series.said, "no traceback of ours"
+    assert 'finetune.py", line' not in series.stderr, "no traceback of ours"
 
 
-def test_the_loss_falls_and_without_a_learning_rate_it_does_not(series):
+def test_the_loss_falls(series):
     before, after = series.losses("trained")
     assert after < before - 0.5
-    before, after = series.losses("still")
-    assert after == before
-
-
-def test_a_stream_of_chats_goes_on_when_all_rows_were_seen(series):
-    assert "streamed, 40 to evaluate" in series.of("streamed")
-    before, after = series.losses("streamed")
-    assert after < before - 0.5 and series.state("streamed")["global_step"] == 24
 
 
 def test_a_run_that_no_longer_gets_better_is_stopped(series):
@@ -139,20 +119,13 @@ def test_copies_in_fp32_are_trained_on_a_base_in_bf16_without_mixed_precision(se
     assert after < before + 0.1
 
 
-def probed(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(PROBE["input_ids"])).logits
-
-
-@pytest.mark.parametrize("name", ["trained", "lora", "packed"])
+@pytest.mark.parametrize("name", ["trained", "lora"])
 def test_what_was_saved_opens_in_plain_transformers_and_is_what_was_trained(series, name):
-    expected = series.logits(name)
-    opened = AutoModelForCausalLM.from_pretrained(series.folder / name)  # an adapter with its base, by PEFT
-    torch.testing.assert_close(probed(opened), expected, rtol=1e-4, atol=1e-4)
+    # an adapter with its base, by PEFT
+    series.check_opened(name, AutoModelForCausalLM.from_pretrained(series.folder / name))
     if name == "lora":
         assert re.search(r"trained +float32, .*% of the parameters", series.of(name))
-        merged = AutoModelForCausalLM.from_pretrained(series.folder / name / "merged")
-        torch.testing.assert_close(probed(merged), expected, rtol=1e-4, atol=1e-4)
+        series.check_opened(name, AutoModelForCausalLM.from_pretrained(series.folder / name / "merged"))
 
 
 @pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
@@ -169,8 +142,3 @@ def test_who_is_reported_to_gets_all_figures(series):
     assert [line["loss"] for line in steps] == series.log("lora", "loss") and len(steps) == 4
     assert all({"learning_rate", "peak_memory_gb", "num_tokens"} <= set(line) for line in steps)
     assert "tokens_per_second" in steps[-1] and any("eval_loss" in line for line in noted)
-
-
-def test_without_evaluation_nothing_is_evaluated(series):
-    assert "not evaluated" in series.of("packed")
-    assert not any("eval_loss" in entry for entry in series.state("packed")["log_history"])

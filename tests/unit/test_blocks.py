@@ -1,7 +1,5 @@
 """Blocks are read from structure: every shape a list of layers can take, with and without hints, wrapped and plain."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -64,10 +62,6 @@ def test_attributes_with_numbers_are_a_stack() -> None:
     for index in range(4):
         setattr(model, f"layer{index}", Block())
     assert blocks_of(model) == numbered("layer", 4)
-
-
-def test_a_dict_with_other_names_is_a_stack() -> None:
-    assert blocks_of(Model(nn.ModuleDict({"first": Block(), "second": Block()}))) == ("layers.first", "layers.second")
 
 
 def test_lists_of_lists_and_stages_are_opened() -> None:
@@ -137,17 +131,6 @@ def test_a_small_stack_is_minor() -> None:
     assert [(stack.fqn, stack.is_major) for stack in stacks] == [("layers", True), ("tower", False)]
 
 
-def test_where_nothing_repeats_there_is_no_stack() -> None:
-    found = detect_blocks(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8)))
-    assert found.stacks == ()
-
-
-def test_torch_encoder_and_a_leaf_are_read() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
-    assert blocks_of(encoder) == numbered("layers.", 3)
-    assert blocks_of(nn.Linear(3, 3)) == ()
-
-
 def test_parts_around_the_blocks_are_named() -> None:
     model = Model(nn.ModuleList(Block() for _ in range(4)))
     model.head.weight = model.embed.weight
@@ -178,12 +161,6 @@ def test_wrapped_models_keep_their_own_names() -> None:
         model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
     assert blocks_of(model) == numbered("layers.", 4)
     assert detect_blocks(model).stacks[0].class_names == ("Block",)
-
-
-def test_the_answer_is_text_and_json() -> None:
-    found = detect_blocks(Model(nn.ModuleList(Block() for _ in range(4))))
-    assert "4 × Block" in str(found)
-    assert json.loads(found.to_json())["stacks"][0]["blocks"] == ["layers.0", "layers.1", "layers.2", "layers.3"]
 
 
 def test_a_model_that_registers_its_parent_is_read() -> None:

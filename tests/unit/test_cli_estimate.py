@@ -67,9 +67,7 @@ def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
     _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--explain")
     memory, whole = estimate_memory(llama, **EIGHT), estimate_memory(llama, loss="full", **EIGHT)
     words = " ".join(out.split())
-    assert f"assumed: {memory.setup.words}" in words
-    for part in ("adamw on fp32", "computed in bf16", "loss in pieces", "no activation", "sdpa", "not compiled"):
-        assert part in memory.setup.words
+    assert f"assumed: {memory.setup.words}" in words and "adamw on fp32" in memory.setup.words
     assert f"with whole logits (--loss full) {show_bytes(whole.total)} in all" in words
     assert f"up to {show_bytes(round(memory.total * (1 + MARGIN)))} on a real GPU" in words
     table = out[out.index("largest at the peak") :].split("\n\n")[0].splitlines()
@@ -78,7 +76,6 @@ def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
     assert any(unit.startswith("model.layers.") and source == "mlp.act_fn aten.silu" for *_, unit, source in rows)
     workspace = memory.at_peak["cuBLAS workspace"] + memory.at_peak["rounding"]
     assert sum(num_bytes for num_bytes, *_ in rows) == memory.peak_allocated - workspace
-    assert "whole logits" not in run(capsys, "estimate", llama, *ON_EIGHT, "--loss", "chunked")[1]
 
 
 def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
@@ -262,12 +259,10 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
-        ("estimate {llama} --gpu h100-90gb", "did you mean h100"),
         ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
         ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
         ("estimate {llama} --era 1990", "2024"),
-        ("estimate {llama} --optimizer adafactor", "cannot step sharded parameters (DTensor). Use torch.optim.AdamW"),
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
@@ -281,10 +276,7 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
         ("estimate {tmp}/nothing", "nothing"),
         ("config {llama}", "--gpu h100-80gb"),
         ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --num-processes 8 --global-batch-size 20", "use 16 or 24"),
-        ("config {llama} --gpu h100-80gb --num-processes 15 --num-machines 2", "num_processes 15 counts all machines"),
         ("config {llama} --gpu h100-80gb --num-processes 8 --longest --max-length 512", "leave one of them out"),
-        ("config {llama} --gpu h100-80gb --num-processes 8 --margin 1.5", "use 0.1 for 10 %"),
     ],
 )
 def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):

@@ -29,6 +29,7 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import make_checkpoint, make_model, randomize, stored_tensors, tiny_config
+from tests.ranks.test_save import Doubled
 
 # fmt: off
 CONVERTED = [  # stored in another layout than the model has
@@ -193,23 +194,6 @@ def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, t
     theirs, ours_ = stored_tensors(tmp_path / "theirs"), stored_tensors(tmp_path / "ours")
     assert theirs.keys() == ours_.keys()
     assert all(torch.equal(ours_[k], t) and ours_[k].dtype == t.dtype for k, t in theirs.items())
-
-
-class Doubled(ops.ConversionOps):
-    """A conversion that computes: what is stored is half of what the model has."""
-
-    factor = 2.0
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **_: Any
-    ) -> dict[str, Any]:
-        return {target_patterns[0]: next(iter(input_dict.values()))[0] * self.factor}
-
-    @property
-    def reverse_op(self) -> ops.ConversionOps:
-        reverse = Doubled()
-        reverse.factor = 1 / self.factor
-        return reverse
 
 
 class PickedByValue(Doubled):

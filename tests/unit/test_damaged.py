@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -29,7 +28,7 @@ from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
 from hf_fsdp_tools.sharding.adapters import load_adapter
-from tests._checkpoints import make_checkpoint, make_model, pickled_copy, stored_tensors
+from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
 
 Damage = Callable[[Path], object]
 
@@ -38,17 +37,17 @@ MOST_CHARACTERS = 1500
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model in three formats."""
+    """A small model in two formats."""
     root = tmp_path_factory.mktemp("good")
     files = make_checkpoint("llama", root / "files")
     dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
     shutil.copy(files / "config.json", root / "dcp")
-    return {"files": files, "dcp": root / "dcp", "bin": pickled_copy(files, root / "bin", files=1)}
+    return {"files": files, "dcp": root / "dcp"}
 
 
 def use(folder: Path) -> None:
     """Open, build and load, as `from_pretrained` does."""
-    checkpoint = open_checkpoint(folder, allow_pickle=True)
+    checkpoint = open_checkpoint(folder)
     model = build_meta_model(checkpoint.config)
     load_weights(model, checkpoint.index)
 
@@ -97,39 +96,6 @@ def doubled(times: int) -> list[Any]:
     return value
 
 
-def doubled_tuple(times: int) -> tuple[Any, ...]:
-    """The same of tuples, whose hash follows all of them."""
-    value: tuple[Any, ...] = ()
-    for _ in range(times):
-        value = (value, value)
-    return value
-
-
-class Unhashed(dict[Any, Any]):
-    """A dict that is pickled from pairs, of which no key was hashed here."""
-
-    def __init__(self, *pairs: tuple[Any, Any]) -> None:
-        self.pairs = pairs
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (), None, None, iter(self.pairs))
-
-
-def record(name: str, num_bytes: int) -> Damage:
-    """A record of the pickled file is zeros, deflated to a thousandth."""
-
-    def damage(folder: Path) -> None:
-        file = folder / "pytorch_model.bin"
-        with zipfile.ZipFile(file) as old, zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as new:
-            for entry in old.infolist():
-                if not entry.filename.endswith(name):
-                    new.writestr(entry.filename, old.read(entry))
-            new.writestr(f"archive/{name}", bytes(num_bytes), zipfile.ZIP_DEFLATED)
-        (folder / "new").replace(file)
-
-    return damage
-
-
 def nested(depth: int) -> str:
     return '{"model_type": "llama", "a": ' + "[" * depth + "]" * depth + "}"
 
@@ -142,7 +108,6 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         text("config.json", nested(100_000)),
         r"config\.json: is not valid JSON: Recursion",
     ),
-    "config a list": ("files", text("config.json", "[1]"), r"config\.json: expected a JSON object, found \[1\]"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
     "unknown rope": (
         "files",
@@ -161,11 +126,6 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         r"generation_config\.json: expected a JSON object, found \[\]",
     ),
     "a place that is a text": ("dcp", metadata(lambda c: setattr(place_of(c), "offset", "7")), NOT_DCP),
-    "chunks of other dimensions": (
-        "dcp",
-        metadata(lambda content: setattr(entry_of(content).chunks[0], "sizes", torch.Size([3]))),
-        NOT_DCP,
-    ),
     "a name in DCP that is a number": (
         "dcp",
         metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
@@ -176,12 +136,6 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         metadata(lambda content: content.planner_data.update({KEY: ("model", doubled(40))})),
         r"cannot be read as the metadata .*: containers hold [\d,]+ values",
     ),
-    "a key of tuples of tuples": (
-        "dcp",
-        metadata(lambda content: setattr(content, "planner_data", Unhashed((doubled_tuple(60), 1)))),
-        r"cannot be read as the metadata .*: containers hold [\d,]+ values",
-    ),
-    "a pickle of 50 MB, deflated": ("bin", record("data.pkl", 50_000_000), r"'archive/data\.pkl' is compressed"),
 }
 """The format, what is done to it, and what the error says."""
 
@@ -197,21 +151,13 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-@pytest.mark.parametrize("kind", ["files", "dcp", "bin"])
-def test_what_is_not_damaged_loads(good: dict[str, Path], kind: str) -> None:
-    use(good[kind])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
-def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path, dtype: Any) -> None:
+def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path) -> None:
     tensors = stored_tensors(good["files"])
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(CheckpointError, match="holds other values than floating-point numbers") as caught:
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' holds int32, expected floating-point") as caught:
         load_weights(build_meta_model(good["files"]), tmp_path)
-    assert f"'lm_head.weight' holds {name}, expected floating-point" in str(caught.value)
-    assert "uanti" not in str(caught.value) and "convert these tensors once" in str(caught.value)
+    assert "uanti" not in str(caught.value)
 
 
 def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
@@ -220,6 +166,15 @@ def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], t
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
         use(folder)
+
+
+def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
+    """A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too."""
+    record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    for name in (b"cpathlib\nPosixPath\n", record):
+        (tmp_path / METADATA).write_bytes(b"\x80\x02" + name + b"(N}U\x03oddctorch\nSize\nstb.")
+        with pytest.raises(CheckpointError, match="sets attributes of"):
+            parse_dcp(tmp_path)
 
 
 # ---- adapters ----
@@ -247,30 +202,9 @@ def truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
-class Runs:
-    """Unpickled, it would write a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
-
-
-def pickled(value: Callable[[Path], Any], method: int = zipfile.ZIP_STORED) -> Damage:
-    """The weights as a `.bin` file."""
-
-    def damage(folder: Path) -> None:
-        (folder / "adapter_model.safetensors").unlink()
-        torch.save(value(folder), folder / "saved")
-        with (
-            zipfile.ZipFile(folder / "saved") as old,
-            zipfile.ZipFile(folder / "adapter_model.bin", "w", method) as new,
-        ):
-            for entry in old.infolist():
-                new.writestr(entry.filename, old.read(entry))
-
-    return damage
+def with_code(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"a": Runs(folder / "ran")}, folder / "adapter_model.bin")
 
 
 def of_other_shape(folder: Path) -> None:
@@ -283,17 +217,12 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(base_model_name_or_path=3),
         r"base_model_name_or_path is 3, expected a name",
     ),
-    "config a list": (text("adapter_config.json", "[]"), r"adapter_config\.json: expected a JSON object, found \[\]"),
     "unknown type": (
         adapter_config(peft_type="EVIL"),
         r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'",
     ),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
-    "code": (pickled(lambda f: {"a": Runs(f / "ran")}), r"adapter_model\.bin: holds more than tensors.*could run code"),
-    "endless tuples": (
-        pickled(lambda f: Unhashed((doubled_tuple(60), torch.ones(2)))),
-        r"adapter_model\.bin: .* containers hold [\d,]+ values",
-    ),
+    "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),
     "a module to import": (
         adapter_config(megatron_config={}, megatron_core="antigravity"),
         r"megatron_core is 'antigravity', expected 'megatron\.core'",
@@ -358,10 +287,9 @@ def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> N
             refuse_endless_patterns(tmp_path, [pattern])
 
 
-@pytest.mark.parametrize("key", ["target_modules", "rank_pattern"])
-def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path, key: str) -> None:
+def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
-    adapter_config(**{key: {ENDLESS[0]: 3} if key.startswith(("rank", "alpha")) else ENDLESS[0]})(folder)
+    adapter_config(rank_pattern={ENDLESS[0]: 3})(folder)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.*it has too many choices"):
         open_adapter_config(peft, folder)
 
@@ -399,11 +327,6 @@ def manifest_of(folder: Path) -> None:
     read_manifest(folder.parent)
 
 
-def of_deepspeed(file: Path) -> None:
-    launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file.name}\n"
-    FSDPConfig.translate_file(in_file("launch.yaml", launch)(file.parent))
-
-
 NESTED = "[" * 5000
 
 FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
@@ -415,13 +338,11 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         lambda f: WrapPlan.from_json(f.read_text()),
         "Not a wrap plan",
     ),
-    "YAML nested deeply": (in_file("a.yaml", NESTED), FSDPConfig.check_file, "line 1 is nested more than 50 deep"),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),
         FSDPConfig.check_file,
         r"line 2 has the alias \*a; write it out",
     ),
-    "DeepSpeed's JSON nested deeply": (in_file("ds.json", NESTED), of_deepspeed, "ds.json cannot be read"),
     "a billion labels": (
         in_file("config.json", '{"model_type": "llama", "num_labels": 1000000000}'),
         load_config,

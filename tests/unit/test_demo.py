@@ -1,7 +1,5 @@
 """The demo checkpoint is what a hub checkpoint looks like, its data are real, and both are the same each time."""
 
-import json
-import shutil
 import sys
 
 import pytest
@@ -11,7 +9,6 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting import demo
 from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model
 from hf_fsdp_tools.scripting.demo_images import make_demo_vision_model
 
@@ -25,15 +22,6 @@ def folder(tmp_path_factory):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_it_opens_with_transformers(folder):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict()) and len(set(index["weight_map"].values())) >= 3
 
 
 def test_tokenizer_and_chat_template(folder):
@@ -81,15 +69,9 @@ def test_rows_are_made_of_the_same_passages(monkeypatch):
     pairs = demo_rows("preferences")
     assert [row["chosen"][0]["content"] for row in pairs] == passages
     assert len({row["prompt"][0]["content"] for row in pairs}) == len(pairs), "no two questions are the same"
-    worse = [row["rejected"][0]["content"] for row in pairs]
-    shuffled = [sorted(one.split()) == sorted(passage.split()) for one, passage in zip(worse, passages, strict=True)]
-    strange = [one in passages and one != passage for one, passage in zip(worse, passages, strict=True)]
-    assert all(one or other for one, other in zip(shuffled, strange, strict=True))
-    for split in (slice(0, None, 10), slice(None)):  # the rows held out, and all
-        assert 0.3 < sum(shuffled[split]) / len(shuffled[split]) < 0.7
+    assert not any(row["rejected"] == row["chosen"] for row in pairs)
     labels = [row["label"] for row in demo_rows("classes")]
-    counts = {label: labels.count(label) for label in set(labels)}
-    assert len(counts) == 4 and min(counts.values()) > len(labels) / 8, counts
+    assert len(set(labels)) == 4 and all(labels.count(label) > len(labels) / 8 for label in set(labels))
     with pytest.raises(ConfigError, match="'poems'; choose text"):
         demo_rows("poems")
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
@@ -109,15 +91,3 @@ def test_the_first_rank_of_each_machine_writes_all_of_it(tmp_path, folder, rank_
     made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
     assert set(contents(made)) == set(contents(folder))
     assert {"config.json", "model.safetensors"} <= set(contents(make_demo_vision_model(tmp_path / "vision")))
-
-
-def test_two_machines_with_one_disk_make_one_demo(tmp_path, folder, monkeypatch):
-    train = demo.train_demo_tokenizer
-
-    def late(**sizes):  # the other machine is ready while this one works
-        shutil.copytree(folder, tmp_path / "model")
-        return train(**sizes)
-
-    monkeypatch.setattr(demo, "train_demo_tokenizer", late)
-    made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
-    assert contents(made) == contents(folder) and [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -318,11 +318,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         FP8,
         r"'c\.weight_scale_inv' holds scales, but what it scales, 'c\.weight', is no such tensor",
     ),
-    "plain values": (
-        good_but(c__weight_scale_inv=scales_of(1, 1), c__weight=torch.ones(8, 8)),
-        FP8,
-        r"'c\.weight_scale_inv' holds scales, but what it scales, 'c\.weight', is \(float32 \[8, 8\]\)",
-    ),
     "another shape": (
         good_but(a__weight_scale_inv=scales_of(3, 2)),
         FP8 | {"weight_block_size": [16, 32]},
@@ -333,31 +328,10 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         FP8,
         r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
     ),
-    "a vector": (good_but(a__weight=fp8_of(64)), None, r"expected a matrix, or a stack of matrices"),
     "blocks of another number": (
         {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
         None,
         r"expected blocks \[experts, rows, blocks, bytes\] with scales .* found scales \[6, 16, 4\]",
-    ),
-    "blocks alone": (
-        {"a.up_blocks": bytes_of(6, 16, 5, 16)},
-        {"quant_method": "mxfp4"},
-        r"'a\.up_blocks' \(uint8 \[6, 16, 5, 16\]\): it has no scales beside it",
-    ),
-    "zero points": (
-        {"a.weight": fp8_of(8, 8), "a.weight_scale": scales_of(8, 1), "a.weight_zero_point": torch.ones(8, 1)},
-        COMPRESSED,
-        r"'a\.weight_zero_point' beside it holds float32, expected float8_e4m3fn",
-    ),
-    "packed without scales": (
-        {"a.weight_packed": WORDS},
-        pack_quantized(4),
-        r"'a\.weight_packed' \(int32 \[25, 12\]\): it has no scales beside it",
-    ),
-    "groups that end within words": (
-        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 24)},
-        pack_quantized(4),
-        r"its scales 'a\.weight_scale' \[25, 24\] lie on no blocks of it",
     ),
     "zero points of another number": (
         {
@@ -373,11 +347,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         COMPRESSED,
         r"it has no 'a\.weight_global_scale' beside it",
     ),
-    "a scale of the weight for each row": (
-        {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(25)},
-        COMPRESSED,
-        r"'a\.weight_global_scale' beside it is \[25\], expected one number",
-    ),
     "columns ordered by activation": (
         {
             "a.weight_packed": WORDS,
@@ -391,16 +360,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         good_but(),
         FP8 | {"weight_block_size": [0, 0]},
         r"weight_block_size is \[0, 0\], expected two numbers above 0",
-    ),
-    "groups without names": (
-        {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
-        COMPRESSED | {"config_groups": ["a"]},
-        r"config_groups is \['a'\], expected groups by name",
-    ),
-    "groups of no size": (
-        {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
-        COMPRESSED | {"config_groups": {"g": {"weights": {"block_structure": "ab"}}}},
-        "block_structure is .*, expected two numbers above 0",
     ),
 }
 
@@ -432,19 +391,12 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
     assert (Path(__file__).parents[2] / "recipes" / "dequantize.py").is_file()
 
 
-def test_scales_on_other_blocks_than_the_config_says_are_told(fp8, tmp_path, monkeypatch):
-    """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
-    than they were quantised."""
-    for file in fp8.glob("*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((fp8 / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [8, 17]  # 48 columns are 3 blocks of them, the last one short
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_a_warning_says_that_weights_were_dequantised(fp8, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(hf.logging.get_logger("transformers.modeling_utils"), "warning", said.append)
-    from_pretrained(tmp_path)
-    assert len(said) == 2 and "its weights were dequantised while they were read. fp8: 38.0 kB as stored" in said[0]
-    assert "14 weights have scales on other blocks than weight_block_size says (model.layers.0.mlp.down" in said[1]
+    from_pretrained(fp8)
+    (text,) = said
+    assert "its weights were dequantised while they were read. fp8: 38.0 kB as stored" in text
 
 
 @pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None])

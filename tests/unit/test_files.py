@@ -146,16 +146,6 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
 
 
-def test_staging_stays_within_its_bound(tmp_path: Path) -> None:
-    tensor = torch.randn(1024, 1024)
-    file = tmp_path / "stored.bin"
-    file.write_bytes(raw(tensor))
-    memory = torch.zeros(1024, 1024, dtype=torch.float64)
-    stats = read_transfers([whole(file, tensor, memory)], staging_bytes=MIB)
-    assert torch.equal(memory, tensor.double())
-    assert 0 < stats.staging_bytes <= MIB and stats.num_bytes == tensor.nbytes
-
-
 def test_large_tensors_are_divided_so_that_several_requests_bring_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_model
+from tests.unit.test_blocks import Model
+from tests.unit.test_wrap import RunningBlock
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 UNITS = {
@@ -58,56 +60,16 @@ def test_composes_with_other_policies():
     assert set(wrapped_by_torch(model, both)) == {*UNITS["llama"], *(f"{layer}.self_attn" for layer in LAYERS)}
 
 
-def test_a_group_member_above_the_floor_is_a_unit():
-    model = make_model("llama")
-    policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=10))
-    assert set(policy.units) == {*UNITS["llama"], "model.norm"}
-
-
-class Block(nn.Module):
-    def __init__(self, bias: nn.Parameter | None = None, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 64, dtype=dtype)
-        self.down = nn.Linear(64, 16, dtype=dtype)
-        if bias is not None:
-            self.up.bias = bias
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(blocks)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x * self.scale
-
-
 def test_small_ties_across_blocks_and_scalars_stay_whole():
     bias = nn.Parameter(torch.zeros(64))
-    model = Stack([Block(bias) for _ in range(3)])
+    model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    for block in model.layers:
+        block.attn.bias = bias
     policy = hybrid_auto_wrap_policy(model)
-    assert {"blocks.0", "blocks.1", "blocks.2"} <= set(policy.units)
-    assert sorted(policy.ignored) == ["blocks.0.up.bias", "scale"]
+    assert {"layers.0", "layers.1", "layers.2"} <= set(policy.units)
+    assert sorted(policy.ignored) == ["layers.0.attn.bias", "scale"]
     assert {id(p) for p in policy.ignored_states} == {id(bias), id(model.scale)}
-
-
-def test_blocks_that_share_all_their_weights_go_to_what_holds_them_all():
-    first = Block()
-    others = [Block() for _ in range(2)]
-    for block in others:
-        block.up, block.down = first.up, first.down
-    model = Stack([first, *others])
-    policy = hybrid_auto_wrap_policy(model)
-    assert not [name for name in policy.units if name.startswith("blocks")]
-    assert policy.ignored == ("scale",)
 
 
 def test_degrees_of_resharding_are_refused():
@@ -117,28 +79,16 @@ def test_degrees_of_resharding_are_refused():
         hybrid_auto_wrap_policy(model, policy=wanted)
 
 
-def test_group_members_of_another_dtype_are_units_however_small():
-    model = make_model("tied").to(torch.bfloat16)
-    for layer in model.model.layers:
-        layer.input_layernorm.float()
-        layer.post_attention_layernorm.float()
-    groups = [unit.modules for unit in make_wrap_plan(model).units if len(unit.modules) > 1]
-    norms = {f"{layer}.{name}_layernorm" for layer in LAYERS for name in ("input", "post_attention")}
-    assert norms <= {name for group in groups for name in group}
-    policy = hybrid_auto_wrap_policy(model, policy=HybridPolicy(floor_params=1e4))
-    assert set(policy.units) == {*LAYERS, *norms} and policy.ignored == ()
-
-
 def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
-    model = Stack([Block() for _ in range(3)])
-    for block in model.blocks:
+    model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))
+    for block in model.layers:
         block.to(torch.bfloat16).requires_grad_(False)
-        block.up.bias = nn.Parameter(torch.zeros(64))  # an fp32 adapter on a frozen bf16 block
+        block.attn.bias = nn.Parameter(torch.zeros(64))  # an fp32 adapter on a frozen bf16 block
     with pytest.raises(
-        WrapPlanError, match=r"one dtype per unit.*blocks\.0 \(bfloat16, float32\).*Cast the model"
+        WrapPlanError, match=r"one dtype per unit.*layers\.0 \(bfloat16, float32\).*Cast the model"
     ) as e:
         hybrid_auto_wrap_policy(model)
-    assert "blocks.2" in str(e.value), "all units at once"
+    assert "layers.2" in str(e.value), "all units at once"
 
 
 def test_a_policy_for_another_model_is_refused():

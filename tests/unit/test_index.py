@@ -64,12 +64,6 @@ def test_a_single_file_opens_by_folder_and_by_name(tmp_path: Path, name: str) ->
     assert set(CheckpointIndex.open(tmp_path).tensors) == set(TENSORS)
 
 
-def test_subfolder(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    save_file(TENSORS, tmp_path / "inner" / "model.safetensors")
-    assert set(CheckpointIndex.open(tmp_path, subfolder="inner").tensors) == set(TENSORS)
-
-
 @pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d != torch.float8_e8m0fnu])
 def test_every_dtype_is_named_as_safetensors_names_it(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file({"x": torch.zeros(3, dtype=dtype)}, tmp_path / "model.safetensors")
@@ -97,36 +91,19 @@ def test_nothing_there(tmp_path: Path) -> None:
         CheckpointIndex.open(tmp_path, subfolder="inner")
 
 
-def test_a_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"No checkpoint 'org/absent' at revision 'x'.*Check the name, the revision"
-    ):
-        CheckpointIndex.open("org/absent", revision="x", local_files_only=True, cache_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="No checkpoint 'not a name!'"):
-        CheckpointIndex.open("not a name!", local_files_only=True, cache_dir=tmp_path)
-
-
 BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "not json": (b"{nope", b"", "SafetensorError"),
-    "deep nesting": (b"[" * 100_000, b"", "SafetensorError"),
     "key twice": (
         b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
         b"",
         "key 'a' occurs twice",
     ),
-    "no dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, bytes(8), "SafetensorError"),
     "a dtype of 4 bits": (
         {"a": entry(dtype="F4", shape=(16,))},
         bytes(8),
         "dtype F4 is not supported; supported: BOOL",
     ),
-    "negative size": ({"a": entry(shape=[-2])}, bytes(8), "SafetensorError"),
-    "huge size": ({"a": entry(shape=[2**63, 2])}, bytes(8), "SafetensorError"),
-    "wrong length": ({"a": entry(shape=(3,))}, bytes(8), "SafetensorError"),
-    "truncated": ({"a": entry()}, b"", "SafetensorError"),
-    "overlap": ({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12), "SafetensorError"),
     "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "SafetensorError"),
-    "bytes to spare": ({"a": entry()}, bytes(9), "SafetensorError"),
 }
 
 
@@ -177,11 +154,8 @@ BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
         "'gone.safetensors' for 1 tensors, .*not there",
     ),
     "absent key": (lambda m: {"weight_map": m | {"ghost": "x.safetensors"}}, "names 'ghost' in 'x.safetensors'"),
-    "key elsewhere": (lambda m: {"weight_map": m | {"a": "y.safetensors"}}, "names 'a' in 'y.safetensors'"),
     "leaves the folder": (lambda m: {"weight_map": m | {"a": "../x.safetensors"}}, "inside the folder"),
-    "absolute": (lambda m: {"weight_map": m | {"a": "/etc/x.safetensors"}}, "inside the folder"),
     "not a weight file": (lambda m: {"weight_map": m | {"a": "x.bin"}}, "expected a safetensors file"),
-    "no map": (lambda m: {"metadata": {}}, "expected a 'weight_map'"),
     "map of numbers": (lambda m: {"weight_map": {"a": 1}}, "expected a 'weight_map'"),
     "not an object": (lambda m: [1], r"expected a JSON object, found \[1\]"),
 }
@@ -197,10 +171,6 @@ def test_an_index_that_is_no_json_and_files_that_are_none(tmp_path: Path) -> Non
     with pytest.raises(
         CheckpointError, match=r"'x\.safetensors' .*is a link that leads nowhere \('.*blob'\)\. Download"
     ):
-        CheckpointIndex.open(tmp_path)
-    file.unlink()
-    file.symlink_to(file.name)
-    with pytest.raises(CheckpointError, match="is a link that leads nowhere"):
         CheckpointIndex.open(tmp_path)
     file.unlink()
     file.mkdir()
@@ -252,15 +222,6 @@ def test_a_symlink_loop_a_folder_and_a_pipe_in_place_of_a_file(tmp_path: Path) -
         make(file)
         with pytest.raises(CheckpointError, match="is no regular file"):
             CheckpointIndex.open(tmp_path)
-
-
-def test_a_folder_that_is_a_symlink_loop_and_an_index_that_is_one(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(CheckpointError, match=r"No such folder|annot (be )?read"):
-        CheckpointIndex.open(tmp_path / "loop")
-    (tmp_path / INDEX).symlink_to(tmp_path / INDEX)
-    with pytest.raises(CheckpointError, match=r"No weights in .*found loop, model\.safetensors\.index\.json"):
-        CheckpointIndex.open(tmp_path)
 
 
 # ---- folders that a save is changing ----

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
-from torch.distributed.constants import default_pg_timeout
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
@@ -19,10 +18,8 @@ from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import cpu_backend
 from hf_fsdp_tools.distributed.cpu_backend import (
     choose_interface,
-    default_timeout,
     interface_towards,
     loopback_address,
-    timeout_of,
 )
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
@@ -107,20 +104,6 @@ def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, re
 def test_a_group_that_runs_already_gets_the_timeout(alone):
     ensure_process_group("cpu")
     make_accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=15))])
-    assert timeout_of_group() == timedelta(seconds=15)
-
-
-@pytest.mark.parametrize("first", ["nothing", "accelerator", "arguments"])
-def test_the_trainers_ddp_timeout_is_that_of_the_group(alone, tmp_path, first):
-    class OurTrainer(FSDPTrainerMixin, Trainer):
-        pass
-
-    if first == "accelerator":
-        make_accelerator(cpu=True)
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, ddp_timeout=15, report_to=[])
-    if first == "arguments":
-        make_accelerator(cpu=True)
-    OurTrainer(model=make_model("llama"), args=args)
     assert timeout_of_group() == timedelta(seconds=15)
 
 
@@ -243,19 +226,6 @@ def test_a_recipe_chooses_the_interface_before_its_arguments_start_the_group(mon
 
 
 # ---- time limits, and what the Trainer takes for its own ----
-
-
-def test_a_group_of_ours_waits_as_long_as_torchs(alone):
-    ensure_process_group("cpu")
-    assert timeout_of() == timeout_of_group() == default_timeout("cpu") == default_pg_timeout
-    assert default_timeout("cuda") == timedelta(minutes=10)
-
-
-def test_a_group_of_the_script_keeps_its_time_limit(alone):
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
-    ensure_process_group("cpu")
-    assert timeout_of() == timeout_of_group() == timedelta(seconds=77)
 
 
 def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):

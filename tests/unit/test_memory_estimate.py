@@ -1,6 +1,5 @@
 """Estimates of memory: what they say, whether a training fits, and that what-ifs need no other dry run."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ def estimate(config: LlamaConfig) -> MemoryEstimate:
 def test_the_parts_at_the_peak_make_the_peak(estimate: MemoryEstimate) -> None:
     assert sum(estimate.at_peak.values()) == estimate.peak_allocated
     assert min(estimate.at_peak.values()) > 0
-    assert estimate.peak_allocated <= estimate.peak_reserved
+    assert estimate.peak_allocated <= estimate.peak_reserved != estimate.peak_expandable >= estimate.peak_allocated
     # two states for each shard, and counters of steps; 256 bytes of the parameters are buffers
     assert estimate.at_peak["optimizer"] == 2 * (estimate.at_peak["parameters"] - 256) + 4 * 39
     # two logits of fp32 and one of bf16, of 2 x 512 tokens, stand at the peak
@@ -55,17 +54,6 @@ def test_the_timeline_has_the_same_peak_without_rounding(estimate: MemoryEstimat
     apart = sum(estimate.at_peak.get(kind, 0) for kind in ("rounding", "cuBLAS workspace"))
     assert estimate.timeline.peak_bytes == pytest.approx(estimate.peak_allocated - apart, rel=1e-3)
     assert max(estimate.timeline.reserved) == estimate.peak_reserved
-
-
-def test_an_estimate_reads_as_a_table_and_as_json(estimate: MemoryEstimate) -> None:
-    text = str(estimate)
-    for words in ("LlamaForCausalLM", "8 × a100-80gb", "the peak stands in", "adamw on fp32", "allocated", "NCCL's"):
-        assert words in text and "spare" in text
-    data = json.loads(estimate.to_json())
-    assert data["total"] == estimate.total and data["fits"] is True
-    assert data["setup"]["batch_size"] == 2
-    assert {each["name"] for each in data["outside"]} == {"CUDA context", "NCCL's buffers"}
-    assert all(each["source"] for each in data["outside"])
 
 
 def sized(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> MemoryEstimate:
@@ -111,12 +99,6 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
         estimate_memory(config, num_gpus=8, batch_size=3, seq_len=512)
 
 
-def test_settings_that_cannot_be_are_refused(config: LlamaConfig) -> None:
+def test_a_field_that_does_not_exist_is_refused(config: LlamaConfig) -> None:
     with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):
         estimate_memory(config, batchsize=2)
-    with pytest.raises(ConfigError, match=r"precision is 'float32'; use bf16, fp16, fp32"):
-        estimate_memory(config, precision="float32")
-
-
-def test_expandable_segments_are_counted_too(estimate: MemoryEstimate) -> None:
-    assert estimate.peak_allocated <= estimate.peak_expandable != estimate.peak_reserved

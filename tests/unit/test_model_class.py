@@ -1,11 +1,8 @@
 """The class of a model: the one that its config names, where that can be trained, else that of its kind."""
 
-import json
-
 import pytest
 import transformers as hf
 
-from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.model_class import model_class
@@ -97,20 +94,3 @@ def test_what_the_caller_says_goes_before_the_config():
     usual = "AutoModelForSpeechSeq2Seq cannot make a model of this LlamaConfig"
     with pytest.raises(ConfigError, match=usual):
         build_meta_model(config, auto_class="AutoModelForSpeechSeq2Seq")
-
-
-def test_commands_plan_the_named_class(capsys, tmp_path):
-    config = BUILT["WhisperForConditionalGeneration"]
-
-    def printed(*words, **fields):
-        (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | fields))
-        assert main([*words, str(tmp_path)]) == 0
-        return capsys.readouterr().out
-
-    named = {"architectures": ["WhisperForConditionalGeneration"]}
-    assert printed("plan", **named).startswith("WhisperForConditionalGeneration: ")
-    assert "encoder" in printed("plan", "--blocks", **named)
-    assert printed("doctor", **named).startswith("WhisperForConditionalGeneration: ")
-    for other in ("WhisperModel", "WhisperForPoems"):
-        assert printed("plan", architectures=[other]).startswith("WhisperForConditionalGeneration: ")
-    assert printed("plan", "--auto-class", "AutoModel", architectures=["WhisperModel"]).startswith("WhisperModel: ")

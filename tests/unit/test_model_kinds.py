@@ -1,8 +1,8 @@
 """What differs between kinds of models, found by training each of them: what recipes refuse, adapt to and save."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 import transformers as hf
 from datasets import Dataset
 from peft import LoraConfig
-from trl import ScriptArguments, SFTConfig
+from trl import SFTConfig
 from trl.data_utils import prepare_multimodal_messages
 
 from hf_fsdp_tools.errors import ConfigError
@@ -19,9 +19,6 @@ from hf_fsdp_tools.scripting import (
     ModelArguments,
     check_before_loading,
     finish,
-    images_in_each_batch,
-    load_processor,
-    load_splits,
 )
 from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
@@ -109,40 +106,6 @@ def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
     assert config.modules_to_save == given.get("modules_to_save"), "not changed"
 
 
-@pytest.mark.parametrize(
-    ("raised", "said"),
-    [
-        ("X requires the PIL library but it was not found", "X requires the PIL library but it was not found"),
-        ("Package `num2words` is required. Install it with `pip install num2words`.", "with `pip install num2words`"),
-    ],
-)
-def test_a_package_that_a_processor_needs_is_named(raised, said, tokenizer, tmp_path, monkeypatch):
-    hf.LlavaConfig().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-
-    def from_pretrained(*args: object, **keywords: object) -> None:
-        raise ImportError(raised)
-
-    monkeypatch.setattr(hf.AutoProcessor, "from_pretrained", from_pretrained)
-    with pytest.raises(ConfigError, match=rf"needs a package: .*{said}\.$"):
-        load_processor(ModelArguments(model_name_or_path=str(tmp_path)), SFTConfig(use_cpu=True, bf16=False))
-
-
-def test_a_batch_without_images_gets_a_row_that_does_not_count():
-    def collate(rows):
-        return {"rows": list(rows), "labels": [5] * len(rows)}
-
-    trainer = SimpleNamespace(data_collator=collate)
-    words, seen = {"images": [], "text": "a"}, {"images": ["png"], "text": "b"}
-    images_in_each_batch(trainer, [words, seen, {"images": ["jpg"]}])
-    assert trainer.data_collator([words, words]) == {"rows": [words, words, seen], "labels": [5, 5, -100]}
-    assert trainer.data_collator([words, seen]) == {"rows": [words, seen], "labels": [5, 5]}
-    assert trainer.data_collator([{"image": "png"}])["labels"] == [5]
-    trainer = SimpleNamespace(data_collator=collate)
-    images_in_each_batch(trainer, [words])
-    assert trainer.data_collator is collate, "no rank runs the tower"
-
-
 def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
     done: list[str] = []
     accelerator = SimpleNamespace(print=done.append, is_main_process=True, end_training=lambda: done.append("ended"))
@@ -155,13 +118,10 @@ def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
     training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False)
     finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": lambda: f"after {done[-1]}"})
     assert done[:2] == ["state", "model"] and "\nsample           after model\n" in done[2] and done[3] == "ended"
+    fails = Mock(side_effect=RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
     with pytest.raises(RuntimeError, match="probability tensor"):
         finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": fails})
     assert done[4:] == ["state", "model"]
-
-
-def fails() -> str:
-    raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
 def test_images_are_where_the_text_has_their_place():
@@ -184,13 +144,3 @@ def test_images_are_where_the_text_has_their_place():
     streamed = list(with_places_of_images(Dataset.from_list(rows).to_iterable_dataset()))
     assert [row["messages"] for row in streamed] == [row["messages"] for row in found]
     assert with_places_of_images(data := Dataset.from_list(rows[2:])) is data
-
-
-def test_conversations_with_an_image_are_turns_with_a_place_for_it(tmp_path):
-    turns = [{"from": "human", "value": "<image>\nWho?"}, {"from": "gpt", "value": "She."}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"id": n, "image": "a.png", "conversations": turns}) for n in range(40)))
-    script, training = ScriptArguments(dataset_name=str(path)), SimpleNamespace(eval_strategy="no", seed=0)
-    train, _ = load_splits(script, training, columns=[{"image", "messages"}])
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Who?"}]
-    assert train[0]["messages"][0] == {"role": "user", "content": parts} and train[0]["image"] == "a.png"

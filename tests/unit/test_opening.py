@@ -20,16 +20,13 @@ from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-
-
 def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folders["llama"])
     model.save_pretrained(tmp_path)
-    get_peft_model(model, lora()).save_pretrained(tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "transformers.modeling_utils"):
         transformers.logging.enable_propagation()
         found = full_state(from_pretrained(tmp_path))

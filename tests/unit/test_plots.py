@@ -1,8 +1,8 @@
 """Pictures show the memory and the schedule of a step where they are; a page needs neither network nor script."""
 
 import builtins
+import re
 from base64 import b64decode
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -59,19 +59,8 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
-def test_a_limit_that_is_far_away_is_named_and_not_drawn():
-    near, far = PICTURES["memory"]().axes[0], PICTURES["measured"]().axes[0]
-    assert near.get_ylim()[1] > 80 and far.get_ylim()[1] < 120
-    assert "the device: 900.0 GB" in far.get_legend_handles_labels()[1]
-
-
 def highest(area):
     return max(area.get_paths()[0].vertices, key=lambda corner: corner[1])
-
-
-def test_areas_end_at_the_memory_of_the_step():
-    tops = [highest(area)[1] for area in PICTURES["memory"]().axes[0].collections]
-    assert max(tops) == pytest.approx(STEP.peak_bytes / 1e9) and tops == sorted(tops)
 
 
 def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
@@ -122,24 +111,6 @@ def test_nothing_to_draw_is_refused(draw):
         draw()
 
 
-class Page(HTMLParser):
-    """Tags that are open, and the sources of its pictures."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.sources = [], set(), []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.sources += [value for key, value in attributes if key in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_a_page_holds_all_and_needs_no_network():
     text = page_text(
         title="Fits & runs",
@@ -150,10 +121,10 @@ def test_a_page_holds_all_and_needs_no_network():
         plan=PLAN,
         notes=["estimated"],
     )
-    page = Page(text)
-    assert page.open == [] and not page.tags & {"script", "link", "iframe"} and len(page.sources) == 2
-    for source in page.sources:
-        kind, _, picture = source.partition(",")
+    assert not re.search(r"<(script|link|iframe)|href=", text)
+    sources = re.findall(r'src="(.*?),(.*?)"', text)
+    assert len(sources) == text.count("<img") == 2
+    for kind, picture in sources:
         assert kind == "data:image/svg+xml;base64" and ElementTree.fromstring(b64decode(picture)).tag.endswith("svg")
     for word in ("60.0 GB", "activations", "layers.0", "block X", "Fits &amp; runs", "a &lt;model&gt;", "estimated"):
         assert word in text

@@ -51,11 +51,6 @@ def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: Terminal) -> N
     assert shown(terminal, progress=False) == ""
 
 
-def test_what_is_over_soon_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_DELAY_S", 60)
-    assert shown(terminal) == ""
-
-
 def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: Terminal) -> None:
     logging.disable_progress_bar()
     assert shown(terminal) == "" and "100%" in shown(terminal, progress=True)

@@ -3,7 +3,6 @@
 The searches here price settings by a small formula, so that every setting can be priced for comparison.
 """
 
-import json
 import random
 from dataclasses import replace
 from itertools import product
@@ -95,23 +94,15 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
     assert found > 25 and sum(shares) / found < 0.15 and max(shares) < 0.35
 
 
-def test_what_was_rejected_is_said_with_figures():
-    setup = TrainingSetup(num_gpus=8, seq_len=8192)
-    best = choose("toy-8B", setup, Toy(activation=3e6), global_batch_size=64)
-    toy = Toy(activation=3e6)
-    choices = {choice.field: choice for choice in best.choices}
-    text = str(best)
-    assert "toy-8B, full fine-tuning, sequences of 8,192 tokens, on 8 x h100-80gb" in text
-    larger = next(other for other in choices["batch_size"].rejected if other.setup.batch_size > best.setup.batch_size)
-    over = toy(larger.setup).num_bytes
-    assert larger.peak_bytes == over > GPU and f"{over / 1e9:.1f} GB of 84.9 GB, +" in str(larger)
-    (other,) = choices["activation_checkpointing"].rejected
+def test_rejected_settings_have_their_figures():
+    toy, setup = Toy(activation=3e6), TrainingSetup(num_gpus=8, seq_len=8192)
+    best = choose("toy-8B", setup, toy, global_batch_size=64)
+    rejected = {choice.field: choice.rejected for choice in best.choices}
+    larger = next(other for other in rejected["batch_size"] if other.setup.batch_size > best.setup.batch_size)
+    assert larger.peak_bytes == toy(larger.setup).num_bytes > GPU
+    (other,) = rejected["activation_checkpointing"]
     slower = 1 - rate(other.setup, toy(other.setup)) / rate(best.setup, toy(best.setup))
-    assert f"fits, but {100 * slower:.0f} % slower" in str(other) and other.short in text
-    assert str(other).startswith("with activation checkpointing")
-    assert all(len(line) <= 100 for line in text.splitlines())
-    value = json.loads(best.to_json())
-    assert value["setup"]["batch_size"] == best.setup.batch_size and value["global_batch_size"] == 64
+    assert f"fits, but {100 * slower:.0f} % slower" in str(other) and other.short in str(best)
 
 
 def test_what_is_given_stays():
@@ -148,16 +139,6 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     assert not choose("toy", replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
 
 
-def test_whole_gradients_are_accumulated_where_that_is_faster_and_fits():
-    toy, setup = Toy(1e9, gather=30.0), TrainingSetup(num_gpus=8, seq_len=512)
-    given = ["dp_replicate_size", "batch_size"]
-    best = choose("toy", setup, toy, fixed=given, global_batch_size=64)
-    assert best.setup.gradient_accumulation_steps > 1 and not best.setup.sync_each_batch
-    (choice,) = (each for each in best.choices if each.field == "sync_each_batch")
-    assert "slower" in choice.reasons[0]
-    assert choose("toy", setup, toy, fixed=[*given, "sync_each_batch"], global_batch_size=64).setup.sync_each_batch
-
-
 def test_the_longest_sequence_that_fits():
     """At some setting: the leanest."""
     toy = Toy(activation=1e7)
@@ -170,10 +151,8 @@ def test_the_longest_sequence_that_fits():
 @pytest.mark.parametrize(
     ("params", "changes", "given", "cures"),
     [
-        (7e10, {"offload": False}, ("offload",), ["with offload."]),
         (7e10, {"wrapping": "none"}, (), ["LoRA"]),
         (1e11, {"batch_size": 256, "seq_len": 16384, "num_gpus": 64}, ("batch_size",), ["micro-batch 1."]),
-        (9e11, {"num_gpus": 8}, (), ["gh200-96gb."]),
         (3e9, {"num_gpus": 2, "seq_len": 2_000_000}, (), ["sequences of 1,000,000 tokens", "h100-nvl"]),
     ],
 )
@@ -186,22 +165,12 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
         assert cure in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "given", "size", "words"),
-    [
-        ({"num_gpus": 8}, (), 100, "100 sequences cannot be made by 8 GPUs; use 96 or 104"),
-        ({"num_gpus": 8, "batch_size": 3}, ("batch_size",), 16, "8 GPUs x micro-batch 3; use 24"),
-        (
-            {"num_gpus": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
-            ("batch_size", "gradient_accumulation_steps"),
-            16,
-            "2 GPUs x micro-batch 2 x 2 steps; use 8",
-        ),
-    ],
-)
-def test_a_global_batch_that_cannot_be_made(changes, given, size, words):
-    with pytest.raises(ConfigError, match=words):
-        choose("toy", TrainingSetup(**changes), Toy(), fixed=given, global_batch_size=size)
+def test_a_global_batch_that_cannot_be_made():
+    with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
+        choose("toy", TrainingSetup(num_gpus=8), Toy(), global_batch_size=100)
+    fixed = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
+        choose("toy", TrainingSetup(num_gpus=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
 
 
 def test_a_margin_is_a_part():

@@ -2,21 +2,19 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
+from hf_fsdp_tools.distributed.liveness import Lookout
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, using
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
@@ -110,31 +108,9 @@ def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], m
     assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
 
 
-def test_a_process_of_another_machine_of_that_name_is_not_looked_for_here(
-    two: list[Rounds], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Machines that are all called localhost, and containers of one machine on its network."""
-    known = Lookout(two[0]._store, two[0]._prefix, "", (0, 1), 0)
-    monkeypatch.setattr(liveness, "_state_of", lambda process: "X")
-    assert known.has_ended(1) == (liveness.processes_in_sight() != "")
-    monkeypatch.setattr(liveness, "processes_in_sight", lambda: "another")
-    assert not known.has_ended(1)
-
-
 def beat_of(*places: list[str], count: int = 1, progress: int = 1, **passes: int) -> str:
     beat = {"count": count, "progress": progress, "at": places, "for": "", "passes": passes, "of": "Llama"}
     return json.dumps(beat)
-
-
-def test_ranks_wait_on_when_those_that_look_first_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 have come first and ended; rank 2 looks, and gives up for all."""
-    three = ranks_of(4)
-    for rank in (0, 1):
-        three[rank]._store.set(f"{three[0]._prefix}.0/{rank}", rounds.pickle.dumps(("saving", rank)))
-        three[rank]._store.add(f"{three[0]._prefix}.0/count", 1)
-    monkeypatch.setattr(Lookout, "problem", lambda self, *args, **options: "Nobody comes.")
-    with pytest.raises(RanksError, match="Nobody comes"):
-        three[2].exchange(2, "saving")
 
 
 # ---- who is waited for ----
@@ -197,17 +173,6 @@ def test_a_rank_that_never_meets_this_one_is_named(
     assert problem.startswith(expected) and bool(problem) == bool(expected), problem
 
 
-def test_a_rank_that_runs_a_forward_pass_alone_is_named(
-    two: list[Rounds], lookout: Lookout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(liveness, "_passes", {"a": 3})
-    two[1]._store.set(f"{two[0]._prefix}/beat/1", beat_of(a=3))
-    assert lookout.problem("reading", (600, 600)) == ""
-    two[1]._store.set(f"{two[0]._prefix}/beat/1", beat_of(a=4))
-    said = "While reading: rank 1 waits in forward pass 4 of Llama for rank 0, which has run 3. A sharded model"
-    assert lookout.problem("reading", (600, 600)).startswith(said)
-
-
 @pytest.mark.parametrize(("seconds_each", "given_up_s"), [(1, 61), (70, None)])
 def test_a_stopped_rank_is_given_up_by_who_has_looked_for_a_minute(
     lookout: Lookout, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds_each: int, given_up_s: int | None
@@ -245,64 +210,3 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
     assert seconds_until_given_up(7300)[0] == 7205
     with patience(20):
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
-
-
-def client_of(store: Any, silent_s: float = 60) -> StoreClient:
-    return StoreClient(store, "beat", silent_s)
-
-
-def test_the_thread_of_a_group_that_is_over_ends_and_who_still_asks_is_answered() -> None:
-    """It would hold the store, and with it the store's port."""
-    one = client_of(dist.HashStore())
-    one.set("a", "1")
-    with one.telling("opening", "0"):
-        one.stop()
-        former = one._thread
-        assert former is not None and one.get("a") == b"1" and one._thread is former, "not in a call"
-    one.stop()
-    former.join(HANG_S)
-    assert not former.is_alive()
-    assert one.get("a") == b"1" and one._thread is None
-
-
-def test_a_rank_has_one_connection_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of its process group: one more of each rank, all made at once, stops a large job for seconds."""
-    monkeypatch.setattr(liveness, "_BEAT_S", 0.001)
-    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    two = [Rounds(dist.TCPStore("127.0.0.1", keeper.port, None, False), rank, (0, 1)) for rank in range(2)]
-
-    def connections() -> int:
-        return sum(bool(each.raddr) and each.raddr.port == keeper.port for each in psutil.Process().net_connections())
-
-    before = connections()
-    with two[0].scope("saving"), two[1].scope("saving"):
-        for rank, one in enumerate(two):
-            while not keeper.check([f"{one._prefix}/beat/{rank}"]):
-                time.sleep(0.01)
-        assert together(*(lambda one=one: one.exchange(1, "saving") for one in two)) == [[1, 1]] * 2  # type: ignore[misc]
-        assert connections() == before
-    for one in two:
-        one._store.stop()
-
-
-def test_a_rank_tells_where_it_is_while_it_is_in_a_call_and_that_it_has_left_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(liveness, "_BEAT_S", 0.001)
-    store = dist.HashStore()
-    one = client_of(store)
-
-    def told() -> Any:
-        return [place[0] for place in json.loads(store.get("beat"))["at"]] if store.check(["beat"]) else None
-
-    end_s = time.monotonic() + HANG_S
-    for doing in (["opening"], ["reading"]):
-        with one.telling(doing[0], "0"):
-            while told() != doing:
-                assert time.monotonic() < end_s
-        while told() != []:
-            assert time.monotonic() < end_s
-    count = json.loads(store.get("beat"))["count"]
-    time.sleep(0.05)
-    assert json.loads(store.get("beat"))["count"] == count, "it tells nothing more"
-    one.stop()

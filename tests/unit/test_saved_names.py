@@ -137,15 +137,9 @@ def changed(name: str, value: Any) -> Callable[[], tuple[Any, Any]]:
 
 BAD_PARTS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "no json": (changed("1", "{"), "shard-1.safetensors: is not valid JSON"),
-    "a list": (changed("1", []), "expected a JSON object"),
     "no offsets": (changed("1", {"w": {}}), r"'w': DCP_SHARDING_INFO is .*expected saved_offsets for \[4, 4\]"),
-    "too few": (changed("1", {"w": {"saved_offsets": [0]}}), "expected saved_offsets"),
     "negative": (changed("1", {"w": {"saved_offsets": [0, -1]}}), "expected saved_offsets"),
-    "far away": (changed("2", {"w": {"saved_offsets": [0, 2**62]}}), "leave something out or overlap"),
-    "overlap": (changed("2", {"w": {"saved_offsets": [0, 3]}}), "leave something out or overlap"),
     "a hole": (changed("2", {"w": {"saved_offsets": [0, 5]}}), "leave something out or overlap"),
-    "unplaced": (changed("2", {}), r"shard-2\.safetensors: holds 'w', which shard-1\.safetensors holds too; keep one"),
-    "first lost": (lambda: ({"2": TWO["2"]}, STARTS), "leave something out or overlap"),
     "two dtypes": (
         lambda: ({**TWO, "2": {"w": TWO["2"]["w"].half()}}, STARTS),
         r"do not belong together: float32 \[4, 4\] in shard-1\.safetensors, float16 .*several saves",

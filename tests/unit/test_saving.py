@@ -348,12 +348,6 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) ->
         save(tmp_path / name, "new")
 
 
-def test_a_read_only_file_system_is_one_error(tmp_path: Path) -> None:
-    read_only = patch.object(Path, "mkdir", side_effect=OSError(30, "Read-only file system"))
-    with read_only, pytest.raises(CheckpointError, match=r"Cannot save to '.*/state': .*Read-only file system"):
-        save(tmp_path / "state", "new")
-
-
 def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     with warnings.catch_warnings():

@@ -77,14 +77,12 @@ def trainer_arguments(**options):
         (["--mixed-precision=bf16"], "or the script --bf16 true."),
         (["--learnin_rate", "1"], "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         (["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'."),
-        (["--dtype", "bf16"], r"--dtype: invalid choice: 'bf16' \(choose from .*bfloat16"),
         (["--load_in_8bit"], "8-bit layers of bitsandbytes cannot be sharded. Use --load_in_4bit"),
         (["--load_in_4bit"], "add --use_peft"),
         (["--use_peft", "--load_in_4bit", "--merge_adapters"], "Merge into the plain base afterwards"),
         (["--merge_adapters"], "--merge_adapters needs an adapter: add --use_peft"),
         (["--model_name_or_path", "x"], "--model_name_or_path needs --dataset_name"),
         (["--report_to", "wandb"], "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
-        (["--report_to", "wandbb"], "--report_to wandbb: unknown: did you mean wandb"),
         (["--use_liger_kernel"], "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
         (["--config", "nope.yaml"], "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
         (
@@ -209,19 +207,10 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys):
         ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
         ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: the column `text` must hold text, and its first row is 7"),
-        ("l.jsonl", [{"text": ["a", "b"]}] * 9, r"`text` must hold text, and its first row is \['a', 'b'\]"),
         ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and its"),
-        ("r.jsonl", [{"messages": [{"content": "x"}]}] * 9, "`messages` must hold turns"),
         ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
-        ("p.jsonl", [{"prompt": "a", "completion": 3}] * 9, "`completion` must hold text, and its first row is 3"),
-        ("i.jsonl", [{"instruction": 1, "output": "b"}] * 9, "`instruction` must hold text"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
-        (
-            "k.jsonl",
-            [{"text": "a"}] * 3 + [{"prompt": "b", "completion": "c"}],
-            "row 4 has .* and no `text`",
-        ),
         (
             "d.jsonl",
             [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}],
@@ -258,22 +247,6 @@ def test_a_file_in_another_encoding_is_named_with_its_line(suffix, tmp_path):
     (tmp_path / f"old{suffix}").write_bytes((head + row % "plain" + row % "café" * 9).encode("latin1"))
     with pytest.raises(ConfigError, match=rf"line {2 + bool(head)} is not UTF-8 \(byte 0xe9\). Convert it: iconv"):
         load_splits(script(f"old{suffix}"), trainer_arguments(), columns=SFT)
-
-
-def test_an_option_is_named_for_columns_where_the_recipe_has_it(tmp_path):
-    """`accelerate_loop` has none."""
-    lines(tmp_path / "q.jsonl", [{"sentence": "a", "label": 1}] * 9)
-    with pytest.raises(ConfigError, match=r"Rename one, or name a column with --dataset_text_field\.$"):
-        load_splits(script("q.jsonl"), trainer_arguments(), columns=[{"text", "label"}])
-    bare = SimpleNamespace(
-        dataset_name="q.jsonl",
-        dataset_streaming=False,
-        dataset_train_split="train",
-        dataset_test_split="test",
-        eval_strategy="no",
-    )
-    with pytest.raises(ConfigError, match=r"Needed: `text`\. Rename one\.$"):
-        load_splits(bare, bare, columns=[{"text"}])
 
 
 def test_fewer_rows_than_ranks(tmp_path, monkeypatch):
@@ -454,29 +427,6 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
         load_tokenizer(arguments, trainer_arguments(chat_template_path=str(tmp_path / "other")))
 
 
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        ([("eval_loss", 7.638), ("loss", 5.0), ("eval_loss", 4.3431)], "evaluation loss  7.638 before, 4.343 after"),
-        ([("eval_loss", 4.3), ("eval_loss", 4.3431)], "evaluation loss  4.300 before, 4.343 after, which is no better"),
-        ([("eval_loss", 4.3431)], "evaluation loss  4.343 after"),  # --eval_on_start false
-        ([("loss", 1.0)], "evaluation loss  not evaluated"),
-        # a trainer whose loss means nothing
-        (
-            [("eval_loss", 0.0), ("eval_reward", 0.1), ("eval_loss", 0.0), ("eval_reward", 0.5)],
-            "evaluation reward  0.100 before, 0.500 after",
-        ),
-    ],
-)
-def test_a_summary_says_what_evaluations_gave(log, line):
-    history = [{"step": step, name: value} for step, (name, value) in enumerate(log)]
-    args = SimpleNamespace(load_best_model_at_end=False)
-    title, before, after = running._evaluations(
-        SimpleNamespace(state=SimpleNamespace(log_history=history, best_metric=None), args=args)
-    )
-    assert f"{title}  {running._show_evaluations(before, after, title == 'evaluation loss')}" == line
-
-
 def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
     args = SimpleNamespace(
         load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps", greater_is_better=False
@@ -517,7 +467,7 @@ def texts(part: IterableDataset, count: int) -> list[str]:
     return [row["text"] for row in islice(part, count)]
 
 
-@pytest.mark.parametrize(("files", "ranks"), [(1, 2), (3, 2), (2, 2), (4, 2), (6, 3), (4, 3)])
+@pytest.mark.parametrize(("files", "ranks"), [(1, 2), (3, 2), (4, 2), (4, 3)])
 def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch):
     held_out = [{"text": "0-0"}, {"text": "0-3"}]
     given = stream(files).skip(2)  # as rows are held out of a stream
@@ -533,11 +483,6 @@ def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch
     sizes = sorted(map(len, shares))
     assert sizes[-1] - sizes[0] <= 3, "nearly as many rows for each"
     assert len(set.union(*shares)) >= 7 * files - 4
-
-
-def test_a_rank_with_files_of_its_own_reads_no_other(monkeypatch):
-    read = texts(share(monkeypatch, 1, 2, stream(4)), 50)
-    assert {text[0] for text in read} == {"2", "3"}
 
 
 def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):

@@ -1,6 +1,5 @@
 """A sharded model with an Accelerator, a Trainer and folders of other models, in one process: mistakes are named."""
 
-import logging
 import shutil
 import warnings
 from pathlib import Path
@@ -102,16 +101,6 @@ def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) 
         model(IDS)
     said = " ".join(str(warning.message) for warning in told)
     assert said.count("weights of LlamaForCausalLM are float16") == 1
-
-
-def test_the_report_of_keys_has_no_escape_codes_in_a_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    library = logging.getLogger("transformers")
-    library.addHandler(caplog.handler)
-    try:
-        from_pretrained(folder, auto_class="LlamaForSequenceClassification")
-    finally:
-        library.removeHandler(caplog.handler)
-    assert "LOAD REPORT" in caplog.text and "\x1b" not in caplog.text
 
 
 # ---- folders that hold something else ----

@@ -94,5 +94,3 @@ def test_a_batch_script_for_a_script_of_ones_own(tmp_path: Path, monkeypatch: An
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": "/", "SLURM_CPUS_PER_TASK": "1"}
     done = subprocess.run(["bash", str(path.with_suffix(".sbatch"))], env=variables, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["launch", "--config_file", str(path), "your_script.py"], done.stderr
-    assert main(["config", *FOUR, "--slurm"]) == 1
-    assert "name that with --output" in capsys.readouterr().err

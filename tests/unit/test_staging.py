@@ -201,16 +201,6 @@ def test_few_large_runs_are_copied_straight_and_many_small_ones_by_one_copy_and_
         assert machine.done == ["copy", "copy_each"] and stats.calls == 1
 
 
-def test_small_reads_share_a_buffer(tmp_path: Path) -> None:
-    """Every second one of many tensors, with large gaps between them: a call each, and one copy."""
-    file, tensors = stored(tmp_path, 40, (64, 64), torch.bfloat16)
-    with devices() as (machine, side), Reader(staging_bytes=2 * MIB, side=side, in_flight=1) as reader:
-        transfers = places(file, tensors, whole(machine, torch.bfloat16))[::2]
-        stats = reader.read(transfers)
-        assert stats.calls == 20 and machine.done == ["copy", "copy_each"]
-        assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors[::2], strict=True))
-
-
 def test_requests_of_a_batch_lie_in_the_buffer_where_their_dtype_may(tmp_path: Path) -> None:
     file = tmp_path / "stored"
     numbers = torch.arange(5, dtype=torch.float64)

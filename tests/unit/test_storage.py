@@ -2,16 +2,14 @@
 
 import os
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch.distributed as dist
 
 from hf_fsdp_tools.distributed import storage
 from hf_fsdp_tools.distributed.storage import progress_made, watched
@@ -74,29 +72,6 @@ def test_short_calls_are_not_named_however_many(rehearsal: Rehearsal) -> None:
         assert rehearsal.run(600, begin_anew) == []
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    while storage._watcher.is_alive():  # that of a test before, with the patience of its time
-        time.sleep(0.01)
-    monkeypatch.setattr(storage, "_WARN_S", 0.2)
-    monkeypatch.setattr(storage, "_POLL_S", 0.02)
-    yield
-    while storage._watcher.is_alive():  # it ends by itself, or would warn in the next test
-        time.sleep(0.01)
-    assert not storage._under_way
-
-
-@pytest.mark.usefixtures("impatient")
-def test_the_watch_begins_again_after_it_has_ended() -> None:
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="slow: no answer") as told, watched(Path("slow")):
-            deadline = time.monotonic() + 100
-            while not told and time.monotonic() < deadline:
-                time.sleep(0.02)
-        while storage._watcher.is_alive():
-            time.sleep(0.01)
-
-
 def progress_seen_by_another_thread() -> int:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(progress_made).result()
@@ -111,15 +86,3 @@ def test_bytes_of_any_library_and_watched_blocks_are_progress() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(bytes(2**21))
     assert progress_seen_by_another_thread() >= before + 2
-
-
-def test_what_a_store_in_this_process_answers_is_no_progress() -> None:
-    """Rank 0, which keeps it, would never be without progress while others wait for it."""
-    keeper = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", keeper.port, None, False)
-    before, moved = progress_seen_by_another_thread(), storage._bytes_moved("/proc/self")
-    for _ in range(3000):
-        other.set("key", "v" * 1024)
-    assert other.get("key"), "all have arrived"
-    assert storage._bytes_moved("/proc/self") > moved + 2**21, "the process reads them"
-    assert progress_seen_by_another_thread() == before

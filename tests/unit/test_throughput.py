@@ -1,10 +1,15 @@
-"""The throughput of real models: from one dry run over micro-steps, numbers of GPUs, networks and full memory."""
+"""The throughput of real models: from one dry run, over micro-steps, networks and full memory; and as published in
+`benchmarks/results/foresight_throughput.md`."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
+from benchmarks.foreseeing.fit import START, efficiency_from
+from benchmarks.foreseeing.published import Row, read_rows
 from hf_fsdp_tools import estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
@@ -58,29 +63,11 @@ def test_many_micro_steps_are_like_the_second() -> None:
     assert result.hardware_flops == result.model_flops == 5 * trace.model_flops
 
 
-def test_throughput_falls_with_the_number_of_gpus_and_much_more_on_a_slow_network() -> None:
-    fast, slow = (
-        [estimate(num_gpus=count, network_gbit_s=rate).tokens_per_second_per_gpu for count in (8, 16, 64, 1024)]
-        for rate in (3200, 100)
-    )
-    assert slow[0] == fast[0], "eight GPUs share a machine"
-    assert 0.6 * fast[0] < fast[3] < 0.95 * fast[0]
-    assert slow[3] < slow[2] < slow[1] < 0.4 * fast[1]
-
-
 def test_replicas_inside_which_shards_stay_save_a_slow_network() -> None:
     fields = {"num_gpus": 64, "network_gbit_s": 100, "reduce_dtype": "bf16"}
     flat, hybrid = (estimate(dp_replicate_size=replicas, **fields) for replicas in (1, 8))
     # through the cards of a machine go 6 bytes per parameter, or 2 x 7/8 x 2 for the sum over replicas alone
     assert hybrid.exposed_seconds < 0.7 * flat.exposed_seconds
-
-
-def test_recomputation_costs_time_and_counts_as_hardware_flops_only() -> None:
-    plain, again = (estimate(activation_checkpointing=each) for each in (False, True))
-    assert again.model_flops == plain.model_flops
-    assert again.hardware_flops > 1.2 * plain.hardware_flops
-    assert again.step_seconds > 1.15 * plain.step_seconds
-    assert "with what is computed again" in str(again) and "again" not in str(plain)
 
 
 def test_a_full_allocator_stops_the_gpu() -> None:
@@ -93,3 +80,43 @@ def test_a_full_allocator_stops_the_gpu() -> None:
     assert full.notes == ("the memory is full 2 times in a step, for which the GPU stands still",)
     none = throughput_of(dataclasses.replace(memory, is_full=True, retried=((1000, 50),)))
     assert none.step_seconds == free.step_seconds and "does not fit" in str(none)
+
+
+# ---- as published ----
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_throughput.md"
+
+
+def row(start: str, **setup: object) -> Row:
+    (one,) = (
+        each
+        for each in read_rows("throughput")
+        if each.name.startswith(start) and all(getattr(each.setup, name) == value for name, value in setup.items())
+    )
+    return one
+
+
+@pytest.mark.parametrize(
+    "published",
+    [row("mpt-1b a100-40gb x128"), row("llama2-7b h100-80gb x96", compile=True)],
+    ids=lambda each: each.name,
+)
+def test_published_trainings_run_as_fast_as_foreseen(published: Row) -> None:
+    foreseen = throughput_of(published.foresee(), era=published.entry["era"]).tokens_per_second_per_gpu
+    assert foreseen == pytest.approx(published.tokens_per_second, rel=0.08)
+
+
+def test_the_committed_efficiencies_are_those_of_the_table_of_results() -> None:
+    text = RESULTS.read_text()
+    fitted = {name: float(re.findall(rf"\| {re.escape(name)} \| ([\d.]+) \|", text)[0]) for name in START}
+    for published in read_rows("throughput"):
+        if published.setup.gpu[:4] not in ("a100", "h100"):
+            continue
+        fit, kept = (
+            efficiency_from(fitted, published),
+            efficiency_of(gpu_named(published.setup.gpu), published.entry["era"]),
+        )
+        for name in ("matmul", "matmul_half", "attention", "memory", "straggler"):
+            assert getattr(kept, name) == pytest.approx(getattr(fit, name), rel=0.01), name
+        if published.setup.compile:
+            assert kept.compiled_memory == pytest.approx(fit.compiled_memory, rel=0.01)

@@ -1,13 +1,11 @@
 """What a step looks like over its course: of hand-made events, and of traces as torch's profiler writes them."""
 
-import json
-
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Free, Work
 from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.timeline import Bar, extremes, memory_timeline, step_schedule
+from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, step_schedule
 
 GB = 10**9
 
@@ -95,13 +93,6 @@ def test_few_points_keep_the_peak_the_reserved_peak_and_the_phases():
     assert extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
 
 
-def test_what_is_exposed_is_what_nothing_hides():
-    events, _, spans = a_step(units=4, gather_s=1.0, compute_s=2.0)
-    schedule = step_schedule(events, spans)
-    assert schedule.exposed == ((0.0, 1.0), (17.5, 18.5)), "the first gather and the last reduction"
-    assert schedule.exposed_seconds == 2.0 and schedule.communication_seconds == 12.0
-
-
 def test_a_schedule_without_overlap_is_exposed_whole():
     works = [Work("all_gather", 0, 0, "a", "forward", "all_gather"), Work("matmul", 0, 0, "a", "forward")]
     schedule = step_schedule(works, [(0.0, 3.0), (3.0, 4.0)])
@@ -118,11 +109,6 @@ def test_kernels_of_one_unit_become_one_bar_and_pauses_stay():
     assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
 
 
-def test_each_collective_stays_a_bar_of_its_own():
-    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather")] * 2
-    assert len(step_schedule(works, [(0.0, 1.0), (1.0, 2.0)]).bars) == 2
-
-
 def test_gathered_parameters_are_free_when_their_unit_has_computed():
     events, _, spans = a_step(units=2)
     frees = [
@@ -134,16 +120,6 @@ def test_gathered_parameters_are_free_when_their_unit_has_computed():
         if event.operation == "matmul"
     }
     assert {(unit, phase): at for unit, phase, at in frees} == computed
-
-
-def test_values_are_written_as_json():
-    events, resident, spans = a_step()
-    line = memory_timeline(events, resident, reserved=[1] * len(events)).in_seconds(events, spans)
-    written = json.loads(line.to_json())
-    assert written["kinds"] == {kind: list(values) for kind, values in line.kinds.items()}
-    assert written["positions"] == list(line.positions) and written["units"] == list(line.units)
-    schedule = step_schedule(events, spans)
-    assert [Bar(**bar) for bar in json.loads(schedule.to_json())["bars"]] == list(schedule.bars)
 
 
 def record(name, ts, dur=None, cat="cpu_op", tid=1, **args):
@@ -177,30 +153,6 @@ LABELS = [
     record("FSDP::root_post_backward_callback", 150, 30, "user_annotation"),
     record("Optimizer.step#AdamW.step", 200, 50, "user_annotation"),
 ]
-
-
-def test_a_recorded_step_on_a_cpu():
-    """The allocator's total begins with the first trace of the process; what was there before is added."""
-    trace = {
-        "traceEvents": [
-            *LABELS,
-            memory(5, 100, 1100),
-            memory(30, 50, 1150),
-            memory(52, -100, 1050),
-            memory(130, 700, 1750),
-            memory(152, -700, 1050),
-            memory(190, 1, 1051),
-            memory(210, 2, 1053),
-            {"ph": "M", "name": "process_name"},
-        ]
-    }
-    line = read_memory(trace, resident_bytes=10_000)
-    assert (
-        line.allocated == (10_000, 10_100, 10_150, 10_050, 10_750, 10_050, 10_051, 10_053) and line.origin == "measured"
-    )
-    assert line.phases == ("forward", "forward", "forward", "forward", "backward", "backward", "clip", "optimizer")
-    assert line.units == ("", "", "layers.0", "layers.0", "layers.0", "layers.0", "", "")
-    assert line.reserved == () and line.positions[:2] == pytest.approx((0, 5e-6))
 
 
 def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
@@ -267,24 +219,6 @@ def test_collectives_of_gloo_belong_to_the_units_that_launched_them():
     assert schedule.exposed_seconds == pytest.approx(31e-6)
 
 
-def test_a_step_without_fsdp_has_its_phases_too():
-    trace = {
-        "traceEvents": [
-            record("aten::mm", 1, 5),
-            memory(2, 10, 10),
-            record("autograd::engine::evaluate_function: MmBackward0", 20, 5),
-            memory(22, 10, 20),
-            record("autograd::engine::evaluate_function: x", 30, 5),
-            record("Optimizer.step#SGD.step", 50, 5, "user_annotation"),
-            memory(52, -10, 10),
-        ]
-    }
-    assert read_memory(trace).phases == ("forward", "forward", "backward", "optimizer")
-    assert {bar.phase for bar in read_schedule(trace).bars} == {"forward", "backward", "clip"}
-
-
 def test_a_recording_of_nothing_is_said():
     with pytest.raises(ConfigError, match="profile of the step is empty"):
         read_schedule({"traceEvents": []})
-    with pytest.raises(ConfigError, match="No memory was allocated"):
-        read_memory({"traceEvents": [record("aten::mm", 1, 2)]})

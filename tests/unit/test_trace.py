@@ -13,8 +13,8 @@ from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build, max_positions
-from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Mark, Work
+from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
@@ -238,22 +238,6 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch():
             assert taken[block].kind == "whole gradients"
 
 
-def test_marks_stand_where_fsdp_acts():
-    trace = traced("llama", precision="bf16", activation_checkpointing=True)
-    marks = [(event.where, event.module) for event in trace.events if isinstance(event, Mark) and not event.again]
-    layers = ["model.layers.0", "model.layers.1"]
-    forward = [module for where, module in marks if where == "before_forward" and module in layers]
-    backward = [(where, module) for where, module in marks if where.endswith("backward") and module in layers]
-    assert forward == layers
-    assert backward == [(where, name) for name in layers[::-1] for where in ("before_backward", "after_backward")]
-    again = [event for event in trace.events if isinstance(event, Work) and event.again]
-    first = [event for event in trace.events if isinstance(event, Work) and event.phase == "forward"]
-    assert {event.phase for event in again} == {"backward"}
-    done = lambda works: sum(work.flops for work in works if work.unit in layers)  # noqa: E731
-    # Recomputation ends at the last tensor that the backward pass needs: the last product of a block is left out.
-    assert 0.7 < done(again) / done(first) < 1 and not any(work.model_flops for work in again)
-
-
 # ---- kinds of training ----
 
 
@@ -299,12 +283,6 @@ def test_a_loss_in_chunks_never_holds_all_logits():
 
 
 # ---- bad input ----
-
-
-def test_a_sequence_beyond_the_positions_is_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match=r"seq_len 65 is beyond the 64 positions of GPT2LMHeadModel\. Use 64 or less"):
-        traced("gpt2", seq_len=65)
-    assert max_positions(CONFIGS["encoder and decoder"](2)) is None
 
 
 def test_what_fails_in_the_models_own_code_is_one_line():

@@ -78,13 +78,6 @@ def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_siz
     assert len(calls) == 2 and small.tokens < one.tokens
 
 
-def test_images_add_memory_and_reach_the_tower():
-    alone, with_images = (traced("VLM, Qwen2.5-VL", images=count) for count in (0, 1))
-    assert any("'model.visual'" in note for note in alone.notes)
-    assert not any("no gradient" in note for note in with_images.notes)
-    assert with_images.model_flops > alone.model_flops
-
-
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():
     _, _, _, model, _ = built("VLM, LLaVA", freeze_vision_tower=True)
     frozen = {name.split(".")[1] for name, one in model.named_parameters() if not one.requires_grad}

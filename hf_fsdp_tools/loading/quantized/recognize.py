@@ -47,10 +47,6 @@ class Dequantized:
     num_values: int
     """Values that they stand for."""
 
-    other_blocks: tuple[str, ...] = ()
-    """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
-    """
-
 
 def method_of(quantization: Mapping[str, Any] | None) -> str | None:
     """The name of the method in a quantisation config."""
@@ -86,10 +82,9 @@ def with_floats(
     }
     tensors = dict(sorted((plain | tensors_by_key).items()))
     dequantized = Dequantized(
-        method=method or Counter(finder.shown).most_common(1)[0][0],
+        method=method or Counter(map(_method_by_rule, finder.quantized)).most_common(1)[0][0],
         stored_bytes=sum(tensor.num_bytes for tensor in tensors_by_key.values()),
         num_values=sum(math.prod(tensor.shape) for tensor in tensors_by_key.values()),
-        other_blocks=tuple(finder.other_blocks),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
 
@@ -123,8 +118,6 @@ class _Finder:
         self.quantized: list[QuantizedTensor] = []
         self.used: set[str] = set()
         self.problems: list[str] = []
-        self.shown: list[str] = []
-        self.other_blocks: list[str] = []
         bare: list[StoredTensor] = []
         for key, values in self._tensors.items():
             try:
@@ -182,9 +175,8 @@ class _Finder:
         """Values times the scale of their block; 4-bit values lie two to a byte."""
         packed = 2 if values.dtype == torch.int8 else 1
         _expect(scales, (*_SCALES, *_EXPONENTS))
-        self.shown.append("fp8" if packed == 1 else "fp4")
         block = _block("weight_block_size", self._config.get("weight_block_size"))
-        grid = self._grid(values.key, _shape(values, packed), scales, block, packed)
+        grid = _grid(_shape(values, packed), scales, block, packed)
         return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", packed)
 
     def _compressed(
@@ -192,9 +184,8 @@ class _Finder:
     ) -> QuantizedTensor:
         """8-bit values of compressed-tensors, with scales per tensor, channel, group or block."""
         _expect(scales, _SCALES)
-        self.shown.append("compressed-tensors")
         block = _block_of_groups(self._config)
-        grids = {"scale": self._grid(values.key, values.shape, scales, block, 1, config_first=True)}
+        grids = {"scale": _grid(values.shape, scales, block, 1, config_first=True)}
         if zero_points is not None:
             _expect(zero_points, (values.dtype,))
             if zero_points.shape != scales.shape:
@@ -218,10 +209,9 @@ class _Finder:
                 "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
             )
         _expect(scales, _SCALES)
-        self.shown.append("compressed-tensors")
         packed = 32 // bits
         shape = _shape(values, packed)
-        grids = {"scale": self._grid(key, shape, scales, (), packed)}
+        grids = {"scale": _grid(shape, scales, (), packed)}
         zero_points = self._tensors.get(f"{key}_zero_point")
         if zero_points is not None:
             _expect(zero_points, (torch.int32,))
@@ -244,9 +234,8 @@ class _Finder:
         _expect(of_weight, (torch.float32,))
         if of_weight.shape != (1,):
             raise _DoesNotFit(f"{of_weight.key!r} beside it is {list(of_weight.shape)}, expected one number, [1]")
-        self.shown.append("compressed-tensors")
         stored = {"scale": scales, "global scale": of_weight}
-        grids = {name: self._grid(key, _shape(values, 2), each, (), 2) for name, each in stored.items()}
+        grids = {name: _grid(_shape(values, 2), each, (), 2) for name, each in stored.items()}
         return _tensor(key, values, grids, "nvfp4", 2)
 
     def _mxfp4(self, values: StoredTensor, scales: StoredTensor | None) -> QuantizedTensor | None:
@@ -261,7 +250,6 @@ class _Finder:
                 f"expected blocks [experts, rows, blocks, bytes] with scales [experts, rows, blocks], found scales "
                 f"{list(scales.shape)}"
             )
-        self.shown.append("mxfp4")
         experts, rows, blocks, size = values.shape
         grid = BlockScales(stored=scales, columns=blocks, block=(1, 2 * size))
         columns = 2 * blocks * size
@@ -276,46 +264,47 @@ class _Finder:
             is_transposed=True,
         )
 
-    def _grid(
-        self,
-        key: str,
-        shape: tuple[int, ...],
-        scales: StoredTensor,
-        config_block: tuple[int, ...],
-        packed: int,
-        *,
-        config_first: bool = False,
-    ) -> BlockScales:
-        """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
 
-        With `config_first` (compressed-tensors), the config decides where it fits.
-        """
-        if len(shape) < 2:
-            raise _DoesNotFit("expected a matrix, or a stack of matrices")
-        *outer, rows, columns = shape
-        count, counts = math.prod(outer), _row_major(scales).shape
-        if math.prod(counts) == 1:
-            return BlockScales(stored=scales, columns=1, block=(count * rows, columns))
-        if len(counts) == 1 and outer and counts[0] == count:  # a scale for each matrix
-            return BlockScales(stored=scales, columns=1, block=(rows, columns))
-        down, across = counts[-2:] if len(counts) > 1 else (0, 0)
-        is_complete = down > 0 and across > 0 and math.prod(counts[:-2]) == count
-        high, wide = config_block or (0, 0)
-        config_fits = high > 0 and (-(-rows // high), -(-columns // wide)) == (down, across)
-        is_even = is_complete and not rows % down and not columns % across and not columns // across % packed
-        if is_even and not (config_first and config_fits):
-            block = (rows // down, columns // across)
-            if config_fits and any(
-                a > 1 and n != m for a, n, m in zip((down, across), block, config_block, strict=True)
-            ):
-                self.other_blocks.append(key)
-            return BlockScales(stored=scales, columns=across, block=block)
-        if is_complete and config_fits and not (outer and rows % high) and not wide % packed:
-            return BlockScales(stored=scales, columns=across, block=(high, wide))
-        raise _DoesNotFit(
-            f"its scales {scales.key!r} {list(counts)} lie on no blocks of it"
-            + (f", nor on blocks of {high} x {wide} as the config says" if config_block else "")
-        )
+def _grid(
+    shape: tuple[int, ...],
+    scales: StoredTensor,
+    config_block: tuple[int, ...],
+    packed: int,
+    *,
+    config_first: bool = False,
+) -> BlockScales:
+    """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
+
+    With `config_first` (compressed-tensors), the config decides where it fits.
+    """
+    if len(shape) < 2:
+        raise _DoesNotFit("expected a matrix, or a stack of matrices")
+    *outer, rows, columns = shape
+    count, counts = math.prod(outer), _row_major(scales).shape
+    if math.prod(counts) == 1:
+        return BlockScales(stored=scales, columns=1, block=(count * rows, columns))
+    if len(counts) == 1 and outer and counts[0] == count:  # a scale for each matrix
+        return BlockScales(stored=scales, columns=1, block=(rows, columns))
+    down, across = counts[-2:] if len(counts) > 1 else (0, 0)
+    is_complete = down > 0 and across > 0 and math.prod(counts[:-2]) == count
+    high, wide = config_block or (0, 0)
+    config_fits = high > 0 and (-(-rows // high), -(-columns // wide)) == (down, across)
+    is_even = is_complete and not rows % down and not columns % across and not columns // across % packed
+    if is_even and not (config_first and config_fits):
+        return BlockScales(stored=scales, columns=across, block=(rows // down, columns // across))
+    if is_complete and config_fits and not (outer and rows % high) and not wide % packed:
+        return BlockScales(stored=scales, columns=across, block=(high, wide))
+    raise _DoesNotFit(
+        f"its scales {scales.key!r} {list(counts)} lie on no blocks of it"
+        + (f", nor on blocks of {high} x {wide} as the config says" if config_block else "")
+    )
+
+
+def _method_by_rule(tensor: QuantizedTensor) -> str:
+    """The name of the method of a quantised weight in a checkpoint whose config names none."""
+    if tensor.rule == "scaled in fp32":
+        return "fp8" if tensor.packed == 1 else "fp4"
+    return "mxfp4" if tensor.rule == "mxfp4" else "compressed-tensors"
 
 
 def _shape(values: StoredTensor, packed: int) -> tuple[int, ...]:

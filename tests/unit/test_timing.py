@@ -1,13 +1,14 @@
-"""The time of collectives: none for one rank, bandwidth for large tensors, latency for small ones, shared networks."""
+"""GPUs by the names that people and drivers write, and the time of collectives: bandwidth, latency, shared networks."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import Group, collective_seconds, group_of
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.foresight.timing.collectives import Group, collective_seconds, group_of, node_network
+from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 
 BIG, SMALL = 64e9, 1e3
 
@@ -21,17 +22,12 @@ def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Grou
     return group_of(axis, setup, gpu_named(gpu))  # type: ignore[arg-type]
 
 
-def test_a_group_of_one_rank_does_nothing() -> None:
-    alone = group(num_gpus=1)
-    assert all_gather(BIG, alone) == reduce_scatter(BIG, alone) == all_reduce(BIG, alone) == 0
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -> None:
     seconds = all_gather(BIG, group(num_gpus=ranks))
     # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
     assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
-    assert reduce_scatter(BIG, group(num_gpus=ranks)) == seconds
+    assert reduce_scatter(BIG, group(num_gpus=ranks)) == seconds and all_gather(BIG, group(num_gpus=1)) == 0
     assert all_reduce(BIG, group(num_gpus=ranks)) == pytest.approx(2 * seconds, rel=1e-3)
 
 
@@ -50,19 +46,6 @@ def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
     assert all_gather(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
 
 
-def test_the_protocol_of_least_latency_has_little_bandwidth_between_machines() -> None:
-    # LL takes 1.25 ms for 1,023 steps and then 20 GB/s at most, LL128 2.2 ms and then 92 % of 240 GB/s
-    many = group(num_gpus=1024, network_gbit_s=3200)
-    assert all_gather(SMALL, many) == pytest.approx(1.25e-3, rel=0.01)
-    assert all_gather(50e6, many) == pytest.approx(2.2e-3 + 50e6 / 0.92 / 240e9, rel=0.01)
-
-
-def test_a_part_of_the_shards_is_gathered_inside_a_machine() -> None:
-    setup, gpu = TrainingSetup(num_gpus=64), gpu_named("h100")
-    part = group_of("shard", setup, gpu, ranks=8)
-    assert (part.ranks, part.nodes) == (8, 1)
-
-
 def test_a_small_all_reduce_over_many_machines_takes_a_tree() -> None:
     many = group(num_gpus=1024)
     assert all_reduce(SMALL, many) < all_gather(SMALL, many) / 5
@@ -74,15 +57,6 @@ def test_one_rank_per_machine_has_a_logarithmic_gather() -> None:
     assert alone.ranks_per_node == 1
     assert all_gather(SMALL, alone) < 64 * 4e-6
     assert all_gather(BIG, alone) == pytest.approx(63 / 64 * BIG / 25e9, rel=0.01), "large ones keep the ring"
-
-
-def test_shards_inside_machines_do_not_use_the_network_and_replicas_share_it() -> None:
-    mesh = {"num_gpus": 64, "dp_replicate_size": 8, "network_gbit_s": 1600}
-    shard, replicate = group("shard", **mesh), group("replicate", **mesh)
-    assert (shard.ranks, shard.nodes, shard.ranks_per_node) == (8, 1, 8)
-    assert (replicate.ranks, replicate.nodes, replicate.ranks_per_node) == (8, 8, 1)
-    assert shard.bandwidth == 240e9
-    assert replicate.bandwidth == 200e9 / 8, "eight groups of replicas meet at each machine's cards"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +71,59 @@ def test_groups_lie_as_ranks_fill_machines(
     assert replicate.network_bandwidth == 100e9 / replica_sharing
 
 
-def test_what_the_network_is_worth_counts_for_its_efficiency_only() -> None:
-    setup, gpu = TrainingSetup(num_gpus=16, network_gbit_s=800), gpu_named("h100")
-    whole, most = (group_of("shard", setup, gpu, share) for share in (1.0, 0.8))
-    assert most == dataclasses.replace(whole, network_bandwidth=0.8 * whole.network_bandwidth)
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, name) for name in GPUS),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("a100 40 GB", "a100-40gb"),
+        ("v100", "v100-32gb"),
+        ("A10G", "a10g-24gb"),
+        ("rtx4090", "rtx-4090"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_a_gpu_is_found_by_any_usual_name(name: str, key: str) -> None:
+    assert gpu_named(name) is GPUS[key]
+
+
+@pytest.mark.parametrize("name", ["h100-40gb", "h10", "t4", "nvidia", ""])
+def test_an_unknown_gpu_is_an_error_that_names_the_nearest_or_all(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        gpu_named(name)
+    message = str(error.value)
+    assert message.startswith(f"GPU {name!r} is not in the table")
+    assert "did you mean h100-" in message if name == "h100-40gb" else all(known in message for known in GPUS)
+
+
+def test_a_gpu_is_described_by_hand() -> None:
+    half = replace(GPUS["a100-40gb"], name="a100-half", memory_bytes=20 * 2**30)
+    setup = TrainingSetup(gpu=half)
+    assert gpu_named(setup.gpu) is half and f"{setup.gpu}" == "a100-half"
+
+
+def test_the_rate_follows_from_the_dtype() -> None:
+    h100, v100 = GPUS["h100-80gb"], GPUS["v100-16gb"]
+    assert h100.peak(4) == 67e12 < h100.peak(2) == h100.peak(2, "fp16") < h100.peak(1)
+    assert v100.peak(2, "fp16") == 125e12
+    assert v100.peak(2, "bf16") == v100.peak(4) == 15.7e12, "a V100 has no matrix units for bf16"
+
+
+def test_the_network_is_that_of_all_cards_of_a_machine() -> None:
+    h100 = GPUS["h100-80gb"]
+    assert node_network(TrainingSetup(num_gpus=16), h100) == 8 * 50e9
+    assert node_network(TrainingSetup(num_gpus=16, gpus_per_node=4), h100) == 4 * 50e9
+    assert node_network(TrainingSetup(num_gpus=16, network_gbit_s=100), h100) == 12.5e9
+
+
+def test_links_inside_a_machine_can_be_given() -> None:
+    usual, slow = (group_of("shard", TrainingSetup(num_gpus=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5))
+    assert usual.bandwidth == 12e9 and slow.bandwidth == 2.5e9
+    with pytest.raises(ConfigError, match=r"link_gb_s is 0; give GB/s above 0, or leave it out\."):
+        TrainingSetup(link_gb_s=0)
