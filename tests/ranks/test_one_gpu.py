@@ -44,6 +44,16 @@ def _needs(gpus: int) -> Any:
     return pytest.mark.skipif(num_gpus() < gpus, reason=f"needs {gpus} CUDA device(s); there are {num_gpus()}")
 
 
+on_each = pytest.mark.parametrize(
+    ("device", "ranks"),
+    [
+        pytest.param("cpu", 1, id="cpu"),
+        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
+        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
+    ],
+)
+
+
 def _is_gpu() -> bool:
     return local_device().type == "cuda"
 
@@ -288,13 +298,6 @@ def _all_cases(folder: Path, out: Path) -> None:
     run_cases(cases)
 
 
-@pytest.mark.parametrize(
-    ("device", "ranks"),
-    [
-        pytest.param("cpu", 1, id="cpu"),
-        pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
-        pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
-    ],
-)
+@on_each
 def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(_all_cases, ranks, folders["llama"], tmp_path, device=device, timeout_s=500)
