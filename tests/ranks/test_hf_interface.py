@@ -145,7 +145,7 @@ def a_plain_state_dict_is_loaded_into_the_shards(folder: Path) -> None:
 
 PICTURE = {
     "input_ids": torch.tensor([[1, *[130] * 16, *range(20, 30)]]),
-    "pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16),
+    "pixel_values": torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32),
 }
 TEXT = {"input_ids": torch.arange(3, 12)[None], "decoder_input_ids": torch.arange(9)[None]}
 

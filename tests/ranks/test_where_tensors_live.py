@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_fsdp_tools import CheckpointError, load_weights, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed import shards
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, local_tensor, part_of
-from hf_fsdp_tools.integrations.model import _shard_like
+from hf_fsdp_tools.integrations.model import hand_over
 from hf_fsdp_tools.loading import load
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
@@ -118,9 +118,12 @@ def models(folder: Path) -> None:
         torch.nn.init.zeros_(parameter)
 
     state = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    whole = torch.nn.Parameter(torch.zeros_like(state))
+    optimizer = torch.optim.Adagrad([whole])
+    optimizer.state[whole]["sum"].copy_(state)
     with mesh_elsewhere():
-        mine = _shard_like(model.lm_head.weight, state)
-    assert torch.equal(mine.full_tensor(), state)
+        hand_over(optimizer, {whole: model.lm_head.weight})
+    assert torch.equal(optimizer.state[model.lm_head.weight]["sum"].full_tensor(), state)
 
 
 # ---- memory of offloaded shards ----
