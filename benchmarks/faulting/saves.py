@@ -42,11 +42,11 @@ class Save:
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         """Save over it; the digest of what it saves."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kind has its own
 
     def found(self, models: Path, out: Path) -> list[str]:
         """A digest by each way to open the folder, or "error: …"."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kind has its own
 
 
 # ---- run by ranks ----

@@ -78,6 +78,7 @@ def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int
 
 
 def setting_of(forecast: "Forecast") -> str:
+    """The model, the GPUs and the batch of a forecast, in a line."""
     setup = forecast.setup
     batch = f"{setup.batch_size} x {setup.seq_len:,} tokens per GPU"
     return f"{forecast.model_class}, {setup.num_gpus:,} x {setup.gpu}, {batch}"
