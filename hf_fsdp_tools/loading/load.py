@@ -191,7 +191,7 @@ def load_weights(
                     fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
-    log_dequantized(report)
+    log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
     return report
 
 

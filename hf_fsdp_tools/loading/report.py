@@ -1,9 +1,12 @@
 """The report of a load, as a value that can be printed and stored; and the progress bar of loading."""
 
 import json
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +162,39 @@ def _resident(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
     return kib.get("VmRSS", 0) * 1024, kib.get("VmHWM", 0) * 1024
 
 
+class _WithoutColours(LoggerAdapter):  # type: ignore[type-arg]  # over transformers' own logger
+    """A logger that leaves out the escape codes of a terminal, for files that are read later."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(msg)), kwargs
+
+
 def log_keys(model: nn.Module, report: LoadReport) -> None:
     """Warn of missing, unexpected and mismatched keys on rank 0, in transformers' own table, through its own logger."""
     if report.rank != 0:
         return
     info = LoadStateDictInfo(**report.loading_info(), conversion_errors={}, skipped_pp_keys=set())
     info.mismatched_keys = {(key, torch.Size(a), torch.Size(b)) for key, a, b in report.mismatched_keys}
-    logger = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    logger: Any = logging.get_logger("transformers.modeling_utils")  # the one that its from_pretrained uses
+    if not sys.stderr.isatty():
+        logger = _WithoutColours(logger)
     log_state_dict_report(model, report.checkpoint, ignore_mismatched_sizes=True, loading_info=info, logger=logger)
 
 
-def log_dequantized(report: LoadReport) -> None:
-    """Say in one line on rank 0 that weights were dequantised."""
-    if report.rank == 0 and report.dequantized_from:
-        logging.get_logger("transformers.modeling_utils").warning(
-            f"{report.checkpoint} is quantised, and training needs floats: its weights were dequantised while they "
-            f"were read. {report.show_dequantized()}."
+def log_dequantized(report: LoadReport, other_blocks: Sequence[str]) -> None:
+    """Say in one line on rank 0 that weights were dequantised, and in one more which ones contradict the config."""
+    if report.rank != 0 or not report.dequantized_from:
+        return
+    logger = logging.get_logger("transformers.modeling_utils")
+    logger.warning(
+        f"{report.checkpoint} is quantised, and training needs floats: its weights were dequantised while they were "
+        f"read. {report.show_dequantized()}."
+    )
+    if other_blocks:
+        logger.warning(
+            f"{len(other_blocks)} weights have scales on other blocks than weight_block_size says "
+            f"({listed(other_blocks)}): their size is no multiple of the block size. They were dequantised as "
+            "transformers does it, on blocks of equal size; check the model's outputs."
         )
 
 

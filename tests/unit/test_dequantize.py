@@ -391,12 +391,19 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
     assert (Path(__file__).parents[2] / "recipes" / "dequantize.py").is_file()
 
 
-def test_a_warning_says_that_weights_were_dequantised(fp8, monkeypatch):
+def test_warnings_say_that_weights_were_dequantised_and_which_contradict_the_config(fp8, tmp_path, monkeypatch):
+    """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
+    than they were quantised."""
+    for file in fp8.glob("*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [8, 17]  # 48 columns are 3 blocks of them, the last one short
+    (tmp_path / "config.json").write_text(json.dumps(config))
     said: list[str] = []
     monkeypatch.setattr(hf.logging.get_logger("transformers.modeling_utils"), "warning", said.append)
-    from_pretrained(fp8)
-    (text,) = said
-    assert "its weights were dequantised while they were read. fp8: 38.0 kB as stored" in text
+    from_pretrained(tmp_path)
+    assert len(said) == 2 and "its weights were dequantised while they were read. fp8: 38.0 kB as stored" in said[0]
+    assert "14 weights have scales on other blocks than weight_block_size says (model.layers.0.mlp.down" in said[1]
 
 
 @pytest.mark.parametrize("given", [hf.FineGrainedFP8Config(dequantize=True), None])

@@ -47,6 +47,10 @@ class Dequantized:
     num_values: int
     """Values that they stand for."""
 
+    other_blocks: tuple[str, ...] = ()
+    """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
+    """
+
 
 def method_of(quantization: Mapping[str, Any] | None) -> str | None:
     """The name of the method in a quantisation config."""
@@ -85,6 +89,7 @@ def with_floats(
         method=method or Counter(map(_method_by_rule, finder.quantized)).most_common(1)[0][0],
         stored_bytes=sum(tensor.num_bytes for tensor in tensors_by_key.values()),
         num_values=sum(math.prod(tensor.shape) for tensor in tensors_by_key.values()),
+        other_blocks=tuple(finder.other_blocks),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
 
@@ -118,6 +123,7 @@ class _Finder:
         self.quantized: list[QuantizedTensor] = []
         self.used: set[str] = set()
         self.problems: list[str] = []
+        self.other_blocks: list[str] = []
         bare: list[StoredTensor] = []
         for key, values in self._tensors.items():
             try:
@@ -176,7 +182,13 @@ class _Finder:
         packed = 2 if values.dtype == torch.int8 else 1
         _expect(scales, (*_SCALES, *_EXPONENTS))
         block = _block("weight_block_size", self._config.get("weight_block_size"))
-        grid = _grid(_shape(values, packed), scales, block, packed)
+        shape = _shape(values, packed)
+        grid = _grid(shape, scales, block, packed)
+        if block and (counts := _counts(shape, block)) == _counts(shape, grid.block):
+            differs = (
+                n > 1 and own != configured for n, own, configured in zip(counts, grid.block, block, strict=True)
+            )
+            self.other_blocks += [values.key] if any(differs) else []
         return _tensor(values.key, values, {"scale": grid}, "scaled in fp32", packed)
 
     def _compressed(
@@ -263,6 +275,11 @@ class _Finder:
             packed=2,
             is_transposed=True,
         )
+
+
+def _counts(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, int]:
+    """How many blocks of that size a matrix has, down and across."""
+    return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
 
 
 def _grid(
