@@ -51,7 +51,7 @@ SCRIPT = "benchmarks/training.py"
 TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
 LIMIT_S = 600
-SMALL = {"hidden_size": 384, "num_layers": 8, "num_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192}
+SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
 
 
 def parsed() -> argparse.Namespace:

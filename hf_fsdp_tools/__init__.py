@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.pretrained import from_config as from_config
     from hf_fsdp_tools.pretrained import from_pretrained as from_pretrained
     from hf_fsdp_tools.saving.export import export_checkpoint as export_checkpoint
-    from hf_fsdp_tools.saving.export import merge_adapter as merge_adapter
     from hf_fsdp_tools.saving.save import save_pretrained as save_pretrained
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
@@ -78,7 +77,7 @@ _NAMES_OF = {
     "planning.plan": ("WrapPlan",),
     "planning.policy": ("HybridPolicy",),
     "pretrained": ("from_config", "from_pretrained"),
-    "saving.export": ("export_checkpoint", "merge_adapter"),
+    "saving.export": ("export_checkpoint",),
     "saving.save": ("save_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "sharding.describe": ("describe_sharding",),

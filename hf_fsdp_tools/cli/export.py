@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.options import add_class_and_json, parse_dtype
-from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
+from hf_fsdp_tools.errors import FSDPToolsError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.saving.report import SaveReport
@@ -44,8 +44,6 @@ def add_export(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    if options.source is None and options.adapter is None:
-        raise ConfigError("export needs STATE and OUT: a training state or checkpoint, and a new folder")
     import torch.distributed as dist
 
     from hf_fsdp_tools.distributed.mesh import ensure_process_group
@@ -70,14 +68,13 @@ def _export(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace) -> "SaveReport":
     """Export or merge; every rank must call."""
-    from hf_fsdp_tools import export_checkpoint, merge_adapter
+    from hf_fsdp_tools import export_checkpoint
 
-    names = ("max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code", "revision", "subfolder")
+    names = ["adapter", "max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code"]
+    names += ["revision", "subfolder"]
     keywords = {name: value for name in names if (value := getattr(options, name)) is not None}
     keywords |= {"dtype": parse_dtype(options.dtype), "progress": sys.stderr.isatty()}
     with _own_warnings():
-        if options.adapter is not None:
-            return merge_adapter(options.adapter, options.folder, base=options.source, **keywords)
         return export_checkpoint(options.source, options.folder, **keywords)
 
 

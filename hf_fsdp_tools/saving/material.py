@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,6 @@ class Material:
     """A model without values, and which files and adapters hold them."""
 
     model: PreTrainedModel
-    """What is to be saved."""
     match: Match
     """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
     wrappers: tuple[nn.Module, ...] = ()
@@ -103,14 +101,13 @@ def material_of_model(
     return Material(model=model, match=match)
 
 
-def material_of_adapter(
-    checkpoint: Checkpoint, adapter: str, hub_kwargs: Mapping[str, Any], auto_class: Any, trust_remote_code: bool
-) -> Material:
+def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any, trust_remote_code: bool) -> Material:
     """The base of a PEFT adapter as it will be with the adapter merged into it; the adapter has its values.
 
     Every rank must call. The ranks exchange errors, and digests of the adapter's config.
     """
-    written, shapes = opened("opening the adapter", adapter, partial(_look_at, adapter), hub_kwargs)
+    name = adapter.name
+    written, shapes = opened("opening the adapter", name, lambda hub: _look_at(Source(name, hub)), dict(adapter.hub))
     with agreed("building the model"):
         heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
         model = _base(checkpoint, written, auto_class, trust_remote_code, **({"num_labels": heads[0]} if heads else {}))
@@ -121,15 +118,12 @@ def material_of_adapter(
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
         _refuse_other_shapes(match, of_adapter)
         set_conversions(model, match.load_map)
-    adapted = load_adapter(model, adapter, **hub_kwargs)
+    adapted = load_adapter(model, name, **adapter.hub)
     with agreed("preparing the adapter"):
         wrappers = tuple(mergeable(adapted))
         base = base_of(adapted)
-        merged = {
-            old: nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=False)
-            for wrapper in wrappers
-            for old in adapted_parameters(wrapper).values()
-        }
+        olds = [old for wrapper in wrappers for old in adapted_parameters(wrapper).values()]
+        merged = {old: nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=False) for old in olds}
         # What is trained whole has a copy for the adapter's values; the base keeps its own.
         trained = {
             key for key in of_adapter if "modules_to_save" in base.get_submodule(key.rpartition(".")[0])._modules
@@ -155,14 +149,8 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
         own = {id(match.state[key]) for key in embeddings}
         loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}
-    fill_shards(
-        model,
-        match.index,
-        loaded,
-        groups=match.load_map.groups,
-        doing="reading the embeddings",
-        progress=False,
-    )
+    doing = "reading the embeddings"
+    fill_shards(model, match.index, loaded, groups=match.load_map.groups, doing=doing, progress=False)
     return restore_adapter(model, state, is_trainable=False)
 
 
@@ -182,13 +170,8 @@ def _base(
 def _build(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
-    model = build_meta_model(
-        checkpoint.config,
-        auto_class=auto_class,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
+    options |= {"auto_class": auto_class, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    model = build_meta_model(checkpoint.config, **options)
     if packed_linears(model):
         raise ConfigError(
             f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
@@ -199,21 +182,19 @@ def _build(
     return model
 
 
-def _look_at(adapter: str, hub_kwargs: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:
+def _look_at(adapter: Source) -> tuple[Mapping[str, Any], dict[str, tuple[int, ...]]]:
     """An adapter's config, and the shapes of its tensors by the keys of the base."""
-    folder, _ = Source(adapter, hub_kwargs).folder("adapter_*")
+    folder, _ = adapter.folder("adapter_*")
     written = read_adapter_config(folder)
     if written is None:
         raise CheckpointError(
             f"No adapter_config.json in {str(folder)!r}. Give a folder that save_pretrained wrote for an adapter, or a "
-            "hub name."
+            "hub name; a model alone is written as a checkpoint without --adapter (adapter=)."
         )
     files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
     stored = next((CheckpointIndex.open(file, allow_pickle=True).tensors for file in files if file.is_file()), {})
-    return written, {
-        key.removeprefix("base_model.model.").replace(".base_layer.", "."): tuple(tensor.shape)
-        for key, tensor in stored.items()
-    }
+    keys = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in stored}
+    return written, {keys[key]: tuple(tensor.shape) for key, tensor in stored.items()}
 
 
 # ---- tensors ----
@@ -240,10 +221,10 @@ def _embeddings(model: PreTrainedModel) -> list[str]:
 
 def _put_on_cpu(model: nn.Module, filled: Collection[str]) -> None:
     """Give meta tensors a place on the CPU, where PEFT adapts them: memory for those filled, one element for others."""
-    keys = {id(tensor) for key, tensor in persistent_tensors(model).items() if key in filled}
+    ids = {id(tensor) for key, tensor in persistent_tensors(model).items() if key in filled}
     new: dict[torch.Tensor, torch.Tensor] = {}
     for tensor in [tensor for _, _, tensor in slots(model) if tensor.is_meta]:
         one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype) if id(tensor) in keys else one
+        value = one.contiguous() if id(tensor) in ids else one
         new[tensor] = with_data(tensor, value) if isinstance(tensor, nn.Parameter) else value
     swap(model, new)

@@ -1,12 +1,13 @@
 """A checkpoint written from another one, part by part, in bounded memory.
 
-Tensors that are only moved, on the way in and on the way out, are read slab by slab and written from there to their
-places. Tensors that something computes (an adapter is merged, or a conversion does more than move data) are read whole,
-together with the tensors that they are computed with, and written whole.
+Tensors that are only moved, on the way in and on the way out, are read and written slab by slab. Tensors that something
+computes (an adapter is merged, or a conversion does more than move data) are read and written whole, together with the
+tensors that they are computed with.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,11 +32,20 @@ _PART_BYTES = 64 * 2**20
 """Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
 little beside what importing torch takes. (assumed)"""
 
-_COMPUTING = 4
-"""How much longer a byte takes that is computed than one that is moved, for dealing parts out. (assumed)"""
 
-Part = list[tuple[str, Box]]
-"""What one process makes at a time: boxes of tensors of the model, by key, all of them moved or all computed."""
+@dataclass(frozen=True)
+class Part:
+    """What one process makes at a time."""
+
+    boxes: list[tuple[str, torch.Tensor, Box]]
+    """Boxes of tensors of the model, each with the key and the tensor."""
+
+    is_computed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(box.numel * tensor.dtype.itemsize for _, tensor, box in self.boxes)
 
 
 class Rewrite:
@@ -48,54 +58,28 @@ class Rewrite:
         self._loaded = {id(self._match.state[key]): key for key in loaded}
         """The key in `match.loaded` of each tensor that is read from files, by the identity of the tensor."""
         self._refuse_missing()
-        self._moved: dict[str, list[tuple[Place, Piece]]] = {}
+        self._moved: dict[str, list[tuple[Place, Piece]]] = defaultdict(list)
         """Every piece of a saved tensor, by the key of the tensor of the model that it is cut from."""
-        self._reverted: dict[frozenset[str], dict[str, Place]] = {}
+        self._reverted: dict[frozenset[str], dict[str, Place]] = defaultdict(dict)
         """The saved tensors that a reverse conversion computes, by the tensors that it takes together."""
-        order: dict[str, tuple[Path, int]] = {}
-        for saved, place in layout.places.items():
-            if place.tensor.pieces is None:
-                self._reverted.setdefault(place.tensor.sources, {})[saved] = place
-            for piece in place.tensor.pieces or ():
-                self._moved.setdefault(piece.source, []).append((place, piece))
-            for key in place.tensor.sources:
-                order[key] = min(order.get(key, (place.file, place.offset)), (place.file, place.offset))
-        self._keys = sorted(order, key=order.__getitem__)
+        self._keys: dict[str, None] = {}
         """The tensors of the model, in the order of the files."""
-        self._together = self._computed_together()
+        for saved, place in sorted(layout.places.items(), key=lambda item: (item[1].file, item[1].offset)):
+            self._keys |= dict.fromkeys(sorted(place.tensor.sources))
+            if place.tensor.pieces is None:
+                self._reverted[place.tensor.sources][saved] = place
+            for piece in place.tensor.pieces or ():
+                self._moved[piece.source].append((place, piece))
 
     def parts_of(self, rank: int, num_ranks: int) -> list[Part]:
-        """The parts of one rank: in the order of the files, each goes to the rank that has least to do by then."""
+        """The parts of one rank: each goes to the rank that has the fewest bytes by then."""
         mine: list[Part] = []
         loads = [0] * num_ranks
-        for steps in batches(self._steps(), _PART_BYTES, self._held_bytes, lambda s: id(self._together.get(s[0][0]))):
-            part = [box for step in steps for box in step]
+        for part in self._parts():
             least = loads.index(min(loads))
-            loads[least] += self.num_bytes(part) * (_COMPUTING if part[0][0] in self._together else 1)
+            loads[least] += part.num_bytes
             mine += [part] if least == rank else []
         return mine
-
-    def _steps(self) -> Iterator[Part]:
-        """Yield the least that can be made at a time: a slab of a tensor, or all tensors that are computed together."""
-        done: set[str] = set()
-        for key in self._keys:
-            whole = Box.whole(self._state[key].shape)
-            if key not in self._together:
-                yield from ([(key, box)] for box in whole.slabs(_PART_BYTES, self._state[key].dtype.itemsize))
-            elif key not in done:
-                done |= self._together[key]
-                yield [(each, Box.whole(self._state[each].shape)) for each in sorted(self._together[key])]
-
-    def _held_bytes(self, part: Part) -> int:
-        """Bytes of a part in memory."""
-        return sum(box.numel * self._state[key].dtype.itemsize for key, box in part)
-
-    def num_bytes(self, part: Part) -> int:
-        """Bytes of a part in the files that are written."""
-        return sum(
-            box.numel * (self._moved[key][0][0].dtype if key in self._moved else self._state[key].dtype).itemsize
-            for key, box in part
-        )
 
     def write(self, parts: Iterable[Part], folder: Path, *, on_bytes: Callable[[int], object]) -> TransferStats:
         """Read, compute and write parts, one after the other, to the files in a folder; the cost of writing.
@@ -105,12 +89,13 @@ class Rewrite:
         stats, half = TransferStats(), STAGING_BYTES // 2
         with (
             Reader(staging_bytes=half, side=None, read_ahead=True) as reader,
-            Writer(staging_bytes=half, side=None, on_bytes=on_bytes) as writer,
+            Writer(staging_bytes=half, side=None) as writer,
         ):
             for part in parts:
                 transfers = [replace(t, file=folder / t.file) for t in self._transfers(part, reader)]
                 stats += writer.begin(transfers)()
                 del transfers  # and with them the memory of this part
+                on_bytes(part.num_bytes)
         return stats
 
     # ---- planning ----
@@ -126,17 +111,30 @@ class Rewrite:
                 f"{type(self._material.model).__name__}: {listed(missing)}. {FIT}"
             )
 
+    def _parts(self) -> Iterator[Part]:
+        """Yield all tensors that are computed together, and then what is moved, in slabs."""
+        together = self._computed_together()
+        for keys in dict.fromkeys(frozenset(together[key]) for key in self._keys if key in together):
+            yield Part([(k, self._state[k], Box.whole(self._state[k].shape)) for k in sorted(keys)], is_computed=True)
+        moved = ((key, self._state[key]) for key in self._keys if key not in together)
+        slabs = (
+            (key, tensor, slab)
+            for key, tensor in moved
+            for slab in Box.whole(tensor.shape).slabs(_PART_BYTES, tensor.dtype.itemsize)
+        )
+        for boxes in batches(slabs, _PART_BYTES, lambda slab: slab[2].numel * slab[1].dtype.itemsize):
+            yield Part(boxes, is_computed=False)
+
     def _computed_together(self) -> dict[str, set[str]]:
         """Every tensor of the model that is computed, by key, with all tensors that are computed with it."""
-        names: dict[int, list[str]] = {}
-        converted: dict[str, list[str]] = {}
+        names: dict[int, list[str]] = defaultdict(list)
+        converted: dict[str, list[str]] = defaultdict(list)
         for key in self._keys:
-            tensor = self._state[key]
-            names.setdefault(id(tensor), []).append(key)
-            stored = self._stored(tensor)
+            names[id(self._state[key])].append(key)
+            stored = self._stored(self._state[key])
             if stored is not None and stored.pieces is None:
-                group = self._match.load_map.groups[self._loaded[id(tensor)]]
-                converted.setdefault(group.target, []).append(key)
+                group = self._match.load_map.groups[self._loaded[id(self._state[key])]]
+                converted[group.target].append(key)
         adapted = [
             [k for p in adapted_parameters(wrapper).values() for k in names.get(id(self._material.merged[p]), ())]
             for wrapper in self._material.wrappers
@@ -152,17 +150,18 @@ class Rewrite:
 
     def _transfers(self, part: Part, reader: Reader) -> Iterator[Transfer]:
         """Yield what writes a part, from memory that holds its values."""
-        is_computed = part[0][0] in self._together
-        if is_computed:
-            values = self._computed([self._state[key] for key, _ in part], reader)
-        else:
-            values = self._read([(self._state[key], box) for key, box in part], reader)
-        for (key, box), memory in zip(part, values, strict=True):
+        boxes = [(tensor, box) for _, tensor, box in part.boxes]
+        values = (
+            self._computed([tensor for tensor, _ in boxes], reader) if part.is_computed else self._read(boxes, reader)
+        )
+        for (key, tensor, box), memory in zip(part.boxes, values, strict=True):
             for place, piece in self._moved.get(key, ()):
-                yield from place.transfers(piece, memory.contiguous(), box, self._state[key].shape)
-        whole = {key: value for (key, _), value in zip(part, values, strict=True)}
+                yield from place.transfers(piece, memory.contiguous(), box, tensor.shape)
+        if not part.is_computed:
+            return
+        whole = {key: value for (key, _, _), value in zip(part.boxes, values, strict=True)}
         for sources, places in self._reverted.items():
-            if is_computed and sources <= whole.keys():
+            if sources <= whole.keys():
                 results = revert_group(self._material.model, {key: whole[key] for key in sorted(sources)})
                 yield from (place.transfer(results[saved]) for saved, place in places.items())
 
@@ -194,15 +193,16 @@ class Rewrite:
                 return self._read([(tensor, Box.whole(tensor.shape))], reader)[0]
             key = self._loaded[id(tensor)]
             if key not in converted:
-                group = match.load_map.groups[key]
-                results, _ = read_converted(
-                    material.model, group, match.index, reader, dtype=tensor.dtype, staging_bytes=_PART_BYTES
+                group, dtype = match.load_map.groups[key], tensor.dtype
+                converted.update(
+                    read_converted(material.model, group, match.index, reader, dtype=dtype, staging_bytes=_PART_BYTES)[
+                        0
+                    ]
                 )
-                converted.update(results)
             return converted[key]
 
-        wanted = {id(tensor) for tensor in tensors}
         new = {old: id(tensor) for old, tensor in material.merged.items()}
-        wrappers = [w for w in material.wrappers if any(new[p] in wanted for p in adapted_parameters(w).values())]
+        ids = set(map(id, tensors))
+        wrappers = [w for w in material.wrappers if any(new[p] in ids for p in adapted_parameters(w).values())]
         merged = {new[old]: whole for old, whole in merge(whole_copies(wrappers, value)).items()}
         return [merged[id(tensor)] if id(tensor) in merged else value(tensor) for tensor in tensors]

@@ -9,12 +9,12 @@ prose with code in it. Each passage gives a picture too: shape, colour, size and
     images         {"images", "prompt", "completion": the shape and its colour}
 """
 
-import json
 import os
 import pydoc
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +33,6 @@ _PASSAGE_CHARACTERS = 600
 
 _EVAL_EVERY = 10
 """Every tenth passage is held out for evaluation, so both splits cover all topics."""
-
-_RECORD = "demo_model.json"
-"""File beside the weights with the arguments they were made with; it tells a demo model from a user's own model."""
 
 _SIDE, _PATCH = 32, 8
 """Height and width of the pictures and of the patches in them: 16 tokens stand for a picture."""
@@ -71,7 +68,7 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     The bars of datasets are switched off. Every rank must call. The other ranks wait, and stop if it fails.
 
     Raises:
-        ConfigError: the folder holds something else, or this Python has no `pydoc_data`; on every rank alike.
+        ConfigError: this Python has no `pydoc_data`; on every rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -153,10 +150,10 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
         return [_image_row(crc32(passage.encode())) for _, passage in passages]
     if kind != "preferences":
         raise ConfigError(f"There is no demo data of the kind {kind!r}; choose text, preferences, classes or images.")
-    rows = []
-    numbers: dict[str, int] = {}
+    rows, numbers = [], Counter[str]()
     for place, (topic, passage) in enumerate(passages):
-        number = numbers[topic] = numbers.get(topic, 0) + 1
+        numbers[topic] += 1
+        number = numbers[topic]
         question = f"Explain the Python topic {topic!r}." if number == 1 else f"Part {number} on {topic!r}, please."
         answers = {"chosen": passage, "rejected": _worse(place, passages)}
         rows.append({"prompt": _turn("user", question)} | {name: _turn("assistant", answers[name]) for name in answers})
@@ -231,41 +228,29 @@ def make_demo_model(
     *,
     hidden_size: int = 128,
     num_layers: int = 4,
-    num_heads: int = 4,
-    num_key_value_heads: int = 2,
     vocab_size: int = 2048,
     max_length: int = 1024,
     max_shard_size: str = "1MB",
 ) -> Path:
     """Make a checkpoint folder of a small Llama with random weights and a tokenizer of its own, on one rank.
 
-    The same arguments under the same Python and libraries give the same bytes.
+    The same arguments under the same Python and libraries give the same bytes. A folder that is there is kept.
     """
-    record = {name: value for name, value in locals().items() if name != "folder"}
+    from transformers import LlamaForCausalLM
 
     def build() -> tuple[Any, Any]:
-        from transformers import LlamaForCausalLM
-
         tokenizer = train_demo_tokenizer(vocab_size=vocab_size, max_length=max_length)
-        config = _llama_config(tokenizer, hidden_size, num_layers, num_heads, num_key_value_heads)
-        return LlamaForCausalLM(config), tokenizer
+        return LlamaForCausalLM(_llama_config(tokenizer, hidden_size, num_layers)), tokenizer
 
-    return _make_checkpoint(Path(folder), build, record, max_shard_size)
+    return _write_model(Path(folder), build, max_shard_size)
 
 
 def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int = 128, num_layers: int = 4) -> Path:
-    """Make a checkpoint folder of a small LLaVA with random weights and its processor, on one rank."""
-    record = {name: value for name, value in locals().items() if name != "folder"}
+    """Make a checkpoint folder of a small LLaVA with random weights and its processor, as `make_demo_model`."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     def build() -> tuple[Any, Any]:
-        from transformers import (
-            CLIPVisionConfig,
-            LlavaConfig,
-            LlavaForConditionalGeneration,
-            LlavaProcessor,
-        )
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
         tokenizer = train_demo_tokenizer(vocab_size=1023, max_length=256)
         tokenizer.add_tokens(["<image>"], special_tokens=True)
         processor = LlavaProcessor(
@@ -296,19 +281,19 @@ def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int =
         )
         return LlavaForConditionalGeneration(config), processor
 
-    return _make_checkpoint(Path(folder), build, record)
+    return _write_model(Path(folder), build)
 
 
-def _llama_config(tokenizer: Any, hidden_size: int, layers: int, heads: int = 4, key_value_heads: int = 2) -> Any:
+def _llama_config(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -317,29 +302,18 @@ def _llama_config(tokenizer: Any, hidden_size: int, layers: int, heads: int = 4,
     )
 
 
-def _make_checkpoint(
-    folder: Path, build: Callable[[], tuple[Any, Any]], record: dict[str, Any], max_shard_size: str = "5GB"
-) -> Path:
-    """Write the model and the tokenizer or processor that `build` makes, unless the folder's record is the same."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        path = folder / _RECORD
-        if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != record:
-            raise ConfigError(
-                f"{folder} already holds something that is no demo model of these arguments, and nothing is "
-                "overwritten; name a new folder or delete this one"
-            )
-        return folder
+def _write_model(folder: Path, build: Callable[[], tuple[Any, Any]], max_shard_size: str = "5GB") -> Path:
+    """Write the model and the tokenizer or processor that `build` makes, unless the folder is there."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model, processor = build()
-    with _folder_made_at_once(folder) as partial:
-        # Where ranks run, transformers' own writes on rank 0 alone: not on a second machine with a disk of its own.
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
-        model.save_pretrained(partial, max_shard_size=max_shard_size)
-        processor.save_pretrained(partial)
-        (partial / _RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if not folder.exists():
+        with torch.random.fork_rng(devices=[]), _folder_made_at_once(folder) as partial:
+            torch.manual_seed(0)
+            model, processor = build()
+            # Where ranks run, transformers' own writes on rank 0 alone: not on a second machine with its own disk.
+            model.should_save_on_this_rank = lambda is_main_process: is_main_process
+            model.save_pretrained(partial, max_shard_size=max_shard_size)
+            processor.save_pretrained(partial)
     return folder
 
 

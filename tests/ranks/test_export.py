@@ -27,7 +27,6 @@ from hf_fsdp_tools import (
     from_pretrained,
     load_weights,
     make_accelerator,
-    merge_adapter,
     save_pretrained,
 )
 from hf_fsdp_tools.cli.main import main
@@ -160,8 +159,8 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
     for road, source, name in (
         (export_checkpoint, states / "accelerates_sharded_state" / "state", "state"),
         (export_checkpoint, large, "cast"),  # before merging leaves freed memory, which would be used again
-        (merge_adapter, adapter, "imports what merging needs"),
-        (merge_adapter, adapter, "merged"),
+        (_merge, adapter, "imports what merging needs"),
+        (_merge, adapter, "merged"),
     ):
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
@@ -175,6 +174,10 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
 
 
 CAST = {"cast": torch.float32}
+
+
+def _merge(adapter: Path, folder: Path, **options: Any) -> Any:
+    return export_checkpoint(None, folder, adapter=adapter, **options)
 
 
 def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
@@ -192,8 +195,8 @@ def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "saved"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
     with pytest.raises(ConfigError, match="the training state of a PeftModel"):
-        merge_adapter(tmp_path / "state", tmp_path / "merged")
-    merge_adapter(tmp_path / "out", tmp_path / "merged")
+        export_checkpoint(None, tmp_path / "merged", adapter=tmp_path / "state")
+    export_checkpoint(None, tmp_path / "merged", adapter=tmp_path / "out")
     model.merge_and_unload().save_pretrained(tmp_path / "expected")
     merged, expected = stored_tensors(tmp_path / "merged"), stored_tensors(tmp_path / "expected")
     assert merged.keys() == expected.keys() and all(torch.equal(merged[key], expected[key]) for key in expected)

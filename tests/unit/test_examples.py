@@ -36,7 +36,7 @@ def beside_a_script(tmp_path_factory):
     from hf_fsdp_tools.scripting.demo import make_demo_model, make_demo_vision_model
 
     folder = tmp_path_factory.mktemp("script")
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
+    sizes = {"hidden_size": 16, "num_layers": 1, "vocab_size": 400}
     make_demo_model(folder / "checkpoint", **sizes, max_length=256)
     make_demo_vision_model(folder / "vision_checkpoint")
     rows = [{"text": f"words of row {number}"} for number in range(20)]

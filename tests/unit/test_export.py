@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, merge_adapter
+from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint
 from hf_fsdp_tools.saving import rewrite
 from tests._checkpoints import (
     KINDS,
@@ -115,7 +115,7 @@ def _check(kind: str, config: Callable[[], Any], dtype: torch.dtype, tmp_path: P
     adapter = adapter_on(again(), config(), tmp_path / "adapter")
     merged_by_peft(again(), adapter, tmp_path / "theirs")
     with patch.object(rewrite, "_PART_BYTES", 2000):
-        merge_adapter(adapter, tmp_path / "ours")
+        export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
 
 
@@ -144,7 +144,7 @@ def test_adapters_in_bf16_are_merged_with_their_own_values(tmp_path: Path) -> No
     file = adapter / "adapter_model.safetensors"
     save_file({key: t.bfloat16() for key, t in load_file(file).items()}, file)
     merged_by_peft(model_of(base, torch.bfloat16), adapter, tmp_path / "theirs")
-    merge_adapter(adapter, tmp_path / "ours")
+    export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
 
 
@@ -160,7 +160,7 @@ def test_tokens_that_were_added_with_the_adapter(tmp_path: Path) -> None:
     adapter = adapter_on(randomize(larger(), seed=5), lora(), tmp_path / "adapter")
     assert any("embed_tokens" in key for key in load_file(adapter / "adapter_model.safetensors"))
     merged_by_peft(larger(), adapter, tmp_path / "theirs")
-    merge_adapter(adapter, tmp_path / "ours")
+    export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     # PEFT has the embeddings of the adapter, and everything else of the base.
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
 
@@ -171,7 +171,7 @@ def test_a_classifier_on_the_base_of_a_language_model(tmp_path: Path) -> None:
     config = LoraConfig(r=3, task_type="SEQ_CLS", target_modules=["q_proj"])
     adapter = adapter_on(again(), config, tmp_path / "adapter")
     merged_by_peft(again(), adapter, tmp_path / "theirs")
-    merge_adapter(adapter, tmp_path / "ours")
+    export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     assert stored_tensors(tmp_path / "ours")["score.weight"].shape == (5, 48)
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
 
@@ -184,8 +184,8 @@ def test_another_base_and_another_dtype(tmp_path: Path) -> None:
     base = base.rename(tmp_path / "moved")
     (base / "tokenizer.json").write_text("of the base")
     with pytest.raises(CheckpointError, match=r"base of the adapter .* cannot be opened: No such .*STATE"):
-        merge_adapter(adapter, tmp_path / "ours")
-    merge_adapter(adapter, tmp_path / "ours", base=base, dtype=torch.bfloat16)
+        export_checkpoint(None, tmp_path / "ours", adapter=adapter)
+    export_checkpoint(base, tmp_path / "ours", adapter=adapter, dtype=torch.bfloat16)
     merged_by_peft(model_of(base, torch.float32), adapter, tmp_path / "theirs")
     ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
     assert all(torch.equal(ours[key], theirs[key].bfloat16()) for key in theirs), "cast after it was merged"
@@ -204,14 +204,14 @@ def adapter(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_each_command_names_the_other(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is an adapter of .* hf-fsdp export --adapter"):
         export_checkpoint(adapter, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"is a model, not an adapter.* hf-fsdp export"):
-        merge_adapter(folders["llama"], tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"No adapter_config\.json in .* without --adapter"):
+        export_checkpoint(None, tmp_path / "out", adapter=folders["llama"])
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_in_the_folder_is_not_destroyed(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     source = shutil.copytree(folders["llama"], tmp_path / "source")
-    for export in (partial(export_checkpoint, source), partial(merge_adapter, adapter, base=source)):
+    for export in (partial(export_checkpoint, source), partial(export_checkpoint, source, adapter=adapter)):
         with pytest.raises(CheckpointError, match="is what is read"):
             export(source)
     state = shutil.copytree(folders["llama"], tmp_path / "state")
@@ -251,15 +251,15 @@ def test_what_cannot_be_merged(folders: dict[str, Path], adapter: Path, tmp_path
     _, config = CASES["prompt"]
     prompts = adapter_on(model_of(folders["llama"], torch.float32), config(), tmp_path / "prompts")
     with pytest.raises(ConfigError, match="no adapter in its modules that could be merged"):
-        merge_adapter(prompts, tmp_path / "out")
+        export_checkpoint(None, tmp_path / "out", adapter=prompts)
     with pytest.raises(ConfigError, match=r"PEFT cannot make this LORA adapter: Target modules .*not found"):
-        merge_adapter(adapter, tmp_path / "out", base=folders["gpt2"])
+        export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter)
     packed = shutil.copytree(folders["llama"], tmp_path / "packed")
     written = json.loads((packed / "config.json").read_text())
     written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (packed / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
-        merge_adapter(adapter, tmp_path / "out", base=packed)
+        export_checkpoint(packed, tmp_path / "out", adapter=adapter)
     with pytest.raises(ConfigError, match="max_shard_size='5X' is no size of a file"):
         export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")
     assert not (tmp_path / "out").exists()

@@ -35,7 +35,7 @@ CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "vocab_size": 400}
+    sizes = {"hidden_size": 16, "num_layers": 1, "vocab_size": 400}
     return str(make_demo_model(tmp_path_factory.mktemp("model") / "demo", **sizes, max_length=256))
 
 
