@@ -1,6 +1,6 @@
-"""A real training step over its course, read from a trace of torch's profiler: its memory and its schedule.
+"""A real training step over its course, read from what torch's profiler exports with `profile_memory=True`.
 
-The trace is what `torch.profiler.profile(profile_memory=True).export_chrome_trace` writes. It names what is needed:
+The trace names what is needed:
 
     [memory]                      each allocation and free, with the totals of the allocator
     FSDP::pre_forward (fqn), …    FSDP2's own labels: which unit the host is at
@@ -20,8 +20,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES
 from hf_fsdp_tools.foresight.timeline import Bar, Schedule, Timeline, extremes, make_schedule
 
-_LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
-"""`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
+_LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")  # names all modules of a unit, by ", "
 
 _Record = Mapping[str, Any]
 

@@ -9,10 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.trace import TensorSize
 from hf_fsdp_tools.sharding.optimizers import check_kind
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Stream
+from hf_fsdp_tools.foresight.events import EventWriter, Stream
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 BEFORE_2_15 = torch.__version__ < "2.15"

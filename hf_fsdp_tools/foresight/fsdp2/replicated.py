@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
+from hf_fsdp_tools.foresight.events import EventWriter, Parameter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter
 
 _REDUCED_ALONE = 2**22  # Elements from which `sharding/whole.py` reduces a gradient where it lies
 _FIRST_BUCKET = 2**20  # Bytes of DDP's first bucket (`_DEFAULT_FIRST_BUCKET_BYTES` of torch.distributed)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_fsdp_tools.foresight.build import DTYPES
+from hf_fsdp_tools.foresight.events import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import split_dim
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, TensorSize, Trace
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.replicated import AveragedGradients, BucketedGradients, kept_bytes
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, split_parameters
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import TensorSize, Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 
