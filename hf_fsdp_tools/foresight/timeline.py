@@ -160,12 +160,12 @@ _UNSEEN = 1 / 2000  # Part of a step below which a pause in the computation is n
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of time in which one stream works for one unit; a free of gathered parameters has no length."""
+    """A stretch of time in which one stream works for one unit."""
 
     track: Literal["communication", "compute", "host"]
     """Where it is drawn: collectives, computation, copies to and from the host."""
     operation: str
-    """`compute`, one of `COLLECTIVES`, `free`, or the direction of a copy."""
+    """`compute`, one of `COLLECTIVES`, or the direction of a copy."""
     unit: str
     phase: str
     start_s: float
@@ -204,20 +204,8 @@ class Schedule:
 
 def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
     """The streams of a predicted step over its course."""
-    bars, gathered = [], {}
-    times = iter(spans)
-    computed = 0.0  # until when the work that was issued so far keeps the compute stream busy
-    for event in events:
-        if isinstance(event, Work):
-            start, end = next(times)
-            bars.append(_bar(event, start, end))
-            computed = max(computed, end) if event.stream == "compute" else computed
-        elif isinstance(event, Alloc) and event.kind == "gathered parameters":
-            gathered[event.block] = event.unit
-        elif isinstance(event, Free) and event.block in gathered:
-            phase = bars[-1].phase if bars else "forward"
-            bars.append(Bar("compute", "free", gathered.pop(event.block), phase, computed, computed))
-    return make_schedule("predicted", bars)
+    works = (event for event in events if isinstance(event, Work))
+    return make_schedule("predicted", (_bar(work, *span) for work, span in zip(works, spans, strict=True)))
 
 
 def _bar(work: Work, start: float, end: float) -> Bar:
@@ -235,20 +223,18 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     exposed = _without(_union(_spans(every, "communication")), busy)
     unseen = _UNSEEN * max((bar.end_s for bar in every), default=0.0)
     merged: list[Bar] = []
-    last: dict[str, int] = {}  # the latest bar of each track, and the latest free
+    computed = -1  # the latest bar of computation
     for bar in every:
-        row = "free" if bar.operation == "free" else bar.track
-        before = merged[last[row]] if row in last else None
-        is_alike = before is not None and _look(bar) == _look(before) and bar.operation in ("compute", "free")
-        if before and is_alike and bar.start_s - before.end_s <= unseen:
-            merged[last[row]] = replace(before, end_s=max(before.end_s, bar.end_s)) if row != "free" else before
+        before = merged[computed] if computed >= 0 and bar.track == "compute" else None
+        if before and _look(bar) == _look(before) and bar.start_s - before.end_s <= unseen:
+            merged[computed] = replace(before, end_s=max(before.end_s, bar.end_s))
         else:
-            last[row] = len(merged)
+            computed = len(merged) if bar.track == "compute" else computed
             merged.append(bar)
     return Schedule(origin=origin, bars=tuple(merged), exposed=tuple(exposed))
 
 
-_look = attrgetter("operation", "unit", "phase", "again")
+_look = attrgetter("unit", "phase", "again")
 
 
 def _spans(bars: Iterable[Bar], track: str) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5), "free": (0.41, 0.0)}
+_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}
 """Centre and height of each row."""
 
 _ROLES = {
@@ -94,7 +94,7 @@ def _windows(schedule: Schedule) -> list[_Window]:
 
 def _computed(schedule: Schedule, phase: str) -> list[tuple[str, float, float]]:
     """Each unit of the first pass of a phase with the start and the end of its computation, without small copies."""
-    bars = [b for b in schedule.bars if b.track == "compute" and b.operation == "compute" and b.phase == phase]
+    bars = [bar for bar in schedule.bars if bar.track == "compute" and bar.phase == phase]
     longest = max((bar.end_s - bar.start_s for bar in bars), default=0.0)
     spans: dict[str, tuple[float, float]] = {}
     for bar in bars:
@@ -114,7 +114,7 @@ def _role(bar: Bar) -> str:
 
 
 def _look(bar: Bar) -> tuple[str, bool]:
-    return ("free", False) if bar.operation == "free" else (_role(bar), bar.again)
+    return _role(bar), bar.again
 
 
 def _draw_window(axes: "Axes", schedule: Schedule, window: _Window) -> None:
@@ -125,15 +125,12 @@ def _draw_window(axes: "Axes", schedule: Schedule, window: _Window) -> None:
     length = finish - begin
     is_near = length < schedule.seconds
     axes.grid(False)
-    axes.set(xlim=(begin, finish), ylim=(0.3, 1.9), xlabel=title)
+    axes.set(xlim=(begin, finish), ylim=(0.5, 1.9), xlabel=title)
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.set_yticks([middle for middle, _ in _ROWS.values()], list(_ROWS))
     inside = [bar for bar in schedule.bars if bar.end_s >= begin and bar.start_s <= finish]
     for (role, again), group in groupby(sorted(inside, key=_look), key=_look):
         bars = list(group)
-        if role == "free":
-            axes.plot([bar.start_s for bar in bars], [_ROWS[role][0]] * len(bars), "v", markersize=3, color=INK)
-            continue
         centre, height = _ROWS["communication" if bars[0].track == "communication" else "compute"]
         axes.broken_barh(
             [(bar.start_s, bar.end_s - bar.start_s) for bar in bars],

@@ -65,11 +65,11 @@ class AveragedGradients(_Gradients):
 
 
 class BucketedGradients(_Gradients):
-    """Gradients of a model that every rank holds whole, as `DistributedDataParallel` reduces them.
+    """Gradients of a model that every rank holds whole, as `DistributedDataParallel` with `gradient_as_bucket_view` has
+    them: copied into buckets that are there from the beginning, none on one GPU.
 
-    With `gradient_as_bucket_view=True`: a gradient is copied into its bucket, which is there from the beginning. On one
-    GPU there are no buckets. Parameters that are computed with in another dtype than their own are cast once in a
-    forward pass, and the copies live until the gradient is there, as autocast's cache and autograd keep them.
+    Parameters that are computed with in another dtype are cast once in a forward pass; autograd keeps the copies until
+    the gradient is there.
     """
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:
