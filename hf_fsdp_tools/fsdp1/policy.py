@@ -2,8 +2,7 @@
 
 FSDP1 lacks some of what FSDP2 has, which changes a plan:
 
-    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit; one
-                       below the floor stays with the unit above it.
+    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit.
     tied parameters    must lie in one flat parameter, so units that are (mostly) one of them are dissolved into the
                        unit that holds their lowest common ancestor, as a rule the root. Where that would dissolve a
                        whole block, the tied parameter stays whole on every rank instead.
@@ -32,11 +31,10 @@ class HybridAutoWrapPolicy:
     gradients; `wrap_fsdp1` does.
     """
 
-    def __init__(self, model: nn.Module, plan: WrapPlan, *, floor_params: float) -> None:
+    def __init__(self, model: nn.Module, plan: WrapPlan) -> None:
         tree = ModuleTree(model)
         units = _Units(tree, plan)
         units.join_ties()
-        units.part_groups(floor_params)
         units.refuse_mixed_dtypes()
         self.plan, self._model = plan, model
         self.units = tuple(name for unit in plan.units for name in unit.modules if name in units.names and name)
@@ -53,9 +51,6 @@ class HybridAutoWrapPolicy:
                 "wrapped, after adapters are added."
             )
         return recurse or module in self._modules
-
-    def __repr__(self) -> str:
-        return f"HybridAutoWrapPolicy({self.plan.model_class}: {len(self.units)} units and the root)"
 
     @property
     def ignored_states(self) -> list[nn.Parameter]:
@@ -78,7 +73,7 @@ def hybrid_auto_wrap_policy(
     Args:
         model: not wrapped yet; any device, meta included.
         plan: the units; None makes the plan from `policy`.
-        policy: as in `make_wrap_plan`; None means `HybridPolicy()`. With a plan, only its `floor_params` counts.
+        policy: as in `make_wrap_plan`, of which it makes the plan; None means `HybridPolicy()`.
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model, or needs what FSDP1 lacks; all such units are listed.
@@ -89,9 +84,8 @@ def hybrid_auto_wrap_policy(
         >>> policy(model.model.layers[0], recurse=False, nonwrapped_numel=0)
         True
     """
-    policy = as_policy(policy) or HybridPolicy()
     if plan is None:
-        plan = make_wrap_plan(model, policy=policy)
+        plan = make_wrap_plan(model, policy=as_policy(policy) or HybridPolicy())
     elif problems := check_wrap_plan(model, plan):
         raise WrapPlanError(f"The plan does not fit {class_name(model)}: " + "; ".join(problems))
     degrees = [
@@ -104,10 +98,7 @@ def hybrid_auto_wrap_policy(
             f"FSDP1 cannot reshard to a smaller world, as {listed(degrees)} ask for. Set reshard_after_forward to True "
             "or False for them, or use FSDP2 (shard_model)."
         )
-    floor = policy.floor_params
-    if floor is None:  # as in make_wrap_plan
-        floor = min(1e5, plan.largest_unit.num_params / 100)
-    return HybridAutoWrapPolicy(model, plan, floor_params=floor)
+    return HybridAutoWrapPolicy(model, plan)
 
 
 class _Units:
@@ -121,19 +112,6 @@ class _Units:
         self.names = {name for unit in plan.units for name in unit.modules}
         kept = [tree.weight(name) for name in plan.replicated]
         self.ignored = {id(weight): weight for weight in kept}
-
-    def part_groups(self, floor: float) -> None:
-        """Make each module of a grouped unit its own unit; a small one of the same dtype joins the unit above it."""
-        held = self._held()
-        for name in [name for unit in self.plan.units if len(unit.modules) > 1 for name in unit.modules]:
-            node = self.tree.by_fqn[name]
-            if name not in self.names or node.parent is None:
-                continue
-            own, above = held.get(node, []), held.setdefault(self._unit_of(node.parent), [])
-            same = len({weight.dtype for weight in (*own, *above)}) < 2
-            if same and sum(weight.numel for weight in own) < floor:
-                self.names.remove(name)
-                above += own
 
     def join_ties(self) -> None:
         """Bring every tied parameter into one unit, or keep it whole on every rank."""

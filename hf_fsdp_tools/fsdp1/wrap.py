@@ -1,4 +1,4 @@
-"""Wrap a model by plan with FSDP1, on meta or with weights, fill it from a checkpoint, and run it under Accelerate."""
+"""Wrap a model by plan with FSDP1, on meta or with weights, and fill it from a checkpoint."""
 
 import functools
 import warnings
@@ -62,8 +62,7 @@ def wrap_fsdp1(
 
     Raises:
         WrapPlanError: the plan does not fit the model or FSDP1.
-        ConfigError: plan or arguments differ between ranks, or torch would crash with a setting here, or silently
-            honour it wrongly.
+        ConfigError: plan or arguments differ between ranks, or torch would silently average no gradients.
         CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
             checkpoint.
 
@@ -76,18 +75,13 @@ def wrap_fsdp1(
     """
     _warn_deprecated()
     device, group = device_id or local_device(), options.get("process_group")
-    on_cpu, broadcasts = device.type == "cpu", options.get("sync_module_states", False)
+    broadcasts = options.get("sync_module_states", False)
     if group is None:
         ensure_process_group(device.type)
-    count = 1 if on_cpu else torch.accelerator.device_count()  # torch shards over those of one machine
+    count = 1 if device.type == "cpu" else torch.accelerator.device_count()  # torch shards over those of one machine
     shard_ranks = dist.get_world_size(group[0]) if isinstance(group, tuple) else count
-    refuse_settings(
-        on_cpu=on_cpu,
-        strategy=options.get("sharding_strategy"),
-        is_shard_of_one=shard_ranks == 1 < dist.get_world_size(),
-        cpu_offload=options.get("cpu_offload"),
-        sync_module_states=broadcasts,
-    )
+    if shard_ranks == 1 < dist.get_world_size():
+        refuse_copies(options.get("sharding_strategy"))
     policy = hybrid_auto_wrap_policy(model, plan=plan)
     state = reversed(model.state_dict(keep_vars=True).items())  # of tied tensors, the first name counts
     on_meta = {id(value): key for key, value in state if isinstance(value, torch.Tensor) and value.is_meta}
@@ -157,30 +151,13 @@ def load_weights_fsdp1(
     return replace(report, peak_host_bytes=watch.above(0))  # the shards had storage before
 
 
-def refuse_settings(
-    *,
-    on_cpu: bool,
-    strategy: Any,
-    is_shard_of_one: bool,
-    cpu_offload: Any,
-    sync_module_states: bool = False,
-    state_dict_type: Any = None,
-) -> None:
-    """Refuse settings that FSDP1 silently honours wrongly, or crashes with (tried with torch 2.13 on CPUs)."""
-    problems = []
-    if "HYBRID" in getattr(strategy, "name", "").upper() and is_shard_of_one:
-        problems.append(
-            f"sharding strategy {strategy.name} with a shard group of 1 stops averaging gradients (pytorch issue "
-            "154888). Use FULL_SHARD, larger shard groups, or FSDP2 with dp_replicate_size."
+def refuse_copies(strategy: Any) -> None:
+    """Refuse HYBRID_SHARD over shard groups of one rank, where torch stops averaging gradients."""
+    if "HYBRID" in getattr(strategy, "name", "").upper():
+        raise ConfigError(
+            f"FSDP1: sharding strategy {strategy.name} with a shard group of 1 stops averaging gradients (pytorch "
+            "issue 154888). Use FULL_SHARD, larger shard groups, or FSDP2 with dp_replicate_size."
         )
-    if sync_module_states and on_cpu:
-        problems.append("sync_module_states needs an accelerator. Leave it False, and load the same on every rank.")
-    if getattr(cpu_offload, "offload_params", False) and on_cpu:
-        problems.append("CPU offload needs an accelerator to offload from. Leave it out.")
-    if "FULL" in str(state_dict_type) and on_cpu:
-        problems.append("state_dict_type FULL_STATE_DICT crashes the process on CPUs. Use SHARDED_STATE_DICT.")
-    if problems:
-        raise ConfigError("FSDP1: " + "\n".join(problems))
 
 
 @functools.cache  # once per process
@@ -241,19 +218,3 @@ def cast_where_computed(root: FullyShardedDataParallel) -> None:
     for module, dtype in dtypes.items():
         if module is not root and dtype is not None:
             module.register_forward_pre_hook(functools.partial(cast_inputs, dtype=dtype), with_kwargs=True)
-
-
-def let_generate(model: FullyShardedDataParallel) -> None:
-    """Let an FSDP1 model generate: gather its root unit for the call; blocks gather themselves.
-
-    FSDP1's wrapper hands `generate` to the module below it, whose unit (embeddings, head) is then not gathered.
-    """
-    generate = getattr(model.module, "generate", None)
-    if generate is None:
-        return
-
-    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
-        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
-            return generate(*args, **kwargs)
-
-    model.generate = gathered_generate  # type: ignore[assignment]  # found before the wrapper looks below

@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from hf_fsdp_tools.plots.memory import draw_memory
 from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.schedule import draw_schedule
 from hf_fsdp_tools.text import show_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

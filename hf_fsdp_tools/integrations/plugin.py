@@ -17,7 +17,7 @@ from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1.wrap import refuse_settings
+from hf_fsdp_tools.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
@@ -81,14 +81,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
         if self.fsdp_version == 1:
-            alone = rank_on_node()[1] == 1 < world_size(os.environ)
-            refuse_settings(
-                on_cpu=on_cpu,
-                strategy=self.sharding_strategy or self.reshard_after_forward,
-                is_shard_of_one=on_cpu or alone,
-                cpu_offload=self.cpu_offload,
-                state_dict_type=self.state_dict_type,
-            )
+            if on_cpu or rank_on_node()[1] == 1 < world_size(os.environ):
+                refuse_copies(self.sharding_strategy or self.reshard_after_forward)
         elif isinstance(self.cpu_offload, CPUOffloadPolicy) and on_cpu:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 

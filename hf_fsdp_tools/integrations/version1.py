@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, let_generate, load_weights_fsdp1
+from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, load_weights_fsdp1
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.loading.load import load_weights
 
@@ -39,9 +39,8 @@ def prefer_possible_settings(plugin: Any, *, on_cpu: bool) -> None:
 
 
 def finish_preparing(model: Any) -> None:
-    """Let a model that Accelerate has wrapped generate, and cast where it computes; others stay as they are."""
+    """Cast where a model computes that Accelerate has wrapped; others stay as they are."""
     if isinstance(model, FullyShardedDataParallel):
-        let_generate(model)
         cast_where_computed(model)
 
 

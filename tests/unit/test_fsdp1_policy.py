@@ -20,11 +20,11 @@ from tests.unit.test_wrap import RunningBlock
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 UNITS = {
-    "llama": ["model.embed_tokens", *LAYERS, "lm_head"],  # the final norm is below the floor: it stays in the root
-    "tied": LAYERS,  # embedding and head are one parameter: it stays where both are, in the root
-    "gpt2": ["transformer.h.0", "transformer.h.1"],
-    "mixtral": ["model.embed_tokens", *LAYERS, "lm_head"],
-    "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+    "llama": ["model.embed_tokens", *LAYERS, "model.norm", "lm_head"],
+    "tied": [*LAYERS, "model.norm"],  # embedding and head are one parameter: it stays where both are, in the root
+    "gpt2": ["transformer.h.0", "transformer.h.1", "transformer.ln_f"],
+    "mixtral": ["model.embed_tokens", *LAYERS, "model.norm", "lm_head"],
+    "t5": [*(f"{half}.block.{n}" for half in ("encoder", "decoder") for n in (0, 1)), "decoder.final_layer_norm"],
 }
 
 
