@@ -26,26 +26,17 @@ class AdapterState:
 
     index: CheckpointIndex
     """The adapter's tensors, by their names in the state."""
-
     config: Any
     """PEFT's config of the adapter, or the folder in which its `adapter_config.json` is; None if neither is known."""
-
     holds_base: bool
     """Whether the state holds the base too."""
 
 
-def split_adapter(index: CheckpointIndex) -> tuple[CheckpointIndex | None, CheckpointIndex | None]:
-    """The base and the adapter in the saved state of a `PeftModel`, None for what was not saved.
+def adapter_prefixes() -> tuple[str, ...]:
+    """How the names of the parameters begin that PEFT adds."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
-    Of any other checkpoint, itself and None. Nothing is read or communicated.
-    """
-
-    def prefixes() -> tuple[str, ...]:  # of the names of the parameters that PEFT adds
-        from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
-        return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
-
-    return index.split_adapter(prefixes)
+    return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
 
 
 def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool) -> Any:

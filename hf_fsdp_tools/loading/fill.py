@@ -39,13 +39,10 @@ class Filled:
 
     stats: TransferStats
     """Reads straight into shards, and of values to pack."""
-
     converted: TransferStats
     """Reads of whole stored tensors, for conversions that compute."""
-
     share_bytes: int
     """Bytes of this rank's shards as they are stored; of quantised tensors, with their part of the scales."""
-
     host_bytes: int
     """Bytes of host memory that the shards take."""
 
@@ -64,27 +61,20 @@ def fill_shards(
     in_flight: int = REQUESTS_IN_FLIGHT,
     progress: bool | None = None,
 ) -> Filled:
-    """Fill the shards of a model, as `load_weights` says.
+    """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
     Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
     and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
-
     All reads share one set of threads, open files and staging buffers. On an accelerator, memory that PyTorch's
     allocators then keep for later is given back.
 
     Every rank must call. The ranks exchange errors, and under HSDP shards.
 
     Args:
-        index: the checkpoint.
-        loaded: model key to stored elements.
         groups: model key to the conversion of tensors that are computed.
         weights_4bit: the model's 4-bit weights, which are not in `loaded`.
         device: where tensors on meta get storage first; None: they have storage.
         dtype: of this storage, for floating-point parameters; None keeps the model's own dtypes.
-        doing: what the ranks do, for messages.
-
-    Raises:
-        CheckpointError: reading fails on some rank; the same on every rank.
     """
     rank, world_size = rank_and_size()
     with ExitStack() as stack:
@@ -119,17 +109,13 @@ def fill_shards(
         if packed:
             stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, share.received)
+    on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
     return Filled(
         stats=stats,
         converted=converted,
         share_bytes=share.num_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
-        host_bytes=_host_bytes(shards) + sum(weight.host_bytes for weight in packed),
+        host_bytes=sum(on_host.values()) + sum(weight.host_bytes for weight in packed),
     )
-
-
-def _host_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of host memory that tensors take, of which several may be one."""
-    return sum({t.data_ptr(): t.nbytes for t in tensors if t.device.type == "cpu"}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +124,14 @@ class _Share:
 
     transfers: Sequence[Transfer]
     """Reads straight into shards."""
-
     quantized: Sequence[QuantizedPart]
     """Values to dequantise into shards."""
-
     opaque: Sequence[ConversionGroup]
     """Conversions that compute, and so need whole tensors."""
-
     received: Sequence[str]
     """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
-
     read_bytes: int
     """Bytes to read, gaps left out."""
-
     num_bytes: int
     """Bytes of the shards in stored dtypes."""
 
@@ -234,11 +215,7 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
 
 
 def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
-    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
-    """
+    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised."""
     transfers, parts = reads_of(places, index)
     return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
 
@@ -267,7 +244,7 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
         for name, other in match.tied_pairs:
             first, second = match.loaded[name], match.load_map.tensors[other]
-            if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
+            if first.pieces is None or second.pieces is None:
                 continue  # what a conversion computes has no bytes in the file to compare
             for box, _ in local_boxes_of(match.state[name]):
                 for slab in box.slabs(staging_bytes // 4, first.dtype.itemsize):
@@ -281,21 +258,16 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
                         )
 
 
-def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
-    """Whether two keys name the same bytes: pickled files list a tied tensor under both names and store it once."""
-    places = []
-    for tensor in (first, second):
-        stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
-        places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
-    return places[0] == places[1]
-
-
 def refuse_not_finite(model: nn.Module, keys: Iterable[str], weights_4bit: Weights4Bit | None) -> None:
     """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales."""
     state = persistent_tensors(model)
-    counts = {key: _num_not_finite(_memory_of(state[key])) for key in keys}
+    memory = {
+        key: [memory_view(local_tensor(state[key]), start, box.length) for box, start in local_boxes_of(state[key])]
+        for key in keys
+    }
     if weights_4bit is not None:
-        counts |= {key: _num_not_finite(_scales(layer)) for key, layer in weights_4bit.layers.items()}
+        memory |= {key: _scales(layer) for key, layer in weights_4bit.layers.items()}
+    counts = {key: sum(map(_num_not_finite, parts)) for key, parts in memory.items()}
     rows = [f"{key}: {count} of its values here" for key, count in sorted(counts.items()) if count]
     if rows:
         raise CheckpointError(
@@ -305,26 +277,16 @@ def refuse_not_finite(model: nn.Module, keys: Iterable[str], weights_4bit: Weigh
         )
 
 
-def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of this rank's shard."""
-    local = local_tensor(tensor)
-    return [memory_view(local, start, box.length) for box, start in local_boxes_of(tensor)]
-
-
 def _scales(layer: Any) -> list[torch.Tensor]:
     """The scales of a 4-bit weight; where these are quantised, their own scales."""
     state = layer.quant_state
     return [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
 
 
-def _num_not_finite(tensors: Iterable[torch.Tensor]) -> int:
-    """How many values are NaN or infinite."""
-    slabs = (slab for tensor in tensors if tensor.is_floating_point() for slab in _slabs(tensor))
+def _num_not_finite(part: torch.Tensor) -> int:
+    """How many values are NaN or infinite, counted in slabs of bounded size."""
+    if not part.is_floating_point() or not part.numel():
+        return 0
+    rows = part.view(-1) if part.is_contiguous() else part
+    slabs = torch.split(rows, max(1, _SLAB_ELEMENTS * rows.shape[0] // rows.numel()))
     return sum(slab.numel() - int(torch.isfinite(slab).sum()) for slab in slabs)
-
-
-def _slabs(part: torch.Tensor) -> Iterable[torch.Tensor]:
-    """A tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
-    if part.is_contiguous():
-        return torch.split(part.view(-1), _SLAB_ELEMENTS)
-    return torch.split(part, max(1, _SLAB_ELEMENTS * part.shape[0] // max(1, part.numel())))

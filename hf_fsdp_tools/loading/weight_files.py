@@ -31,10 +31,6 @@ Under LOCAL_STATE_DICT, or with `use_dcp=False`, `…_rank0.bin` is the part of 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 """What transformers and huggingface_hub name the files of one checkpoint."""
 
-_PARTS_FOLDER = "sharded"
-"""Where torch's `HuggingFaceStorageWriter` puts parts of tensors if it joins them too (`enable_consolidation=True`);
-source: torch 2.9 to 2.14, `SHARDED_DIR_NAME`."""
-
 
 def is_pickled(file: Path) -> bool:
     """Whether a weight file is one of `torch.save`, by its name."""
@@ -56,12 +52,6 @@ def refuse_pickled(files: Iterable[Path]) -> None:
 def has_safetensors(folder: Path) -> bool:
     """Whether the folder holds safetensors of a model; files of an adapter do not count."""
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
-
-
-def find_parts(folder: Path) -> Path:
-    """Where the weight files of a folder are: in the folder, or its parts in the one inside that was never joined."""
-    inside = folder / _PARTS_FOLDER
-    return inside if not any(folder.glob("*.safetensors*")) and any(inside.glob("shard-*.safetensors")) else folder
 
 
 def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:

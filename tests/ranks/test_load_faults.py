@@ -188,10 +188,9 @@ def load_not_finite(folder: Path) -> None:
     assert "Checking the values (the model is on meta again, as it was) failed on 1 of 2 ranks" in message
     assert "rank 1: 1 tensors hold values that are not finite:\n- lm_head.weight: 2 of its values" in message
     assert is_untouched(model)
-    report = load_weights(model, broken)  # not asked for
-    assert model.lm_head.weight.full_tensor().isnan().sum() == 2 and "check" not in report.seconds
-    report = load_weights(model, folder, check_finite=True)
-    assert report.seconds["check"] > 0
+    load_weights(model, broken)  # not asked for
+    assert model.lm_head.weight.full_tensor().isnan().sum() == 2
+    load_weights(model, folder, check_finite=True)
 
 
 FAILURES = (
