@@ -146,8 +146,6 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series, name):
     series.check_resumed(name)
     assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of(f"{name}-resumed"), flags=re.M)
-    card = (series.folder / f"{name}-resumed" / "README.md").read_text()
-    assert "`demo`" in card and "None" not in card and "licence" not in card, "the base is a folder"
 
 
 def test_a_run_that_no_longer_gets_better_is_stopped(series):
@@ -174,8 +172,7 @@ def test_who_is_reported_to_gets_all_figures(series):
 
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
     assert "new weights, drawn with the seed 7" in series.of("drawn") and "rank 0 read" not in series.of("drawn")
-    before, _ = series.losses("drawn")
-    assert before == pytest.approx(6.93, abs=0.1), "the logarithm of 1,024 tokens, of which none is preferred"
+    assert series.log("drawn", "eval_loss")[0] != pytest.approx(series.log("stream", "eval_loss")[0], rel=1e-3)
 
 
 # ---- the loop without a Trainer ----
