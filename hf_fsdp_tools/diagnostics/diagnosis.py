@@ -70,8 +70,8 @@ def diagnose(
 ) -> Diagnosis:
     """Check a model against a plan, before the first step or at any time; give the problems and their cures.
 
-    The model may be sharded by `shard_model`, by Accelerate, by hand with either version of FSDP, or not at all; on any
-    device, meta included. It is not changed.
+    The model may be sharded by `shard_model`, by Accelerate, by hand with FSDP2, or not at all; on any device, meta
+    included. It is not changed.
 
     Args:
         model: as it is trained. Names in findings are those of the model without wrappers around its modules.
@@ -85,7 +85,7 @@ def diagnose(
     Non-persistent buffers are copied to the CPU one by one. Under the "fake" backend nothing is communicated.
 
     Raises:
-        ConfigError: both `plan` and `policy` are given.
+        ConfigError: both `plan` and `policy` are given, or the model is wrapped by FSDP1.
         BlockDetectionError: the model has no parameters, on some rank.
         WrapPlanError: `policy` does not fit the model.
 
@@ -158,7 +158,7 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
     distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
-    empty = [place for place in distinct if place.unit and place.unit.version == 2 and not place.local.numel()]
+    empty = [place for place in distinct if place.unit and not place.local.numel()]
     counts = {("empty", ""): len(empty)}
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())

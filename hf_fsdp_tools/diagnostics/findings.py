@@ -158,9 +158,6 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
     made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
     extra = [unit.name for names, unit in made.items() if names not in planned]
-    if live.units[0].version == 1:  # they have one module each, unlike the plan's grouped units
-        planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
-        extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
     if absent or extra:
         lists = [f"{len(absent)} of its {len(planned)} units are not there ({listed(absent)})"] if absent else []
@@ -272,7 +269,7 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
     mixed = []
     for unit in live.units:
         dtypes = Counter(dtype_name(w.dtype) for w in unit.weights if w.requires_grad)
-        if unit.version == 2 and len(dtypes) > 1:
+        if len(dtypes) > 1:
             mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
     if mixed:
         yield Finding(

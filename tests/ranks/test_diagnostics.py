@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools.diagnostics.diagnosis import diagnose
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.errors import FSDPToolsError, WrapPlanError
-from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, WrapPlanError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -119,18 +118,6 @@ def compiled_before() -> None:
     assert not _codes(diagnose(_sharded(model=torch.compile(make_model("llama")))))
 
 
-def _under_fsdp1(use_orig_params: bool) -> None:
-    old = _blocks_under_fsdp1(make_model("llama"), use_orig_params=use_orig_params)
-    diagnosis = diagnose(old, values=True)
-    assert not diagnosis.findings, diagnosis
-    assert re.search(r"LlamaDecoderLayer  2 × 16\.7 K parameters", str(diagnosis.units)), str(diagnosis.units)
-    assert str(diagnosis.units).startswith("LlamaForCausalLM: 45.9 K parameters in 3 units (FSDP1)")
-    plan = make_wrap_plan(make_model("llama"))
-    assert _codes(diagnose(old, plan=plan)) == ["plan-mismatch"], "the embedding has no unit"
-    diagnosis = diagnose(wrap_fsdp1(make_model("llama"), plan, use_orig_params=use_orig_params), plan=plan)
-    assert not diagnosis.findings, diagnosis
-
-
 def _by_hand(model):
     """A unit for each block, and the root."""
     for block in model.model.layers:
@@ -138,21 +125,13 @@ def _by_hand(model):
     return fully_shard(model, mesh=_mesh())
 
 
-def _fsdp1(module, **settings):
-    with warnings.catch_warnings():
+def wrapped_by_fsdp1() -> None:
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"wrapped by FSDP1.*Shard it with FSDP2"):
         warnings.simplefilter("ignore")  # FSDP1 is deprecated upstream
-        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **{"use_orig_params": True, **settings})
+        diagnose(FullyShardedDataParallel(make_model("llama"), device_id=torch.device("cpu")))
 
 
-def _blocks_under_fsdp1(model, around=lambda block: block, **settings):
-    for index, block in enumerate(model.model.layers):
-        model.model.layers[index] = around(_fsdp1(block, **settings))
-    return _fsdp1(model, **settings)
-
-
-OTHER_WAYS = {f"FSDP1, use_orig_params={original}": partial(_under_fsdp1, original) for original in (True, False)} | {
-    case.__name__: case for case in (sharded_by_accelerate, sharded_by_hand, wrapped_for_checkpointing, compiled_before)
-}
+OTHER_WAYS = (sharded_by_accelerate, sharded_by_hand, wrapped_for_checkpointing, compiled_before, wrapped_by_fsdp1)
 
 
 def test_other_ways_to_shard_are_read_too():
@@ -274,15 +253,8 @@ def tie_kept_by_allocate() -> None:
     assert not {"tie-broken", "managed-twice"} & set(_codes(diagnose(model)))
 
 
-def tie_managed_twice_by_fsdp1() -> None:
-    old = make_model("tied")
-    old.model.embed_tokens = _fsdp1(old.model.embed_tokens)
-    fact = r"in model\.embed_tokens and in no unit"
-    _expect(diagnose(_fsdp1(old)), "managed-twice", "error", fact, r"each tied set")
-
-
 def test_ties_that_came_apart_are_named():
-    cases = (tie_broken_by_to_empty, tied_again_after_sharding, tie_kept_by_allocate, tie_managed_twice_by_fsdp1)
+    cases = (tie_broken_by_to_empty, tied_again_after_sharding, tie_kept_by_allocate)
     run_ranks(run_cases, 2, cases)
 
 
