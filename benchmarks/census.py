@@ -13,8 +13,8 @@ of parameters on one module; and there are about two units per block at most.
 
 --train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
             one process (see `architectures/agree.py`). A row is written as it comes, and what has a row is not run
-            again, unless --only-failed or --only asks for it; the summary beside the rows is written at the end.
-            `--only bert:token vit:image` trains with other heads (`architectures/defaults.py`, HEADS)
+            again, unless --only-failed or --only asks for it; the summary beside the rows is written at the end. Types
+            that take other inputs than words, images and sound take no part
 """
 
 import argparse

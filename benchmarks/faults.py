@@ -1,6 +1,6 @@
-"""Attack what the package promises of saves, states, checkpoints and ranks, and count what was lost.
+"""Strike saves, and count what was lost.
 
-    python benchmarks/faults.py                                       # everything, about an hour on 2 cores
+    python benchmarks/faults.py                                       # everything, about half an hour on 2 cores
     python benchmarks/faults.py --only kills --tries 3                # a part of it, three kills per kind of save
 
 kills      The system calls of both ranks are noted while each kind of save replaces an older one (`calls.c`, needs a C
@@ -13,10 +13,6 @@ kills      The system calls of both ranks are noted while each kind of save repl
 background saves with blocking=False and a disk that is full on one rank, or a folder that is gone, from one of the
            rank's system calls on; and a script that ends right after the call. What is found afterwards is compared as
            for kills, and what every rank ended with is counted.
-stopped    SIGKILL or SIGSTOP of one of 2 ranks at a random moment of loading, preparing and saving. How long the other
-           rank goes on, and what it says.
-files      each file of a checkpoint and of a training state removed, cut, overwritten and changed in single bytes.
-code       each pickled file of a checkpoint and of a training state replaced by one that writes a file when unpickled.
 """
 
 import argparse
@@ -32,22 +28,15 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from faulting.damaged import attack_code, attack_files
 from faulting.replay import preload
-from faulting.struck import in_background, kills, stopped
+from faulting.struck import in_background, kills
 
 from benchmarks.measuring.comparison import about
 from tests._checkpoints import make_checkpoint
 from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/faults.py"
-PARTS = {
-    "kills": kills,
-    "background": in_background,
-    "stopped": stopped,
-    "files": attack_files,
-    "code": attack_code,
-}
+PARTS = {"kills": kills, "background": in_background}
 
 
 def table(part: str, rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -68,8 +57,8 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--kinds", nargs="+", default=[""], help="of saves, stops and folders: words of their names")
-    parser.add_argument("--tries", type=int, default=16, help="states of each kind of save; other parts in proportion")
+    parser.add_argument("--kinds", nargs="+", default=[""], help="of saves: words of their names")
+    parser.add_argument("--tries", type=int, default=16, help="states of each kind; half as many in the background")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=Path, help="JSON lines to which rows are added")
     args = parser.parse_args()

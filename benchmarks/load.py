@@ -12,7 +12,7 @@ question, by transformers' `dequantize=True` where it is transformers that reads
 Each load runs in fresh processes, the loaders in turn (A B C, B C A, …), so that a slow minute hits all: on GPUs over
 NCCL where there is one for each rank, otherwise on the CPU over gloo. The clock starts at a barrier, after imports,
 process group and a first load of a tiny checkpoint (which imports the rest). It stops at a barrier after every page of
-every local shard on the host has been touched once, because some loaders only map files, and after all that was queued
+every local shard on the host has been written once, because some loaders only map files, and after all that was queued
 on the GPU is done.
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads (or one per core) from one contiguous part of each
@@ -44,8 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loading.loaders import DTYPES, LOADERS, Job
 from benchmarks.loading.measure import measure, reference
-from benchmarks.loading.models import set_cache
-from benchmarks.measuring.command_line import arguments, checkpoints
+from benchmarks.loading.models import arguments, checkpoints, set_cache
 from benchmarks.measuring.comparison import Page, Row, about, measured, megabytes, ranks_of, table_of, times_of
 from benchmarks.measuring.process import Figures
 from tests._dist import hide_gpus, run_ranks

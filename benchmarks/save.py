@@ -47,8 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.loading.loaders import DTYPES
 from benchmarks.loading.loaders import Job as Load
 from benchmarks.loading.measure import reference
-from benchmarks.loading.models import set_cache
-from benchmarks.measuring.command_line import arguments, checkpoints
+from benchmarks.loading.models import arguments, checkpoints, set_cache
 from benchmarks.measuring.comparison import (
     LIMIT,
     Page,
@@ -62,13 +61,12 @@ from benchmarks.measuring.comparison import (
     times_of,
 )
 from benchmarks.measuring.process import Figures
-from benchmarks.saving.measure import compare, measure
-from benchmarks.saving.savers import SAVERS, STORED, Job
+from benchmarks.savers import SAVERS, STORED, Job, compare, measure
 from tests._dist import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/save.py"
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]
-PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.saving.measure"]
+PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.savers"]
 
 
 def cells(args: argparse.Namespace) -> Iterator[Figures]:
@@ -93,20 +91,20 @@ def save_once(
     job: Job, first: Job, expected: Figures, cache: str, ranks: int, name: str, is_first: bool
 ) -> tuple[list[Figures], str]:
     try:
-        make_ready(job, SAVERS[name].folder, cache)
+        make_ready(job, cache)
         figures = run_ranks(measure, ranks, name, job, first, timeout_s=900, device=job.load.device)
         if not is_first or not expected or name == LIMIT:
             return figures, "–"
-        return figures, run_ranks(compare, 1, job, job.target / SAVERS[name].folder, expected, timeout_s=900)[0]
+        return figures, run_ranks(compare, 1, job, job.target, expected, timeout_s=900)[0]
     finally:
         shutil.rmtree(job.target.parent, ignore_errors=True)
 
 
-def make_ready(job: Job, within: str, cache: str) -> None:
+def make_ready(job: Job, cache: str) -> None:
     """Let the target be absent, or hold an earlier checkpoint, and the disk have nothing else to do."""
     shutil.rmtree(job.target, ignore_errors=True)
     if cache == "warm":
-        shutil.copytree(job.load.folder, job.target / within)
+        shutil.copytree(job.load.folder, job.target)
     os.sync()
     set_cache(job.load.folder, "cold")
 

@@ -32,9 +32,6 @@ from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
 
-_FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
-"""Arguments of `load_weights` that may differ between ranks."""
-
 
 def from_pretrained(
     name_or_path: str | PathLike[str] | None = None,
@@ -109,15 +106,14 @@ def from_pretrained(
         trust_remote_code: run model code that comes with the checkpoint, or with the base of an adapter.
         config: in place of the checkpoint's own, or where it has none; a value, a name or a folder.
         torch_dtype: the older name of `dtype`.
-        load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
+        load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `progress`, …).
         kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
             …), as in `build_meta_model`. Arguments that ask for nothing are left out (`device_map={"": d}` for the
             device d of this process, too); others are refused by name.
 
-    Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
-    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and under
-    HSDP shards. Each node fetches a hub checkpoint once.
+    Every rank must call, with equal arguments but for names of folders and how to fetch. The ranks exchange errors,
+    digests of arguments, checkpoint and plan, and under HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
         CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model.
@@ -145,6 +141,7 @@ def from_pretrained(
             device = torch.device("cpu") if settings["mesh"].device_type == "cpu" else local_device()
             hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
         load_kwargs = {**of_loading, **(load_kwargs or {})}
+        own = {"requests_in_flight", "progress"}  # may differ between ranks
         same_on_all_ranks(
             "loading the model",
             peft_config=peft_config,
@@ -158,7 +155,7 @@ def from_pretrained(
             mean_resizing=mean_resizing,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
-            load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
+            load_kwargs={name: value for name, value in load_kwargs.items() if name not in own},
             model_kwargs=model_kwargs,
             **{name: value for name, value in settings.items() if name != "mesh"},
         )
@@ -231,10 +228,8 @@ def from_config(
 
     Args:
         config: a configuration, a `config.json`, or a hub name or folder that has one; no weights are read.
-        accelerator: its FSDP plugin gives policy, mesh, precision, offload and activation checkpointing. None: FSDP
-            over all processes, in the dtype of the weights.
-        seed: of the whole model. None: it follows from rank 0's generator, that is from `torch.manual_seed` or
-            `set_seed`.
+        accelerator: as in `from_pretrained`. None: FSDP over all processes, in the dtype of the weights.
+        seed: of the whole model; None: it follows from rank 0's generator.
         auto_class: as in `from_pretrained`.
         dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
             precision, else the config's dtype, or float32 if it has none.

@@ -40,7 +40,6 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """A tiny checkpoint and the batch that its model takes."""
 
-    model_type: str
     model_class: type[PreTrainedModel]
     folder: Path
     batch: Batch
@@ -276,13 +275,3 @@ def _headers(folder: Path) -> dict[str, str]:
                 part = opened.get_slice(key)
                 found[key] = f"{part.get_dtype()} {part.get_shape()}"
     return found
-
-
-# ---- transformers alone ----
-
-
-def reopened_alone(case: Case, written: Tensors) -> str:
-    """What of a model that transformers wrote differs after transformers reopened it; empty where nothing does."""
-    reopened = case.model_class.from_pretrained(case.folder, dtype=torch.float32).state_dict()
-    wrong = [name for name, value in written.items() if name not in reopened or not _same(reopened[name], value)]
-    return f"{len(wrong)} tensors differ after transformers wrote and reopened them, {wrong[0]} first" if wrong else ""

@@ -2,7 +2,6 @@
 
 `candidates` gives several batches, the fullest first: with images, sound and labels, then with less. Of a model that
 reads images or sound among words, the number of their placeholders is that of the features which the model makes.
-`INPUTS` holds what the rules get wrong, as data.
 """
 
 import inspect
@@ -14,15 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.architectures.exceptions import INPUTS
-
 ROWS, WORDS, DECODER_WORDS = 2, 12, 6
-_FULL = {
-    "ones": (1, torch.long),
-    "zeros": (0, torch.long),
-    "true": (True, torch.bool),
-    "false": (False, torch.bool),
-}
 _VISION = ("vision_config", "vision", "image_config", "encoder", "backbone_config", "thinker_config")
 _VISION += ("vision_encoder_config", "vit_config", "vq_config")
 _AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")
@@ -33,7 +24,7 @@ _MEL_BINS_FIRST = "whisper|qwen2audio|voxtral|audioflamingo|qwen3asr|omni|moss|g
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A tensor of a batch, or a constant: `kind` is float, int, ones, zeros, bool or value."""
+    """A tensor of a batch, or a constant: `kind` is float, int, ones, words, same (as another input) or value."""
 
     kind: str
     shape: tuple[int, ...] = ()
@@ -55,17 +46,8 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
             made[name] = torch.randn(spec.shape, generator=generator)
         elif spec.kind == "int":
             made[name] = torch.randint(spec.low, max(spec.high, spec.low + 1), spec.shape, generator=generator)
-        elif spec.kind in _FULL:
-            value, dtype = _FULL[spec.kind]
-            made[name] = torch.full(spec.shape, value, dtype=dtype)
-        elif spec.kind == "patches":  # row and column before the pixels
-            made[name] = torch.randn(spec.shape, generator=generator)
-            made[name][..., :2] = made[name][..., :2].abs().floor()
-        elif spec.kind == "boxes":  # of a page: x0, y0, x1, y1
-            made[name] = torch.randint(0, spec.high // 2, spec.shape, generator=generator)
-            made[name][..., 2:] = made[name][..., :2] + spec.high // 4
-        elif spec.kind == "tensor":
-            made[name] = torch.tensor(spec.value)
+        elif spec.kind == "ones":
+            made[name] = torch.ones(spec.shape, dtype=torch.long)
         elif spec.kind == "words":  # no special tokens, but placeholders of images and sound in front
             usual = torch.tensor([i for i in range(spec.low, spec.high) if i not in spec.without] or [spec.low])
             words = usual[torch.randint(len(usual), spec.shape, generator=generator)]
@@ -79,24 +61,15 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
     return made
 
 
-def candidates(model: nn.Module, model_type: str) -> Iterator[Batch]:
-    """Batches that a plain model on the CPU may take, the fullest first; `model_type` names its exceptions."""
+def candidates(model: nn.Module) -> Iterator[Batch]:
+    """Batches that a plain model on the CPU may take, the fullest first."""
     names = list(inspect.signature(model.forward).parameters)
-    given = {name: Spec(**spec) if spec else None for name, spec in INPUTS.get(model_type, {}).items()}
-
-    def finished(batch: Batch) -> Batch:
-        return {name: spec for name, spec in (batch | given).items() if spec is not None}
-
     senses = _senses(model, names)
     words = _words(model, names)
-    seen: list[Batch] = []
-    for batch in (senses | _with_placeholders(model, words, finished(senses)), senses, words, senses | words):
-        main = finished(batch)
-        for labels in (_labels(model, names, main), {}):
-            full = main | labels
-            if full and full not in seen:
-                seen.append(full)
-                yield full
+    for batch in (senses | _with_placeholders(model, words, senses), senses, words, senses | words):
+        for labels in (_labels(model, names, batch), {}):
+            if batch | labels:
+                yield batch | labels
 
 
 def _config(model: nn.Module, *names: str) -> list[Any]:
@@ -124,12 +97,6 @@ def _words(model: nn.Module, names: list[str]) -> Batch:
         batch["input_ids"] = ids
         if "attention_mask" in names:
             batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
-        if "bbox" in names:
-            high = min(_first(text, "max_2d_position_embeddings", default=1000), 64)
-            batch["bbox"] = Spec(kind="boxes", shape=(ROWS, WORDS, 4), high=high)
-        has_languages = getattr(config, "use_lang_emb", False) and getattr(config, "n_langs", 1) > 1
-        if "langs" in names and "lang_ids" not in names and has_languages:
-            batch["langs"] = Spec(kind="zeros", shape=(ROWS, WORDS))
     if "decoder_input_ids" in names:
         decoder = _first(_config(model, "decoder", "text_config"), "vocab_size", default=size)
         batch["decoder_input_ids"] = _word_spec(DECODER_WORDS, decoder, special)
@@ -172,22 +139,22 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
             side = 4 * max(1, _first(vision, "spatial_merge_size", default=2) // 2)
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
             sizes = [side, side] if grid == "image_grid_hws" else [1, side, side]
-            batch[grid] = Spec(kind="tensor", value=[sizes] * ROWS)
+            batch[grid] = Spec(kind="value", value=torch.tensor([sizes] * ROWS))
         elif grid == "spatial_shapes":
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, 16, channels * patch * patch))
-            batch[grid] = Spec(kind="tensor", value=[[4, 4]] * ROWS)
+            batch[grid] = Spec(kind="value", value=torch.tensor([[4, 4]] * ROWS))
             batch["pixel_attention_mask"] = Spec(kind="ones", shape=(ROWS, 16))
         elif re.search("Video|Vivit|Timesformer|VJEPA", type(model).__name__) and "Llava" not in type(model).__name__:
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, frames, channels, height, width))
         else:
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, channels, height, width))
             if "image_sizes" in names:
-                batch["image_sizes"] = Spec(kind="tensor", value=[[height, width]] * ROWS)
+                batch["image_sizes"] = Spec(kind="value", value=torch.tensor([[height, width]] * ROWS))
     if "hidden_states" in names and "pixel_values" not in names and "input_ids" not in names:
         if "grid_thw" in names:
             depth, side = _first(vision, "temporal_patch_size", default=1), 4
             batch["hidden_states"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
-            batch["grid_thw"] = Spec(kind="tensor", value=[[1, side, side]] * ROWS)
+            batch["grid_thw"] = Spec(kind="value", value=torch.tensor([[1, side, side]] * ROWS))
         else:
             batch["hidden_states"] = Spec(kind="float", shape=(ROWS, WORDS, hidden))
     if "inputs_embeds" in names and not {"input_ids", "pixel_values", "input_features", "input_values"} & set(names):

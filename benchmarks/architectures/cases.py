@@ -8,10 +8,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, initialization
 
-from benchmarks.architectures.agree import Case, forward, loss_of, reopened_alone
+from benchmarks.architectures.agree import Case, forward, loss_of
 from benchmarks.architectures.batches import Batch, candidates, random_batch
-from benchmarks.architectures.defaults import build_config, classes_of, heads_of
-from benchmarks.architectures.exceptions import CLASSES
+from benchmarks.architectures.defaults import build_config, classes_of
 from benchmarks.architectures.shrink import LEVELS, shrink
 
 MOST_PARAMETERS = 40_000_000
@@ -25,19 +24,16 @@ class NotBuiltError(Exception):
 def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
     """The case of a type, its checkpoint written by transformers to `folder`; and the row's facts of it."""
     said: list[str] = []
-    model_type, _, head = model_type.partition(":")
     config = build_config(model_type)
     classes = classes_of(model_type, config)
-    names = CLASSES.get(model_type) or [*classes.get("main", [])[:MOST_CLASSES], *classes.get("base", [])]
-    names = heads_of(model_type)[head][:1] if head else names
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys([*classes.get("main", [])[:MOST_CLASSES], *classes.get("base", [])]):
         for level in LEVELS:
             try:
                 model = build(getattr(transformers, name), shrink(config, level))
             except Exception as error:
                 said.append(f"{name} {level}: {_said(error)}")
                 continue
-            for batch in _batches(model, model_type, said):
+            for batch in _batches(model, said):
                 if problem := trains(model, batch):
                     said.append(f"{name} {level} ({' '.join(batch)}): {problem}")
                     continue
@@ -45,8 +41,7 @@ def make_case(model_type: str, folder: Path) -> tuple[Case, dict[str, Any]]:
                 count = sum(parameter.numel() for parameter in model.parameters())
                 facts = {"class": name, "size": level, "parameters": count, "inputs": " ".join(batch)}
                 frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-                case = Case(model_type=model_type, model_class=type(model), folder=folder, batch=batch, frozen=frozen)
-                return case, facts | {"alone": reopened_alone(case, model.state_dict())}
+                return Case(model_class=type(model), folder=folder, batch=batch, frozen=frozen), facts
     raise NotBuiltError("; ".join(dict.fromkeys(said)))
 
 
@@ -82,9 +77,9 @@ def trains(model: nn.Module, batch: Batch) -> str:
     return "" if any(bool(gradient.any()) for gradient in gradients) else "no gradients"
 
 
-def _batches(model: nn.Module, model_type: str, said: list[str]) -> list[Batch]:
+def _batches(model: nn.Module, said: list[str]) -> list[Batch]:
     try:
-        return list(candidates(model, model_type))
+        return list(candidates(model))
     except Exception as error:
         said.append(f"no batch: {_said(error)}")
         return []

@@ -23,14 +23,6 @@ OTHER_MAPPINGS = {
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
 }
 
-HEADS = {
-    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "token": "MODEL_FOR_TOKEN_CLASSIFICATION",
-    "question": "MODEL_FOR_QUESTION_ANSWERING", "masked": "MODEL_FOR_MASKED_LM",
-    "image": "MODEL_FOR_IMAGE_CLASSIFICATION",
-    "audio": "MODEL_FOR_AUDIO_CLASSIFICATION", "ctc": "MODEL_FOR_CTC", "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
-}  # fmt: skip
-"""Heads that a type is trained with beside its main one; `bert:token` is a case of the training census."""
-
 # Arguments for configurations whose defaults cannot be built, as the documentation or a released checkpoint has them.
 REPAIRS: dict[str, dict[str, Any]] = {
     **{name: {"prediction_length": 24} for name in ("autoformer", "informer", "time_series_transformer")},
@@ -102,11 +94,6 @@ def classes_by_default(model_type: str) -> dict[str, list[str]]:
     except Exception:
         config = None
     return classes_of(model_type, config)
-
-
-def heads_of(model_type: str) -> dict[str, list[str]]:
-    """The model classes of a type by head."""
-    return {head: names for head, mapping in HEADS.items() if (names := class_names(mapping, model_type))}
 
 
 def build_config(model_type: str) -> Any:

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
@@ -15,13 +16,26 @@ import torch
 from benchmarks.architectures.agree import PRECISIONS, examine_sharded, plain_figures
 from benchmarks.architectures.cases import NotBuiltError, make_case
 from benchmarks.architectures.defaults import CONFIG_MAPPING, classes_by_default
-from benchmarks.architectures.tables import render
+from benchmarks.measuring.comparison import table_of
 from tests._dist import run_ranks
 
 WORLD = 2
 TIMEOUT_S = 180.0
 CHECKS = ("load", "outputs", "loss", "gradients", "step", "resharded", "save")
 Row = dict[str, Any]
+PREFACE = """# Census of training
+
+Every model type that transformers registers with a model class, at a small size, on 2 ranks (gloo, CPU), beside the
+plain model in one process. Made with {versions} by
+
+    python benchmarks/census.py --train
+
+`{output}` holds one row of each type. The default configuration is shrunk by rule
+(`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of
+this package loads it. `benchmarks/architectures/agree.py` says what is compared and with what. Both sides are in
+evaluation mode. A type stands here with one class and the fullest batch that its plain model takes; `inputs` of a row
+names it. Rows are kept between runs.
+"""
 
 
 def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool) -> int:
@@ -110,3 +124,20 @@ def judged(ranks: list[Row]) -> Row:
             faults.append(f"{precision}: {row[f'{precision}_gathered']} units gathered at a time")
     why = "; ".join(dict.fromkeys(faults))
     return row | {"verdict": "failed" if why else "agrees", "why": why}
+
+
+def render(rows: Iterable[Row], versions: str, output: str) -> str:
+    """The summary in Markdown."""
+    rows = sorted(rows, key=lambda row: row["type"].lower())
+    agrees = [row for row in rows if row["verdict"] == "agrees"]
+    counts = [(verdict, str(count)) for verdict, count in Counter(row["verdict"] for row in rows).items()]
+    largest = []
+    for check in ("outputs", "loss", "gradients", "step"):
+        worst = (max((row.get(f"{p}_{check}", 0.0) for row in agrees), default=0.0) for p in PRECISIONS)
+        largest.append((check, *(f"{value:.1e}" for value in worst)))
+    others = [(row["type"], row.get("class", ""), row["verdict"], row["why"]) for row in rows if row not in agrees]
+    cells = [[cell[:200].replace("|", "\\|").replace("\n", " ") for cell in row] for row in others]
+    lines = [PREFACE.format(versions=versions, output=output), *table_of(("", "types"), counts), ""]
+    lines += table_of(("largest difference among those that agree", *PRECISIONS), largest)
+    lines += ["", "## Do not agree, or take no part", "", *table_of(("type", "class", "", "why"), cells)]
+    return "\n".join(lines) + "\n"

@@ -1,1 +1,1 @@
-"""What `benchmarks/faults.py` does to saves, states, checkpoints and ranks."""
+"""What `benchmarks/faults.py` does to saves."""

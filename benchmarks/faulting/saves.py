@@ -303,12 +303,6 @@ class NumberThatExists(Save):
         return [tried(lambda: digest_of_values(saved()))]
 
 
-def train_and_save(models: Path, out: Path) -> None:
-    """A state of Accelerate's (`state`) and a Trainer's checkpoints (`out/checkpoint-2`), after two steps."""
-    State("", False).again(models, out / "state", dist.barrier)
-    quiet_trainer(models, arguments(out / "out", save_strategy="steps", save_steps=2, max_steps=2)).train()
-
-
 SAVES = (
     Model("save_pretrained, as many files", SEVERAL, SEVERAL),
     Model("save_pretrained, fewer files", SEVERAL, "120KB"),

@@ -1,37 +1,18 @@
-"""Saves and ranks that are struck: killed or without power after a call, out of space, killed or stopped meanwhile."""
+"""Saves that are struck: killed or without power after a call, out of space, the folder gone."""
 
-import json
-import os
 import random
 import shutil
-import signal
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-
-from hf_fsdp_tools import from_pretrained, save_pretrained
-from tests._dist import free_port, run_ranks
-from tests._training import arguments, new_accelerator
+from tests._dist import run_ranks
 
 from .replay import crash_states
-from .saves import ENDS, SAVES, Save, look_at, quiet_trainer, save_first, save_struck
-
-LIMIT_S = 150.0
-"""How long ranks may go on: a stopped process is to be given up after a minute."""
+from .saves import ENDS, SAVES, Save, look_at, save_first, save_struck
 
 Row = dict[str, Any]
-Again = Callable[[], object]
-
-
-# ---- saves ----
 
 
 def kills(models: Path, work: Path, tries: int, draw: random.Random, kinds: list[str]) -> Iterator[Row]:
@@ -110,95 +91,3 @@ def ended_with(failure: str, rank: int) -> str:
     last = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))]
     named = [line for line in last if line.split(":")[0].rpartition(".")[2].endswith(("Error", "Stop", "Elsewhere"))]
     return (named or last)[-1].split(":")[0].rpartition(".")[2]
-
-
-# ---- ranks, which do the same again and again ----
-
-
-def loading(models: Path, out: Path) -> Again:
-    return lambda: from_pretrained(models / "a", accelerator=new_accelerator())
-
-
-def preparing(models: Path, out: Path) -> Again:
-    def prepare() -> None:
-        model = AutoModelForCausalLM.from_pretrained(models / "a")
-        new_accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
-
-    return prepare
-
-
-def saving_a_model(models: Path, out: Path) -> Again:
-    model = from_pretrained(models / "a", accelerator=new_accelerator())
-    return lambda: save_pretrained(model, out, max_shard_size="60KB")
-
-
-def saving_a_state(models: Path, out: Path) -> Again:
-    accelerator = new_accelerator()
-    model = from_pretrained(models / "a", accelerator=accelerator)
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    return lambda: accelerator.save_state(out)
-
-
-def training_and_saving(models: Path, out: Path) -> Again:
-    args = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 3}
-    return lambda: quiet_trainer(models, arguments(out, **args)).train()
-
-
-JOBS = (loading, preparing, saving_a_model, saving_a_state, training_and_saving)
-
-
-def go_on_until(job: Any, models: Path, out: Path, port: int, struck: int, sent: int, seconds: float) -> None:
-    """Do a job again and again; the struck rank is struck meanwhile, and the other notes how it ended.
-
-    The store is kept by rank 0, as where `srun` starts a script.
-    """
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(os.environ["RANK"]), world_size=2)
-    again = job(models, out / "out")
-    again()
-    dist.barrier()
-
-    def strike() -> None:
-        note(out / "struck", "")
-        os.kill(os.getpid(), sent)
-
-    if dist.get_rank() == struck:
-        threading.Timer(seconds, strike).start()
-    try:
-        while True:
-            again()
-    except BaseException as error:
-        note(out / "ended", f"{type(error).__name__}: {str(error)[:300]}")
-        raise
-
-
-def note(file: Path, text: str) -> None:
-    file.write_text(json.dumps([time.time(), text]))
-
-
-def stopped(models: Path, work: Path, tries: int, draw: random.Random, kinds: list[str]) -> Iterator[Row]:
-    """One row for each job and signal: what the other rank ended with, and how long it went on at most."""
-    for job in JOBS:
-        name = job.__name__.replace("_", " ")
-        if not any(word in name for word in kinds):
-            continue
-        for sent in (signal.SIGKILL, signal.SIGSTOP):
-            ends, texts, longest_s = Counter[str](), Counter[str](), 0.0
-            for _ in range(tries // 4):
-                out = work / "stopped"
-                shutil.rmtree(out, ignore_errors=True)
-                out.mkdir()
-                struck, port = draw.randrange(2), free_port("127.0.0.1")
-                run = partial(run_ranks, go_on_until, 2, job, models, out, port, struck, sent, draw.uniform(0, 1.5))
-                try:
-                    run(timeout_s=LIMIT_S)
-                except AssertionError as error:
-                    ended_s, text = LIMIT_S, f"waited until it was killed: {error}"
-                    since_s, _ = json.loads((out / "struck").read_text())
-                    if (out / "ended").exists():
-                        ended_s, text = json.loads((out / "ended").read_text())
-                        longest_s = max(longest_s, ended_s - since_s)
-                    ends[text.partition(":")[0]] += 1
-                    texts[text] += 1
-            row = {"what": name, "signal": sent.name, "tries": tries // 4, "longest_s": round(longest_s, 1)}
-            yield row | {"ended with": dict(ends), "texts": dict(texts)}

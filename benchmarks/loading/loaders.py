@@ -226,26 +226,20 @@ def seconds_together(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-_PEERS: dict[str, tuple[Load, bool]] = {
-    "accelerate FSDP2, RAM-efficient": (partial(load_accelerate, ram_efficient=True), False),
-    "accelerate FSDP2, every rank loads all": (partial(load_accelerate, ram_efficient=False), False),
-    "torch broadcast_from_rank0": (load_broadcast, False),
-    "torch DCP HuggingFaceStorageReader": (load_dcp, False),
+_PEERS: dict[str, Load] = {
+    "transformers native": load_native,
+    "accelerate FSDP2, RAM-efficient": partial(load_accelerate, ram_efficient=True),
+    "accelerate FSDP2, every rank loads all": partial(load_accelerate, ram_efficient=False),
+    "torch broadcast_from_rank0": load_broadcast,
+    "torch DCP HuggingFaceStorageReader": load_dcp,
 }
-LOADERS: dict[str, dict[str, tuple[Load, bool]]] = {
-    "cpu": {
-        LIMIT: (load_limit, False),
-        OURS: (load_ours, False),
-        "transformers native, then read once": (load_native, False),
-        "transformers native, then written once": (load_native, True),
-        **_PEERS,
-    },
+LOADERS: dict[str, dict[str, Load]] = {
+    "cpu": {LIMIT: load_limit, OURS: load_ours, **_PEERS},
     "cuda": {
-        LIMIT: (load_limit_to_device, False),
-        OURS: (load_ours, False),
-        "transformers from_pretrained(device_map)": (load_plain, False),
-        "transformers native": (load_native, False),
+        LIMIT: load_limit_to_device,
+        OURS: load_ours,
+        "transformers from_pretrained(device_map)": load_plain,
         **_PEERS,
     },
 }
-"""For a device, name to function, and whether each page is written instead of read at the end; in the table's order."""
+"""For a device, name to function, in the table's order."""

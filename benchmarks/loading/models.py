@@ -1,19 +1,21 @@
-"""Checkpoints of real architectures, written on the spot, and whether they are in the page cache."""
+"""Checkpoints of real architectures, written on the spot, and the command line that names them."""
 
-import ctypes
+import argparse
 import json
 import math
-import mmap
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from torch import nn
 
+from benchmarks.loading.loaders import DTYPES
+from benchmarks.measuring.comparison import add_page_options
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
+from tests._dist import num_gpus, run_ranks
 
 KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "4b", "8b")
 
@@ -83,9 +85,7 @@ def make_checkpoint(kind: str, num_bytes: float, folder: Path) -> None:
     model = build_meta_model(config_of_size(kind, num_bytes), dtype=torch.bfloat16)
     allocate(model, device=torch.device("cpu"))
     for parameter in model.parameters():
-        if kind not in RELEASED:
-            fill_at_random(parameter)
-        elif parameter.dim() > 1:
+        if parameter.dim() > 1:
             parameter.detach().normal_(0.0, 0.02)
         else:  # norms: `benchmarks/training.py` trains these models
             parameter.detach().fill_(1.0)
@@ -124,15 +124,6 @@ def quantized(kind: str, key: str, shape: torch.Size) -> dict[str, torch.Tensor]
     return {f"{key}_blocks": blocks, f"{key}_scales": torch.randint(100, 120, blocks.shape[:3], dtype=torch.uint8)}
 
 
-def fill_at_random(parameter: nn.Parameter) -> None:
-    """Random bytes, but no NaN: the highest bit of the exponent is 0, so that values are below 2."""
-    bits = parameter.detach().view(-1).view(torch.int16)
-    whole = bits[: bits.numel() // 4 * 4].view(torch.int64)
-    whole.random_(-(2**63), None)  # four numbers at a time; all 64 bits
-    bits[whole.numel() * 4 :].random_(-(2**15), 2**15)
-    bits &= ~0x4000
-
-
 def set_cache(folder: Path, cache: str) -> None:
     """Bring the files into the page cache, or ask the system to forget them."""
     for file in folder.iterdir():
@@ -143,22 +134,43 @@ def set_cache(folder: Path, cache: str) -> None:
                 continue
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if cached := cached_bytes(stream.fileno()):
-                raise RuntimeError(
-                    f"{file}: {cached} bytes stay in the page cache. Another process maps them: end that one; or the "
-                    "file system lives in memory (tmpfs): put the checkpoint on a disk."
-                )
 
 
-def cached_bytes(descriptor: int) -> int:
-    """How much of a file is in the page cache, asked without touching it."""
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as mapping:  # writable, which ctypes wants
-        pages = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
-        begin = ctypes.c_ubyte.from_buffer(mapping)
-        asked = ctypes.CDLL(None, use_errno=True).mincore
-        asked.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        status = asked(ctypes.addressof(begin), len(mapping), pages)
-        del begin  # or the mapping cannot be closed
-    if status:
-        raise OSError(ctypes.get_errno(), "mincore")
-    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+def arguments(
+    doc: str, *, contestants: str, models: Sequence[str], ranks: Sequence[int], folder: str
+) -> argparse.Namespace:
+    """The command line, with what it leaves open filled in."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    add_page_options(parser, folder)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where shards are; GPUs where there are any")
+    parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} unless given; not more than there are GPUs")
+    parser.add_argument("--models", nargs="+", choices=KINDS, default=list(models))
+    parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
+    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of each model in bf16; not of 1b, 4b and 8b")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the shards")
+    parser.add_argument("--only", nargs="+", help=f"only these {contestants}, named as in the table")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare the result with plain loading")
+    if contestants == "savers":
+        parser.add_argument("--replicas", type=int, default=1, help="HSDP: copies of the model")
+    args = parser.parse_args()
+    gpus = num_gpus()
+    args.device = args.device or ("cuda" if gpus else "cpu")
+    args.ranks = args.ranks or [n for n in ranks if args.device == "cpu" or n <= gpus]
+    if args.device == "cuda" and max(args.ranks, default=1) > gpus:
+        parser.error(f"--device cuda takes a GPU for each rank (there are {gpus})")
+    return args
+
+
+def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
+    """Name, folder, and a tiny checkpoint to begin with, of each model that was asked for."""
+    for kind in ["dense"] if args.checkpoint else args.models:
+        folder = args.folder / (kind if kind in RELEASED else f"{kind}-{args.size_gb:g}GB")
+        tiny = args.folder / f"{kind}-tiny"
+        run_ranks(make_checkpoint, 1, "dense" if kind in RELEASED else kind, 1e6, tiny, timeout_s=900)
+        if args.checkpoint:
+            yield args.checkpoint.name, args.checkpoint, tiny
+        else:
+            run_ranks(make_checkpoint, 1, kind, args.size_gb * 1e9, folder, timeout_s=900)
+            yield kind, folder, tiny

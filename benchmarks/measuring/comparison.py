@@ -104,10 +104,9 @@ class Page:
     table: Callable[[dict[str, Row]], list[str]]
     """The rows of a cell."""
 
-    def render(self, records: Sequence[dict[str, Any]], preface: str = "") -> str:
+    def render(self, records: Sequence[dict[str, Any]]) -> str:
         """All cells; of a cell that was measured twice, the last."""
         lines = [f"# {self.title}", "", f"What each column means is said at the top of `{self.script}`."]
-        lines += ["", preface.strip()] if preface else []
         for where in dict.fromkeys(record["about"]["where"] for record in records):
             lines += ["", where]
         for title, record in {self.title_of(record["cell"]): record for record in records}.items():
@@ -118,7 +117,7 @@ class Page:
         """Measure cell by cell and keep it, or show what was kept."""
         if args.report:
             records = [json.loads(line) for line in args.report.read_text().splitlines()]
-            args.output.write_text(self.render(records, args.preface.read_text() if args.preface else ""))
+            args.output.write_text(self.render(records))
             return
         args.folder.mkdir(parents=True, exist_ok=True)
         made = []
@@ -137,7 +136,6 @@ def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), folder), help="of models")
     parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
     parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
-    parser.add_argument("--preface", type=Path, help="with --report: Markdown to put before the cells")
     parser.add_argument("--output", type=Path, help="Markdown file")
 
 

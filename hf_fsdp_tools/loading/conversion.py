@@ -1,7 +1,7 @@
 """Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
 
-This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions
-are never copied: their operations run on `PieceTensor`s, which turns each into an index map.
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The operations run
+on `PieceTensor`s, which turns each into an index map.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -84,10 +84,7 @@ def map_loading(
     *,
     is_model_state: bool = False,
 ) -> LoadMap:
-    """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`.
-
-    Nothing is read and no rank communicates; every rank gets the same map.
-    """
+    """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`."""
     with original_classes(model):
         convert = not is_model_state and isinstance(model, PreTrainedModel)
         transforms = get_model_conversion_mapping(model) if convert else []
@@ -131,10 +128,7 @@ def _group(
             unexpected.update(renamed.replace(targets[0], target) for target in targets)
         else:
             unexpected.add(renamed)
-    groups = [
-        ConversionGroup(target=target, members=tuple(found), transform=transform_of[target])
-        for target, found in members.items()
-    ]
+    groups = [ConversionGroup(target=key, members=tuple(m), transform=transform_of[key]) for key, m in members.items()]
     return groups, unexpected
 
 
@@ -160,11 +154,8 @@ def _trace(
 
 
 def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The results of a group's transform by model key.
-
-    Where several stored tensors are only renamed to one key, the first one wins, as in transformers.
-    """
-    if group.transform is None:
+    """The results of a group's transform by model key."""
+    if group.transform is None:  # of several tensors that are renamed to one key the first wins, as in transformers
         return {group.target: tensors[group.members[0][0]]}
     transform = deepcopy(group.transform)
     for key, pattern in group.members:
@@ -216,8 +207,7 @@ def copy_conversions(source: nn.Module, target: nn.Module) -> None:
 def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     """Hub key to the model elements that are saved under the key; inputs are named by the model's own keys.
 
-    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name. No
-    rank communicates; every rank gets the same map in the same order.
+    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name.
     """
     state = persistent_tensors(model)
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():

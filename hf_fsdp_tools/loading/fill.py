@@ -1,9 +1,8 @@
 """Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Place, QuantizedPart, Transfer, reads_of, whole_place
+from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import dequantize
 from hf_fsdp_tools.loading.quantized.pack import quantize_weights, read_scales
@@ -27,10 +26,6 @@ from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.linear4bit import set_quant_state
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.text import listed_lines
-
-_SLAB_ELEMENTS = 2**22
-"""Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +79,17 @@ def fill_shards(
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
-            share = _share_of(state, index, loaded, groups or {})
+            places, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
+            transfers, quantized = reads_of(places, index)
+            whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
             packed = shares_of_packed(weights_4bit, state, index) if weights_4bit else []
             scale_bytes = weights_4bit.scale_bytes(index) if weights_4bit else 0
             shards = [local_tensor(tensor) for tensor in state.values()]
             side = side_stream_for([*shards, *(torch.empty(0, device=compute_device(w.sharded)) for w in packed[:1])])
             if side is not None:
                 stack.callback(side.release)
-            to_read = share.read_bytes + scale_bytes + sum(weight.read_bytes for weight in packed)
+            to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
+            to_read += scale_bytes + sum(weight.read_bytes for weight in packed)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -102,38 +100,20 @@ def fill_shards(
                 on_bytes=stack.enter_context(bar),
             )
             stack.enter_context(reader)
-            stats = reader.read(share.transfers) + dequantize(share.quantized, reader, staging_bytes=staging_bytes)
-            converted = _convert_whole(model, state, index, loaded, share.opaque, reader, staging_bytes)
+            stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
+            converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
             if weights_4bit:
                 stats += read_scales(weights_4bit, index, reader)
         if packed:
             stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
-    _receive(state, share.received)
+    _receive(state, received)
     on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share.num_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
+        share_bytes=share_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
         host_bytes=sum(on_host.values()) + sum(weight.host_bytes for weight in packed),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """This rank's shards of the model, and how to fill them."""
-
-    transfers: Sequence[Transfer]
-    """Reads straight into shards."""
-    quantized: Sequence[QuantizedPart]
-    """Values to dequantise into shards."""
-    opaque: Sequence[ConversionGroup]
-    """Conversions that compute, and so need whole tensors."""
-    received: Sequence[str]
-    """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
-    read_bytes: int
-    """Bytes to read, gaps left out."""
-    num_bytes: int
-    """Bytes of the shards in stored dtypes."""
 
 
 def _share_of(
@@ -141,8 +121,11 @@ def _share_of(
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
     groups: Mapping[str, ConversionGroup],
-) -> _Share:
-    """Plan what this rank reads: for each loaded tensor, the transfers into the memory of its local boxes."""
+) -> tuple[list[Place], list[ConversionGroup], list[str], int]:
+    """What this rank fills: places in its shards, conversions that need whole tensors, and keys of what replicas get.
+
+    Last the bytes of its shards, in stored dtypes. The keys are equal on all ranks of a replica group.
+    """
     places: list[Place] = []
     opaque: dict[str, ConversionGroup] = {}
     received: list[str] = []
@@ -158,18 +141,9 @@ def _share_of(
             continue  # another replica reads it
         if tensor.pieces is None:
             opaque[groups[key].target] = groups[key]
-            continue
-        places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
-    transfers, quantized = reads_of(places, index)
-    opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
-    return _Share(
-        transfers=transfers,
-        quantized=quantized,
-        opaque=tuple(opaque.values()),
-        received=received,
-        read_bytes=sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + opaque_bytes,
-        num_bytes=num_bytes,
-    )
+        else:
+            places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
+    return places, list(opaque.values()), received, num_bytes
 
 
 def _convert_whole(
@@ -256,37 +230,3 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
                             f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
                             "different values for them. Set tie_word_embeddings=False in the config to keep both."
                         )
-
-
-def refuse_not_finite(model: nn.Module, keys: Iterable[str], weights_4bit: Weights4Bit | None) -> None:
-    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales."""
-    state = persistent_tensors(model)
-    memory = {
-        key: [memory_view(local_tensor(state[key]), start, box.length) for box, start in local_boxes_of(state[key])]
-        for key in keys
-    }
-    if weights_4bit is not None:
-        memory |= {key: _scales(layer) for key, layer in weights_4bit.layers.items()}
-    counts = {key: sum(map(_num_not_finite, parts)) for key, parts in memory.items()}
-    rows = [f"{key}: {count} of its values here" for key, count in sorted(counts.items()) if count]
-    if rows:
-        raise CheckpointError(
-            f"{len(rows)} tensors hold values that are not finite:\n{listed_lines(rows)}\nThe training that wrote the "
-            "checkpoint diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or "
-            "dtype, or check_finite=False to load it as it is."
-        )
-
-
-def _scales(layer: Any) -> list[torch.Tensor]:
-    """The scales of a 4-bit weight; where these are quantised, their own scales."""
-    state = layer.quant_state
-    return [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
-
-
-def _num_not_finite(part: torch.Tensor) -> int:
-    """How many values are NaN or infinite, counted in slabs of bounded size."""
-    if not part.is_floating_point() or not part.numel():
-        return 0
-    rows = part.view(-1) if part.is_contiguous() else part
-    slabs = torch.split(rows, max(1, _SLAB_ELEMENTS * rows.shape[0] // rows.numel()))
-    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for slab in slabs)

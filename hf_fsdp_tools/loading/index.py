@@ -130,11 +130,7 @@ class CheckpointIndex:
                 )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
-        """An index of the tensors of one model, under the model's names; a training state can hold more than a model.
-
-        Raises:
-            CheckpointError: no tensor has a name of the model, or several parts of the state fit it equally well.
-        """
+        """An index of the tensors of one model, under the model's names; a training state can hold more."""
         return self._with(model_part(self._saved, model_keys, self.name)) if self._saved else self
 
     def _with(self, tensors: Mapping[str, StoredTensor | ChunkedTensor]) -> "CheckpointIndex":
@@ -170,21 +166,17 @@ class CheckpointIndex:
     ) -> "CheckpointIndex":
         """Index a local folder, a single weight file, or a hub name.
 
-        Of a hub checkpoint, the weight files are downloaded; ranks of one node share the cache, whose file locks make
-        one rank download and the others wait. Of local files, only headers are read. No rank communicates.
+        Of a hub checkpoint, the weight files are downloaded, once for all ranks of a node, which share the cache. Of
+        local files, only headers are read. No rank communicates.
 
         Args:
-            path_or_repo: one of
+            path_or_repo: one such file, a hub name, or a folder with the first of
 
-                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`, also such as
-                  hold parts of tensors (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
-                - a folder of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), or one above it that
-                  Accelerate's `save_state` or the Trainer wrote (`pytorch_model_fsdp_0` in it);
-                - a folder with `pytorch_model.bin`, or its index and shards, or Accelerate's `pytorch_model_fsdp.bin`,
-                  if `allow_pickle`;
-                - one such file; or a hub name.
-
-                Where a folder holds several of these, the first of this list is read.
+                - `model.safetensors`, an index file or plain `*.safetensors`, also such as hold parts of tensors
+                  (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
+                - a checkpoint of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), also one folder below, as
+                  Accelerate's `save_state` and the Trainer write it (`pytorch_model_fsdp_0`);
+                - if `allow_pickle`, `pytorch_model.bin`, Accelerate's `pytorch_model_fsdp.bin`, or an index and shards.
             allow_pickle: read legacy `.bin` files too. They are pickles, read by torch's restricted unpickler, which
                 builds tensors and runs no code of the file (`weights_only=True`).
             revision: branch, tag or commit on the hub.
@@ -194,8 +186,7 @@ class CheckpointIndex:
             subfolder: folder within the checkpoint.
 
         Raises:
-            CheckpointError: the path is absent, holds no weights, or a file or header is damaged; the message names
-                file and key, what was expected, what was found, and a cure.
+            CheckpointError: the path is absent, holds no weights, or a file or header is damaged.
         """
         name = fspath(path_or_repo)
         with storage_errors("read", Path(name)):
@@ -317,7 +308,7 @@ def refuse_other_contents(index: CheckpointIndex, *configs: Any) -> None:
 
 
 def _refuse_others(opened: list[tuple[str, str, dict[str, str]]]) -> None:
-    """Refuse what differs between ranks, of each of which name, host and fingerprint are known."""
+    """Refuse what differs between ranks; of each, name, host and what it compares are known."""
     name, _, first = opened[0]
     for part in first:
         if len({own[part] for _, _, own in opened}) > 1:

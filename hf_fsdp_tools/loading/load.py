@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.agreement import (
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
-from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards, refuse_not_finite
+from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
@@ -50,7 +50,6 @@ def load_weights(
     ignore_mismatched_sizes: bool = False,
     strict: bool = False,
     added_tokens: AddedTokens | None = None,
-    check_finite: bool = False,
     seed: int | None = None,
     staging_bytes: int | None = None,
     requests_in_flight: int = REQUESTS_IN_FLIGHT,
@@ -83,7 +82,6 @@ def load_weights(
             is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): new rows are the mean of the old ones
             ("mean") or drawn by the model's own initialisation ("random"); the same values for any number of ranks.
             None refuses a checkpoint of another vocabulary.
-        check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
         seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
             rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
         staging_bytes: bound of host memory above the shards; at least 1 MiB. None: 64 MiB, or 320 MiB of pinned memory
@@ -133,7 +131,6 @@ def load_weights(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             strict=strict,
             added_tokens=added_tokens,
-            check_finite=check_finite,
             seed=seed,
             staging_bytes=staging_bytes,
             allow_pickle=hub_kwargs.get("allow_pickle", False),
@@ -176,9 +173,6 @@ def load_weights(
         with agreed_steps(f"initialising what is in no file ({after})"), _timed(seconds, "initialize"):
             with agreed(doing):
                 index.refuse_changed()
-            if check_finite:
-                with agreed(f"checking the values ({after})"):
-                    refuse_not_finite(model, match.loaded, match.weights_4bit)
             initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
             set_conversions(model, match.load_map)
             forget_quantization(model)

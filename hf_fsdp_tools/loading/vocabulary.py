@@ -49,11 +49,9 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """Give a model that FSDP2 has sharded another number of tokens, in place; return its input embedding.
 
-    Does what `model.resize_token_embeddings` cannot do with shards. Every tensor with one row per token (input
-    embedding, head, biases) is replaced inside its unit; old rows and ties stay as they are, and the config follows.
-    New rows do not depend on the number of ranks.
-
-    Where the checkpoint is not loaded yet, `from_pretrained(…, num_tokens=…)` does the same without gathering.
+    Every tensor with one row per token (input embedding, head, biases) is replaced inside its unit; old rows and ties
+    stay as they are, and the config follows. New rows do not depend on the number of ranks. Where the checkpoint is not
+    loaded yet, `from_pretrained(…, num_tokens=…)` does the same without gathering.
 
     Args:
         model: sharded by `shard_model`, `from_pretrained` or `fully_shard`, with its weights. Make the optimizer
@@ -99,15 +97,12 @@ def resize_token_embeddings(
 
 def _refuse(model: nn.Module) -> None:
     """Refuse, on all ranks alike, a model whose tensors cannot or must not be replaced."""
-    if not isinstance(model, PreTrainedModel):
+    is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if is_flat or not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"{type(model).__name__} is no model of transformers, which knows what its vocabulary is. Give the model "
-            "itself, below PEFT's or Accelerate's wrapper, or resize it before sharding."
-        )
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError(
-            "The model is not sharded by FSDP2, and flat parameters cannot be resized. Call "
-            "model.resize_token_embeddings() before it is wrapped, or use FSDP2."
+            f"The vocabulary of {type(model).__name__} cannot be resized: it "
+            f"{'has flat parameters' if is_flat else 'is no model of transformers'}. Give the model itself, below "
+            "PEFT's or Accelerate's wrapper and sharded by FSDP2, or resize it before it is wrapped."
         )
     parameters = list(model.named_parameters())
     if on_meta := [name for name, p in parameters if p.is_meta]:

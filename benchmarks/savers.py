@@ -1,9 +1,11 @@
-"""Every saver that is compared: what makes its model, before the clock, and what saves it."""
+"""Every saver that is compared, its time on one rank, what it writes and takes, and whether its files are right."""
 
+import gc
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,13 @@ from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
 from benchmarks.loading.loaders import Job as Load
-from benchmarks.loading.loaders import load_ours
+from benchmarks.loading.loaders import load_ours, synchronize
+from benchmarks.loading.measure import reference
 from benchmarks.measuring.comparison import LIMIT, OURS
+from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
+from hf_fsdp_tools.text import dtype_name
 
 STORED = torch.bfloat16
 """Dtype of the files."""
@@ -64,9 +70,6 @@ class Saver:
 
     syncs: str
     """What it brings to disk before it returns."""
-
-    folder: str = "."
-    """Where the checkpoint is within the target."""
 
 
 def is_first() -> bool:
@@ -191,19 +194,6 @@ def save_gathered(model: Any, job: Job) -> None:
     model.save_pretrained(job.target, is_main_process=is_first(), max_shard_size=job.file_bytes)
 
 
-def save_distributed(model: Any, job: Job) -> None:
-    """transformers' distributed checkpoint, consolidated by its own function. It casts nothing."""
-    from transformers.distributed.checkpoint import consolidate_distributed_checkpoint  # transformers 5.17 has none
-
-    config = model.config.distributed_config if dist.get_world_size() > 1 else None
-    model.save_pretrained(job.target, distributed_checkpoint=True)
-    if is_first():
-        consolidate_distributed_checkpoint(job.target, job.target / "consolidated")
-        model.config.distributed_config = None
-        save_configs(model, job.target / "consolidated")
-        model.config.distributed_config = config
-
-
 def save_dcp(model: nn.Module, job: Job) -> None:
     """torch's writer of safetensors: each rank its shards, then rank 0 writes them again."""
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
@@ -234,9 +224,66 @@ SAVERS: dict[str, Saver] = {
     "Accelerate FULL_STATE_DICT": Saver(make=our_model, save=save_full, syncs="nothing"),
     "Accelerate SHARDED_STATE_DICT + merge-weights": Saver(make=our_model, save=save_merged, syncs="its shards only"),
     "transformers save_pretrained": Saver(make=native_model, save=save_gathered, syncs="nothing"),
-    "transformers distributed_checkpoint, consolidated": Saver(
-        make=native_model, save=save_distributed, syncs="its shards only", folder="consolidated"
-    ),
     "torch DCP HuggingFaceStorageWriter, consolidated": Saver(make=our_model, save=save_dcp, syncs="its shards only"),
 }
 """In the order of the table."""
+
+
+# ---- one save on one rank ----
+
+
+def measure(name: str, job: Job, tiny: Job) -> Figures:
+    """Save once on this rank; the figures of this rank."""
+    saver = SAVERS[name]
+    share_cores()
+    end_without_memory()
+    saver.save(saver.make(tiny), tiny)  # imports the rest
+    made = saver.make(job)
+    gc.collect()
+    device = job.load.torch_device
+    synchronize(device)
+    before = begin(device)
+    start = time.perf_counter()
+    notes = saver.save(made, job) or {}
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    after = usage(device)  # before anything collects garbage
+    if dist.get_rank() == 0:
+        sync_all(job.target)
+    dist.barrier()
+    on_disk = time.perf_counter() - start
+    fields = (("written", "wchar"), ("read", "rchar"), ("cpu_us", "cpu_us"))
+    figures: Figures = {figure: after[field] - before[field] for figure, field in fields}
+    figures["above"] = after["VmHWM"] - before["VmRSS"]
+    figures["above_device"] = after["device_peak"] - before["device"]
+    figures["pinned"] = after["pinned_peak"]
+    return {"seconds": seconds, "on_disk": on_disk, **notes, "notes": {}, **figures}
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until every file below is on disk."""
+    for path in [folder, *folder.rglob("*")]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def compare(job: Job, folder: Path, expected: Figures) -> str:
+    """Open a saved checkpoint by plain `from_pretrained` and compare every tensor; then names, dtypes and shapes in the
+    files with those of the checkpoint that the model came from."""
+    found = reference(replace(job.load, folder=folder, dtype=STORED, device="cpu"))[0]
+    wrong = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    if wrong:
+        return f"wrong: {len(wrong)} tensors, {wrong[0]}"
+    ours, theirs = (stored(path) for path in (folder, job.load.folder))
+    if ours == theirs:
+        return "equal"
+    if ours.keys() == theirs.keys():
+        dtypes = sorted({dtype_name(dtype) for dtype, _ in ours.values()})
+        return f"equal values, stored as {', '.join(dtypes)}"
+    return f"equal values, {len(ours)} tensors instead of the {len(theirs)} of the hub's layout"
+
+
+def stored(folder: Path) -> Figures:
+    """Dtype and shape of each stored tensor."""
+    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in CheckpointIndex.open(folder).tensors.items()}

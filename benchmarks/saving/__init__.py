@@ -1,1 +1,0 @@
-"""What `benchmarks/save.py` is made of."""
