@@ -158,9 +158,6 @@ def _check_plan(live: LiveModel, plan: WrapPlan) -> Iterator[Finding]:
     planned = {frozenset(plain_name(name) for name in unit.modules): unit for unit in plan.units if unit.num_params}
     made = {frozenset(node.fqn for node in unit.nodes): unit for unit in live.units if unit.weights}
     extra = [unit.name for names, unit in made.items() if names not in planned]
-    if live.units[0].version == 1:  # they have one module each, unlike the plan's grouped units
-        planned = {names: unit for names, unit in planned.items() if len(names) == 1 and names != {""}}
-        extra = []
     absent = [" + ".join(unit.modules) or "(root)" for names, unit in planned.items() if names not in made]
     if absent or extra:
         lists = [f"{len(absent)} of its {len(planned)} units are not there ({listed(absent)})"] if absent else []
@@ -196,7 +193,7 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
 
 
 def _check_managed(live: LiveModel) -> Iterator[Finding]:
-    twice, alone, frozen = [], [], []
+    twice, alone = [], []
     for weight in live.tree.weights:
         places = [live.parameters[name] for name in weight.names]
         units = {place.unit.name if place.unit else "no unit" for place in places}
@@ -205,9 +202,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
         place = places[0]
         if len(units) > 1 or place.unit or isinstance(place.tensor, DTensor):
             continue
-        if not place.tensor.requires_grad:
-            frozen.append(weight)
-        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model, or a user, averages by such a hook
+        # shard_model, or a user, averages by a hook
+        if place.tensor.requires_grad and not place.tensor._post_accumulate_grad_hooks:
             alone.append(weight.names[0])
     if twice:
         yield Finding(
@@ -228,15 +224,6 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
             "last). What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages "
             "gradients.",
-        )
-    if frozen:
-        yield Finding(
-            code="replicated-frozen",
-            severity="info",
-            fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
-            f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
-            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with "
-            "the rest.",
         )
 
 
@@ -272,7 +259,7 @@ def _check_mixes(live: LiveModel) -> Iterator[Finding]:
     mixed = []
     for unit in live.units:
         dtypes = Counter(dtype_name(w.dtype) for w in unit.weights if w.requires_grad)
-        if unit.version == 2 and len(dtypes) > 1:
+        if len(dtypes) > 1:
             mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
     if mixed:
         yield Finding(

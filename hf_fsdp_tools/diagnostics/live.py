@@ -1,4 +1,4 @@
-"""Read the units and parameters of a live model, sharded by FSDP or not at all.
+"""Read the units and parameters of a live model, sharded by FSDP2 or not at all.
 
 Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP), as
 in a plan that was made before the modules were wrapped. Nothing is changed and nothing is communicated.
@@ -7,14 +7,14 @@ in a plan that was made before the modules were wrapped. Nothing is changed and 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.shards import local_tensor
-from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, unflattened
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
@@ -23,10 +23,8 @@ from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveUnit:
-    """Modules whose parameters FSDP gathers together now."""
+    """Modules whose parameters FSDP2 gathers together now."""
 
-    version: Literal[1, 2]
-    """Version of FSDP."""
     nodes: list[ModuleNode] = field(default_factory=list)
     """Its modules in the tree; more than one for `fully_shard([a, b])`."""
     weights: list[Weight] = field(default_factory=list)
@@ -55,7 +53,7 @@ class LiveParameter:
     """A parameter under one of its names; tied names have the same `tensor`."""
 
     tensor: torch.Tensor
-    """A tensor of the global shape: a DTensor, a plain parameter, or, for a flat one, a stand-in on meta."""
+    """A tensor of the global shape: a DTensor or a plain parameter."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
     local: torch.Tensor
@@ -79,8 +77,8 @@ def read_live_model(model: nn.Module) -> LiveModel:
     units = _Units()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            units.read_flat(module)
-        elif isinstance(module, FSDPModule):
+            raise ConfigError("FSDP1 wraps this model, and diagnose reads units of FSDP2. Diagnose the plain model.")
+        if isinstance(module, FSDPModule):
             units.read_unit(module)
     copy = copy_tree(model, parameters=units.parameters, way_inside=way_inside)
     tree = ModuleTree(copy.model)
@@ -121,8 +119,6 @@ class UnitTree:
     """Parameters of the model, tied ones once."""
     num_units: int
     """How many units there are; 0 for a model that is not sharded."""
-    fsdp_version: Literal[1, 2] | None
-    """Of the units; None without any."""
     groups: tuple[UnitGroup, ...]
     """The outermost units."""
     outside: tuple[int, int, int]
@@ -132,7 +128,7 @@ class UnitTree:
         head = f"{self.model_class}: {show_count(self.num_params)} parameters"
         if not self.num_units:
             return f"{head}, not sharded"
-        lines = [f"{head} in {self.num_units} units (FSDP{self.fsdp_version})", *_branches(self.groups, "")]
+        lines = [f"{head} in {self.num_units} units (FSDP2)", *_branches(self.groups, "")]
         count, num_params, num_bytes = self.outside
         if count:
             lines.append(f"in no unit: {count} tensors, {show_count(num_params)} parameters, {show_bytes(num_bytes)}")
@@ -149,7 +145,6 @@ def unit_tree(live: LiveModel) -> UnitTree:
         model_class=class_name(live.tree.root.module),
         num_params=live.tree.num_params,
         num_units=len(live.units),
-        fsdp_version=live.units[0].version if live.units else None,
         groups=_groups(below.get(id(None), []), below),
         outside=(len(outside), sum(weight.numel for weight in outside), sum(weight.nbytes for weight in outside)),
     )
@@ -198,41 +193,20 @@ class _Units:
         self.units: dict[object, LiveUnit] = {}
         self.unit_of_module: dict[nn.Module, LiveUnit] = {}
         self.managed: dict[tuple[nn.Module, str], LiveParameter] = {}
-        self.stand_ins: dict[int, LiveParameter] = {}
-        self.flattened: dict[nn.Module, list[str]] = {}
 
     def read_unit(self, module: Any) -> None:
         members = unit_modules(module)
         is_new = members not in self.units
-        unit = self.units.setdefault(members, LiveUnit(version=2))
+        unit = self.units.setdefault(members, LiveUnit())
         self.unit_of_module[module.get_submodule(way_inside(module))] = unit
         for managed in parameters_of_unit(module) if is_new else ():
             here = LiveParameter(tensor=managed.shard, unit=unit, local=local_tensor(managed.shard))
             self.managed.update(dict.fromkeys(managed.places, here))
 
-    def read_flat(self, wrapper: FullyShardedDataParallel) -> None:
-        unit = self.units[wrapper] = LiveUnit(version=1)
-        self.unit_of_module[wrapper.get_submodule(way_inside(wrapper))] = unit
-        for part in flat_parts(wrapper):
-            stand_in = nn.Parameter(
-                torch.empty(part.shape, dtype=part.memory.dtype, device="meta"), requires_grad=part.requires_grad
-            )
-            here = LiveParameter(tensor=stand_in, unit=unit, local=part.memory)
-            if part.registered is not None:
-                self.stand_ins[id(part.registered)] = here
-            for module, name in part.places:
-                self.managed[module, name] = here
-                self.flattened.setdefault(module, []).append(name)
-
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
-        """The parameters of a module as the tree shows them; flattened ones may be registered no more."""
-        registered: dict[str, Any] = unflattened(module)
-        shown: dict[str, Any] = {}
-        for name in dict.fromkeys([*registered, *self.flattened.get(module, ())]):
-            parameter = registered.get(name)
-            here = self.managed.get((module, name)) or self.stand_ins.get(id(parameter))
-            shown[name] = here.tensor if here else parameter
-        return shown
+        """The parameters of a module as the tree shows them: shards, also where the whole is registered now."""
+        shown: dict[str, Any] = dict(module._parameters)
+        return shown | {name: self.managed[module, name].tensor for name in shown if (module, name) in self.managed}
 
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
         alone = LiveParameter(tensor=tensor, unit=None, local=local_tensor(tensor))
