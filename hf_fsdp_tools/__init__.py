@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
     from hf_fsdp_tools.loading.load import load_weights as load_weights
     from hf_fsdp_tools.loading.opening import open_checkpoint as open_checkpoint
-    from hf_fsdp_tools.loading.resize import resize_token_embeddings as resize_token_embeddings
+    from hf_fsdp_tools.loading.vocabulary import resize_token_embeddings as resize_token_embeddings
     from hf_fsdp_tools.modeling.meta import build_meta_model as build_meta_model
     from hf_fsdp_tools.planning.blocks import detect_blocks as detect_blocks
     from hf_fsdp_tools.planning.make_plan import make_wrap_plan as make_wrap_plan
@@ -70,7 +70,7 @@ _NAMES_OF = {
     "integrations.trainer": ("FSDPTrainerMixin",),
     "loading.load": ("load_weights",),
     "loading.opening": ("open_checkpoint",),
-    "loading.resize": ("resize_token_embeddings",),
+    "loading.vocabulary": ("resize_token_embeddings",),
     "modeling.meta": ("build_meta_model",),
     "planning.blocks": ("detect_blocks",),
     "planning.make_plan": ("make_wrap_plan",),

@@ -54,27 +54,26 @@ def fetch(
 
     The arguments are `revision` and `local_files_only`: a later call with them gets the same commit, and does not wait
     again for a hub that did not answer. The hub has `HF_HUB_ETAG_TIMEOUT` (10 s) to answer; if it does not or refuses,
-    the cache is used, with a warning. When no more bytes of a file arrive, huggingface_hub gives up after six times
-    `HF_HUB_DOWNLOAD_TIMEOUT` (10 s), or after 7 minutes if the hub did not even tell the file's size.
+    the cache is used, with a warning. When no more bytes of a file arrive, huggingface_hub gives up within 7 minutes.
 
     No rank communicates; processes that share a cache wait for each other's downloads at its file locks.
     """
     from huggingface_hub import snapshot_download
 
-    is_local = local_files_only or not _answers(name, revision, token, cache_dir)
+    where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+    is_local = local_files_only or not _answers(name, token, **where)
     if is_local:
-        snapshot = _cached_snapshot(name, revision, cache_dir)
+        snapshot = _cached_snapshot(name, **where)
     else:
         wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
-        where: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
         for pause_s in (*_PAUSES_S, None):
             try:
-                snapshot = Path(snapshot_download(name, allow_patterns=wanted, **where))
+                snapshot = Path(snapshot_download(name, allow_patterns=wanted, token=token, **where))
                 break
             except Exception as error:  # of huggingface_hub's HTTP library, which has changed twice
                 # It does not try again itself after a connection reset in the middle of a file, or a status of 5xx.
-                passes = _status(_root(error)) >= 500 or type(_root(error)).__name__ == "ReadError"
-                if pause_s is None or not passes:
+                root = _root(error)
+                if pause_s is None or (_status(root) < 500 and type(root).__name__ != "ReadError"):
                     raise _refusal(name, revision, error) from None
                 time.sleep(pause_s)
     with suppress(OSError):  # a read-only cache; huggingface_hub makes no folder where no file matches
@@ -82,7 +81,7 @@ def fetch(
     return snapshot / (subfolder or ""), {"revision": snapshot.name, "local_files_only": is_local}
 
 
-def _answers(name: str, revision: str | None, token: str | bool | None, cache_dir: str | PathLike[str] | None) -> bool:
+def _answers(name: str, token: str | bool | None, revision: str | None, cache_dir: str | PathLike[str] | None) -> bool:
     """Whether the hub answers and has the repository; False if the cache is to be used."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
@@ -96,8 +95,8 @@ def _answers(name: str, revision: str | None, token: str | bool | None, cache_di
         try:
             snapshot = _cached_snapshot(name, revision, cache_dir)
         except CheckpointError:
-            raise _refusal(name, revision, error) from None
-        if isinstance(error, RevisionNotFoundError):  # deleted since
+            snapshot = None
+        if snapshot is None or isinstance(error, RevisionNotFoundError):  # deleted since
             raise _refusal(name, revision, error) from None
         reason = f"{type(error).__name__}: {first_line(error)}"
         warnings.warn(f"The hub did not give {name!r} ({reason}). Using what is cached, in {snapshot}.", stacklevel=3)
@@ -119,7 +118,7 @@ def _refusal(name: str, revision: str | None, error: Exception) -> CheckpointErr
     """An error of a download as a `CheckpointError` with a cure."""
     at = f" at revision {revision!r}" if revision else ""
     return CheckpointError(
-        f"No checkpoint {name!r}{at}: it is not a local folder, and the hub did not give it ({_described(error)}). "
+        f"No checkpoint {name!r}{at}: it is not a local folder, and the hub did not give it ({_in_a_line(error)}). "
         f"{_cure(name, error)} Or download it first and give the folder."
     )
 
@@ -135,16 +134,14 @@ def _root(error: Exception) -> Exception:
     return _root(error.__cause__) if is_wrapper and isinstance(error.__cause__, Exception) else error
 
 
-def _described(error: Exception) -> str:
-    """The root of an error in a line."""
+def _in_a_line(error: Exception) -> str:
     return f"{type(_root(error)).__name__}: {first_lines(_root(error), 4)}"
 
 
 def _status(error: Exception) -> int:
     """The status of the hub's answer; 0 where there was none."""
-    if in_text := _STATUS_IN_TEXT.search(str(error)):
-        return int(in_text[1])
-    return int(getattr(getattr(error, "response", None), "status_code", 0))
+    in_text = _STATUS_IN_TEXT.search(str(error))
+    return int(in_text[1] if in_text else getattr(getattr(error, "response", None), "status_code", 0))
 
 
 def _cure(name: str, error: Exception) -> str:
@@ -169,17 +166,13 @@ def _cure(name: str, error: Exception) -> str:
         return f"Check space and permissions of the files and of the cache in {constants.HF_HUB_CACHE}."
     return (
         f"{constants.ENDPOINT}, or where it keeps files, cannot be reached or does not answer. Check the network and "
-        "proxies; where it is only slow to begin, set HF_HUB_DOWNLOAD_TIMEOUT higher "
-        f"(now {constants.HF_HUB_DOWNLOAD_TIMEOUT} s)."
+        "proxies; where it is only slow to begin, set HF_HUB_DOWNLOAD_TIMEOUT higher."
     )
 
 
 @contextmanager
 def upload_errors(target: "HubTarget", kept: str) -> Iterator[None]:
-    """Turn any error of a block that uploads into a `CheckpointError` that says what is kept, and the cure.
-
-    The block must hold no code of this package but `upload`.
-    """
+    """Turn any error of a block that uploads into a `CheckpointError` that says what is kept, and the cure."""
     try:
         yield
     except Exception as error:
@@ -187,7 +180,7 @@ def upload_errors(target: "HubTarget", kept: str) -> Iterator[None]:
         then = f" Then upload it: `hf upload {target.repo_id} {kept}`."
         if not kept:
             fact, then = f"{target.repo_id!r} on the hub cannot be written to", ""
-        raise CheckpointError(f"{fact} ({_described(error)}). {_cure(target.repo_id, error)}{then}") from None
+        raise CheckpointError(f"{fact} ({_in_a_line(error)}). {_cure(target.repo_id, error)}{then}") from None
 
 
 # ---- uploading ----
@@ -229,9 +222,7 @@ def upload(
     """Upload files as one commit, so that whoever opens the repository gets the former files or all the new ones.
 
     The repository, and a branch, are made where they are not there. Contents that the hub has are not sent again.
-    (`upload_folder` makes several commits of a large folder.)
-
-    No rank communicates. The errors are huggingface_hub's (see `upload_errors`).
+    (`upload_folder` makes several commits of a large folder.) No rank communicates.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

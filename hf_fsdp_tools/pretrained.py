@@ -1,6 +1,6 @@
 """A model in shards: loaded by name (`from_pretrained`), or new, from its configuration alone (`from_config`)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -31,9 +31,6 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
-
-_FREE_ON_EACH_RANK = ("requests_in_flight", "progress")
-"""Arguments of `load_weights` that may differ between ranks."""
 
 
 def from_pretrained(
@@ -71,23 +68,20 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors; transformers' name of the argument is
-            taken too. Or a training state, as `dcp.save`, Accelerate's `save_state`, the Trainer, TRL and Axolotl
-            (`checkpoint-500`) and torch's `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or
-            up to two folders above; or a PEFT adapter (hub name or folder), whose base is loaded first. A state of a
-            `PeftModel`, with its `adapter_config.json` in it or up to two folders above, gives the adapter, and the
-            base if that was saved.
+        name_or_path: a hub name, or a folder with `config.json` and safetensors. Or a training state, as `dcp.save`,
+            Accelerate's `save_state`, the Trainer, TRL and Axolotl (`checkpoint-500`) and torch's
+            `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders above; or a
+            PEFT adapter, whose base is loaded first. A state of a `PeftModel`, with its `adapter_config.json` in it or
+            up to two folders above, gives the adapter, and the base if that was saved.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
             (`{"r": 16}`; LoRA where it names no `peft_type`): adds a new adapter to the loaded shards (`add_adapter`)
             and returns the `PeftModel`, of which only the adapter is trainable. Where a training state holds values of
-            an adapter, this is the config of that adapter, which gets these values. Modules with weights that no file
-            holds (a new head) are trained whole and saved with the adapter, as if they were in `modules_to_save`:
-            whoever opens the adapter would draw others.
-        is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT. With
-            `peft_config` it is trainable.
+            an adapter, they fill this one. Modules with weights that no file holds (a new head) are trained whole and
+            saved with the adapter, as if they were in `modules_to_save`.
+        is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT.
         auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
             `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
-            trained with, so that causal LMs are as `AutoModelForCausalLM` has them.
+            trained with.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`. The name or class of a block, or
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
@@ -101,8 +95,7 @@ def from_pretrained(
             dequantised straight to it; of such a checkpoint, the config's dtype is meant.
         mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` (or True) keeps the shards on the CPU between uses.
-        activation_checkpointing: recompute each block's activations in the backward pass; None means the plugin's
-            choice.
+        activation_checkpointing: recompute each block's activations in the backward pass; None: as the plugin says.
         compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
         num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`, without gathering it. New rows are
             the same for any number of ranks; fewer tokens drop rows.
@@ -110,25 +103,22 @@ def from_pretrained(
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)` in place of the model.
-        trust_remote_code: run model code that comes with the checkpoint; of an adapter, with the base that its files
-            name.
+        trust_remote_code: run model code that comes with the checkpoint, or with the base of an adapter.
         config: in place of the checkpoint's own, or where it has none; a value, a name or a folder.
         torch_dtype: the older name of `dtype`.
-        load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `check_finite`, …).
+        load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `progress`, …).
         kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,
             `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
             …), as in `build_meta_model`. Arguments that ask for nothing are left out (`device_map={"": d}` for the
             device d of this process, too); others are refused by name.
 
-    Every rank must call, under `torchrun`, `accelerate launch`, or alone, with equal arguments but for names of folders
-    and how to fetch. The ranks exchange errors, digests of the arguments, the checkpoint and the plan, and under
-    HSDP shards. Each node fetches a hub checkpoint once.
+    Every rank must call, with equal arguments but for names of folders and how to fetch. The ranks exchange errors,
+    digests of arguments, checkpoint and plan, and under HSDP shards. Each node fetches a hub checkpoint once.
 
     Raises:
-        CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model; on all
-            ranks alike.
+        CheckpointError: the checkpoint is absent, damaged, not the same on all ranks, or does not fit the model.
         RanksError: a rank does not come, is lost, or makes no progress for ten minutes (see `patience`).
-        ConfigError, WrapPlanError, MeshError: as the steps say; on all ranks alike.
+        ConfigError, WrapPlanError, MeshError: as the steps say; all of these on all ranks alike.
 
     Example:
         >>> model = from_pretrained("checkpoint", dtype=torch.bfloat16, load_kwargs={"progress": False})
@@ -136,8 +126,7 @@ def from_pretrained(
         (Shard(dim=0),)
     """
     settings = _settings_of(accelerator, as_mesh(mesh))
-    # what no rank has to wait for: one round for the errors, and for the digests of arguments, checkpoint and plan
-    with agreed_steps("loading the model"):
+    with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):
             name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
             dtype = one_dtype(dtype, torch_dtype)
@@ -149,11 +138,10 @@ def from_pretrained(
                 "activation_checkpointing": activation_checkpointing,
             }
             settings |= {name: value for name, value in explicit.items() if value is not None}
-            kind = settings["mesh"].device_type
-            hub_kwargs, of_loading, model_kwargs = sort_arguments(
-                kwargs, local_device() if kind != "cpu" else torch.device("cpu")
-            )
+            device = torch.device("cpu") if settings["mesh"].device_type == "cpu" else local_device()
+            hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
         load_kwargs = {**of_loading, **(load_kwargs or {})}
+        own = {"requests_in_flight", "progress"}  # may differ between ranks
         same_on_all_ranks(
             "loading the model",
             peft_config=peft_config,
@@ -167,7 +155,7 @@ def from_pretrained(
             mean_resizing=mean_resizing,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
-            load_kwargs={name: value for name, value in load_kwargs.items() if name not in _FREE_ON_EACH_RANK},
+            load_kwargs={name: value for name, value in load_kwargs.items() if name not in own},
             model_kwargs=model_kwargs,
             **{name: value for name, value in settings.items() if name != "mesh"},
         )
@@ -185,12 +173,11 @@ def from_pretrained(
                 f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
                 "Give the base, or leave peft_config out."
             )
-        with agreed("checking the arguments of from_pretrained"):
-            known = {*signature(from_pretrained).parameters, "quantization_config"}
-            refuse_misspelt(model_kwargs, checkpoint.config, known)
+        known = {*signature(from_pretrained).parameters, "quantization_config"}
+        refuse_misspelt(model_kwargs, checkpoint.config, known)
         # 2 the model without storage
-        is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
         with agreed("building the model"):
+            is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
             model = build_meta_model(
                 checkpoint.config,
                 auto_class=auto_class,
@@ -209,8 +196,14 @@ def from_pretrained(
     # 5 this rank's bytes of the files
     report = load_weights(model, checkpoint.index, **load_kwargs)
     # 6 the adapter, which PEFT reads or makes
-    drawn = report.initialized_keys
-    model = _with_adapter(model, checkpoint, peft_config, is_trainable, drawn, load_kwargs.get("seed"))
+    if checkpoint.adapter is not None:
+        model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
+    elif (state := checkpoint.adapter_state) is not None:
+        model = restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
+    elif peft_config is not None:  # it has the modules whose weights were drawn
+        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        peft_config = with_modules_to_save(peft_config, [key for key in report.initialized_keys if key in weights])
+        model = add_adapter(model, peft_config, seed=load_kwargs.get("seed"))
     return (model, report) if output_loading_info else model
 
 
@@ -235,10 +228,8 @@ def from_config(
 
     Args:
         config: a configuration, a `config.json`, or a hub name or folder that has one; no weights are read.
-        accelerator: its FSDP plugin gives policy, mesh, precision, offload and activation checkpointing. None: FSDP
-            over all processes, in the dtype of the weights.
-        seed: of the whole model. None: it follows from rank 0's generator, that is from `torch.manual_seed` or
-            `set_seed`.
+        accelerator: as in `from_pretrained`. None: FSDP over all processes, in the dtype of the weights.
+        seed: of the whole model; None: it follows from rank 0's generator.
         auto_class: as in `from_pretrained`.
         dtype: of the shards (the master weights), also by its name. None means float32 where computation is in a lower
             precision, else the config's dtype, or float32 if it has none.
@@ -276,7 +267,7 @@ def from_config(
         compare_at_end(own_seed(seed), seeds.extend)
         sharding, tree = _planned(model, accelerator, None, None, settings)
     shard_checked(model, sharding, tree)
-    with rolled_back(model), agreed("initialising the model (it is on meta again)"):
+    with rolled_back(model) as after, agreed(f"initialising the model ({after})"):
         # tied parameters are named once, and buffers that are in no state dict are always made
         names = {name for name, _ in model.named_parameters()}
         names |= {name for name, _ in model.named_buffers()} & model.state_dict().keys()
@@ -333,26 +324,6 @@ def _settings_of(accelerator: Any, mesh: DeviceMesh | None) -> dict[str, Any]:
     return {"mesh": mesh_of(accelerator) if mesh is None else mesh, **settings}
 
 
-def _with_adapter(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    peft_config: Any,
-    is_trainable: bool,
-    drawn: Collection[str],
-    seed: int | None,
-) -> Any:
-    """The loaded model, or the `PeftModel` around it; a new adapter has the modules whose weights were drawn."""
-    if checkpoint.adapter is not None:
-        return load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
-    if (state := checkpoint.adapter_state) is not None:
-        return restore_adapter(model, state, is_trainable=is_trainable or peft_config is not None)
-    if peft_config is None:
-        return model
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    config = with_modules_to_save(peft_config, [key for key in drawn if key in weights])
-    return add_adapter(model, config, seed=seed)
-
-
 def _chosen_dtype(
     dtype: torch.dtype | str | None,
     checkpoint: Checkpoint,
@@ -360,7 +331,7 @@ def _chosen_dtype(
     is_frozen: bool,
     model_kwargs: dict[str, Any],
 ) -> torch.dtype | None:
-    """The dtype asked for, else float32 for masters of a lower precision and the checkpoint's where none are needed."""
+    """The given dtype, else float32 for masters of a lower precision and the checkpoint's where none are needed."""
     if isinstance(dtype, torch.dtype):
         return dtype
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None

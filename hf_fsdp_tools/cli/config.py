@@ -131,10 +131,10 @@ def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
     for path, content in texts.items():
         if not options.force and path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
             raise ConfigError(f"{path} exists and holds something else; --force writes over it, --output names another")
-    made = "" if options.output.parent.exists() else " (a new folder)"
+    note = "" if options.output.parent.exists() else " (a new folder)"
     for path, content in texts.items():
         write(path, content)
-    return [f"wrote   {path}{made}" for path in texts]
+    return [f"wrote   {path}{note}" for path in texts]
 
 
 def _reason_lines(config: "FSDPConfig", reasons: dict[str, str]) -> list[str]:

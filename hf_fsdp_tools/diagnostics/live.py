@@ -53,7 +53,7 @@ class LiveParameter:
     """A parameter under one of its names; tied names have the same `tensor`."""
 
     tensor: torch.Tensor
-    """A tensor of the global shape: a DTensor or a plain parameter."""
+    """A tensor of the global shape: a DTensor, or a plain parameter."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
     local: torch.Tensor
@@ -77,7 +77,10 @@ def read_live_model(model: nn.Module) -> LiveModel:
     units = _Units()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ConfigError("FSDP1 wraps this model, and diagnose reads units of FSDP2. Diagnose the plain model.")
+            raise ConfigError(
+                f"{type(model).__name__} is wrapped by FSDP1, of which nothing is read here. Shard it with FSDP2 "
+                "(shard_model), or give the plain model."
+            )
         if isinstance(module, FSDPModule):
             units.read_unit(module)
     copy = copy_tree(model, parameters=units.parameters, way_inside=way_inside)
@@ -204,9 +207,9 @@ class _Units:
             self.managed.update(dict.fromkeys(managed.places, here))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
-        """The parameters of a module as the tree shows them: shards, also where the whole is registered now."""
-        shown: dict[str, Any] = dict(module._parameters)
-        return shown | {name: self.managed[module, name].tensor for name in shown if (module, name) in self.managed}
+        """The parameters of a module as the tree shows them."""
+        own: dict[str, Any] = module._parameters
+        return own | {name: self.managed[module, name].tensor for name in own if (module, name) in self.managed}
 
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
         alone = LiveParameter(tensor=tensor, unit=None, local=local_tensor(tensor))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
 from hf_fsdp_tools.errors import ConfigError, frames_of_package
-from hf_fsdp_tools.fsdp1.flat_shards import flat_parts, plain_view, replicas_of
+from hf_fsdp_tools.fsdp1.flat_shards import flat_shares, plain_view
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.loading.conversion import copy_conversions
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -26,7 +26,6 @@ from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.allocate import with_storage
 from hf_fsdp_tools.sharding.hooks import cast_inputs
-from hf_fsdp_tools.sharding.replicated import average_gradients
 
 
 def wrap_fsdp1(
@@ -42,29 +41,23 @@ def wrap_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wrap `model` by `plan` with FSDP1, on meta or with real weights, and return the wrapper.
 
-    A meta model gets storage unit by unit, so that a rank never holds more than its shards and one unit (twice, while
-    FSDP1 flattens it), and then the model's own initialisation: values depend on `seed` only, not on the number of
-    ranks, and tied parameters stay tied. Make the optimizer afterwards.
+    A meta model gets storage unit by unit (a rank holds its shards and one unit, twice while FSDP1 flattens it), and
+    then the model's own initialisation, which depends on `seed` only. Make the optimizer afterwards.
 
     Args:
-        model: not wrapped yet, in evaluation or training mode.
-        plan: from `make_wrap_plan` of this model.
-        device_id: this rank's device; None means its accelerator, or the CPU where there is none (gloo).
+        plan: from `make_wrap_plan` of this model, which is not wrapped yet.
+        device_id: this rank's device; None means its accelerator, or the CPU.
         use_orig_params: keep the original parameters, which LoRA and parameter groups need.
         param_init_fn: gives a module's own meta tensors storage and values; None means as described above.
         initialize: False leaves the storage of a meta model uninitialised, to be filled by `load_weights_fsdp1`.
-        seed: of the initialisation.
-        options: as in `FullyShardedDataParallel` (`process_group`, `sharding_strategy`, …); but mixed precision casts
-            inputs where modules compute with weights, and no labels, counts or masks that enter the root.
+        options: of `FullyShardedDataParallel`; mixed precision casts inputs where modules compute, and no labels.
 
-    Every rank must call. The ranks exchange a digest of plan and arguments; with `sync_module_states`, rank 0
-    broadcasts the weights.
+    Every rank must call. The ranks compare arguments; with `sync_module_states`, rank 0 broadcasts the weights.
 
     Raises:
         WrapPlanError: the plan does not fit the model or FSDP1.
         ConfigError: plan or arguments differ between ranks, or torch would silently average no gradients.
-        CheckpointError: the model's own code leaves a parameter uninitialised; pass `initialize=False` and load a
-            checkpoint.
+        CheckpointError: the model's own code leaves a parameter uninitialised.
 
     Example:
         >>> model = build_meta_model("checkpoint")
@@ -86,30 +79,19 @@ def wrap_fsdp1(
     state = reversed(model.state_dict(keep_vars=True).items())  # of tied tensors, the first name counts
     on_meta = {id(value): key for key, value in state if isinstance(value, torch.Tensor) and value.is_meta}
     values = {name: value for name, value in options.items() if name != "process_group"}
-    same_on_all_ranks(
-        "wrapping the model",
-        plan=plan,
-        use_orig_params=use_orig_params,
-        initialize=initialize,
-        seed=seed,
-        is_on_meta=None if broadcasts else bool(on_meta),
-        **values,
-    )
-    ignored = _place_ignored(model, policy, device)
+    values |= {"plan": plan, "use_orig_params": use_orig_params, "initialize": initialize, "seed": seed}
+    same_on_all_ranks("wrapping the model", is_on_meta=None if broadcasts else bool(on_meta), **values)
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=policy,
         param_init_fn=param_init_fn or _storage_giver(policy, device),
         device_id=device,
         use_orig_params=use_orig_params,
-        ignored_states=ignored or None,
         **options,
     )
     cast_where_computed(wrapped)
     if on_meta and initialize and param_init_fn is None and not broadcasts:
         initialize_missing(plain_view(wrapped), missing_keys=set(on_meta.values()), seed=seed)
-    groups = (wrapped.process_group, replicas_of(wrapped))
-    average_gradients(ignored, [group for group in groups if group is not None])
     return wrapped
 
 
@@ -122,15 +104,13 @@ def load_weights_fsdp1(
 
     Args:
         model: wrapped by `wrap_fsdp1(…, initialize=False)`, or by FSDP1 in any other way; dtypes stay as they are.
-        path_or_repo: as in `load_weights`.
-        options: as in `load_weights`, without `dtype` and `device`: the flat shards have storage already.
+        options: as in `load_weights`, as is `path_or_repo`; without `dtype` and `device`.
 
     Every rank must call. The ranks exchange errors and the figures of the report.
 
     Raises:
         CheckpointError: as in `load_weights`.
-        ConfigError: the model is not wrapped with FSDP1, a unit is gathered at the moment, or `options` holds `dtype`
-            or `device`.
+        ConfigError: the model is not wrapped with FSDP1, or a unit is gathered; `options` holds `dtype` or `device`.
 
     Example:
         >>> model = build_meta_model("checkpoint")
@@ -170,9 +150,6 @@ def _warn_deprecated() -> None:
     )
 
 
-# ---- storage ----
-
-
 def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callable[[nn.Module], None]:
     """A `param_init_fn` that gives a module's own meta tensors uninitialised storage; tied tensors stay one tensor."""
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -189,30 +166,13 @@ def _storage_giver(policy: HybridAutoWrapPolicy, device: torch.device) -> Callab
     return give_storage
 
 
-def _place_ignored(model: nn.Module, policy: HybridAutoWrapPolicy, device: torch.device) -> list[nn.Parameter]:
-    """Move the parameters that FSDP1 ignores to the device, and give them; before FSDP1 notes their identities."""
-    for parameter in policy.ignored_states:
-        if parameter.is_meta:
-            swap(model, {parameter: with_storage(parameter, device=device)})
-        else:
-            parameter.data = parameter.data.to(device)
-    return policy.ignored_states
-
-
-# ---- forward passes ----
-
-
 def cast_where_computed(root: FullyShardedDataParallel) -> None:
-    """Let units and modules of the root cast their inputs, and the root none; called again, nothing changes.
-
-    FSDP1 casts every float that enters the root: labels of a regression, token counts and masks. A model without mixed
-    precision, and one whose policy says `cast_root_forward_inputs=False`, stays as it is. Nothing is communicated.
-    """
+    """Let units and modules of the root cast their inputs; FSDP1 casts each float that enters the root, labels too."""
     dtype = root.mixed_precision.param_dtype
     if dtype is None or not root.mixed_precision.cast_root_forward_inputs:
         return
     root.mixed_precision = replace(root.mixed_precision, cast_root_forward_inputs=False)
-    dtypes = {module: dtype for part in flat_parts(root) for module, _ in part.places}
+    dtypes = {module: dtype for places, _ in flat_shares(root) for module, _ in places}
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
     dtypes |= {unit: unit.mixed_precision.param_dtype for unit in units}
     for module, dtype in dtypes.items():

@@ -36,28 +36,28 @@ TRAINER_GLOBS = (*_WEIGHTS, *STATE_FILES, "*.safetensors.index.json", "config.js
 # ---- what is complete ----
 
 
-def complete_checkpoint(wanted: str | bool, output_dir: str, *, allowed: Collection[str] = ()) -> str | bool:
+def complete_checkpoint(requested: str | bool, output_dir: str, *, allowed: Collection[str] = ()) -> str | bool:
     """The Trainer's checkpoint to resume from, the same on every rank: `wanted`, or for True the last complete one.
 
     A checkpoint is complete with all that its manifest lists, which is written last; one without a manifest (of the
     plain Trainer) with `trainer_state.json`. Returns True where there is no checkpoint at all; the Trainer then says
     so. Every rank must call; rank 0 decides.
     """
-    chosen: str | bool = wanted
+    chosen: str | bool = requested
     problem = ""
     with agreed("choosing the checkpoint", output_dir):
         if rank_and_size()[0] == 0:
-            chosen, problem = _choose(wanted, output_dir, allowed)
+            chosen, problem = _choose(requested, output_dir, allowed)
     chosen, problem = all_ranks((chosen, problem), "choosing the checkpoint")[0]
     if problem:
         raise CheckpointError(problem)
     return chosen
 
 
-def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
+def _choose(requested: str | bool, output_dir: str, allowed: Collection[str]) -> tuple[str | bool, str]:
     """The checkpoint to resume from; or what is wrong with it, and the cure."""
-    folders = [str(wanted)] if wanted is not True else []
-    if wanted is True and Path(output_dir).is_dir():
+    folders = [str(requested)] if requested is not True else []
+    if requested is True and Path(output_dir).is_dir():
         folders = sort_checkpoints(output_dir)[::-1]
     problems: list[str] = []
     for folder in folders:
@@ -66,8 +66,8 @@ def _choose(wanted: str | bool, output_dir: str, allowed: Collection[str]) -> tu
                 warnings.warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.", stacklevel=5)
             return folder, ""
         problems.append(f"{folder!r} {fact}")
-    cure = "Give a complete folder" if wanted is True else "With True, training goes on from the last complete one"
-    return wanted, f"{listed(problems, separator='; ')}. {cure}; or start anew." if problems else ""
+    cure = "Give a complete folder" if requested is True else "With True, training goes on from the last complete one"
+    return requested, f"{listed(problems, separator='; ')}. {cure}; or start anew." if problems else ""
 
 
 def problem_of(folder: Path, allowed: Collection[str] = ()) -> str:

@@ -26,8 +26,8 @@ def check_file(
 ) -> tuple[Finding, ...]:
     """The findings of `FSDPConfig.check_file`, errors first."""
     data = _read(Path(path))
-    made = interpret(data, keys, Path(path).parent)
-    findings = [*made.findings, *_problems(data, made, keys, dict(defaults) | made.fields)]
+    result = interpret(data, keys, Path(path).parent)
+    findings = [*result.findings, *_problems(data, result, keys, dict(defaults) | result.fields)]
     return by_severity(findings)
 
 
@@ -40,11 +40,11 @@ def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) ->
             f"{path} is a config neither of Accelerate nor of DeepSpeed: they have none of its keys ({some}, …); name "
             "the file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
         )
-    made = interpret(data, keys, Path(path).parent)
-    if made.refusal:
-        raise ConfigError(f"{path}: {made.refusal}")
-    _mend(made)
-    return made
+    result = interpret(data, keys, Path(path).parent)
+    if result.refusal:
+        raise ConfigError(f"{path}: {result.refusal}")
+    _mend(result)
+    return result
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problems(
-    data: Mapping[str, Any], made: Translation, keys: Mapping[str, Setting], fields: dict[str, Any]
+    data: Mapping[str, Any], result: Translation, keys: Mapping[str, Setting], fields: dict[str, Any]
 ) -> Iterator[Finding]:
     """Yield the problems of the file as a whole."""
     error, warning = partial(Finding, severity="error"), partial(Finding, severity="warning")
@@ -72,7 +72,7 @@ def _problems(
         cure = "Write distributed_type: FSDP, or make a file with `hf-fsdp config`."
         yield error(code="not-fsdp", fact=f"distributed_type is {kind}: no setting of FSDP is passed on.", cure=cure)
         return
-    if fields["use_cpu"] and "gpu_ids" not in made.fields:
+    if fields["use_cpu"] and "gpu_ids" not in result.fields:
         fact = "use_cpu alone does not reach the processes that the launcher starts for FSDP: they would use GPUs."
         yield warning(code="use-cpu", fact=fact, cure='Add gpu_ids: "", which hides the GPUs.')
     if data.get("num_processes") in (None, -1):
@@ -84,9 +84,9 @@ def _problems(
     if fields["auto_wrap_policy"] == "SIZE_BASED_WRAP":
         fields["min_num_params"] = fields["min_num_params"] or _MIN_NUM_PARAMS
     fields["min_num_params"] = fields["min_num_params"] or None  # some files write 0 for "not used"
-    if made.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
+    if result.is_version1 and fields["state_dict_type"] == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"  # version 1 has both
-    if "num_processes" not in made.fields:  # found above
+    if "num_processes" not in result.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
     if shards is not None and shards * fields["dp_replicate_size"] != processes:
@@ -104,31 +104,31 @@ def _problems(
 # ---- a config that can be used ----
 
 
-def _mend(made: Translation) -> None:
+def _mend(result: Translation) -> None:
     """Replace fields that FSDP2 with this package does otherwise, in place."""
-    fields = made.fields
+    fields = result.fields
     fields.pop("fsdp_version", None)
     fields.pop("dp_shard_size", None)
     if fields.get("gpu_ids") in ("all", ""):
         del fields["gpu_ids"]
     if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
         del fields["mixed_precision"]
-        made.say("mixed_precision", precision, "left out, no such precision: use no, bf16 or fp16")
+        result.say("mixed_precision", precision, "left out, no such precision: use no, bf16 or fp16")
     if fields.get("cpu_ram_efficient_loading"):
         fields["cpu_ram_efficient_loading"] = False
         reason = "false: each rank reads its own shards, which needs less memory and time"
-        made.say("fsdp_cpu_ram_efficient_loading", True, reason)
+        result.say("fsdp_cpu_ram_efficient_loading", True, reason)
     if fields.get("state_dict_type") == "LOCAL_STATE_DICT":
         fields["state_dict_type"] = "SHARDED_STATE_DICT"
-        made.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
+        result.say("fsdp_state_dict_type", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT: version 1 alone has local ones")
     policy = fields.get("auto_wrap_policy", "NO_WRAP")
     needs = {"TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "min_num_params"}
     for needing, name in needs.items():
         if not fields.get(name) or policy != needing:
             if name in fields:
-                made.say(f"fsdp_{name}", made.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
+                result.say(f"fsdp_{name}", result.sentences[f"fsdp_{name}"][0], f"left out: {policy} ignores it")
             fields.pop(name, None)
             if policy == needing:
                 del fields["auto_wrap_policy"]
                 plan = "NO_WRAP: hf_fsdp_tools finds the blocks in the model's structure"
-                made.say("fsdp_auto_wrap_policy", policy, plan)
+                result.say("fsdp_auto_wrap_policy", policy, plan)

@@ -116,20 +116,20 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
 
     `keys` are the settings of section `fsdp_config`; in `folder` lies the JSON that a DeepSpeed section points to.
     """
-    made = Translation()
+    result = Translation()
     kind = str(data.get("distributed_type", "NO"))
     if "distributed_type" not in data and data.keys() & {*DEEPSPEED}:
-        _deepspeed(data, made, folder)
-        return made
+        _deepspeed(data, result, folder)
+        return result
     place = data.get("compute_environment", "LOCAL_MACHINE")
     if kind not in _KINDS or place != "LOCAL_MACHINE":
-        made.refusal = f"distributed_type {kind}, compute_environment {place} has no meaning here; known are "
-        made.refusal += f"{', '.join(_KINDS)} on LOCAL_MACHINE"
-        return made
+        result.refusal = f"distributed_type {kind}, compute_environment {place} has no meaning here; known are "
+        result.refusal += f"{', '.join(_KINDS)} on LOCAL_MACHINE"
+        return result
     if kind in ("NO", "MULTI_CPU"):
-        made.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
+        result.fields["use_cpu"] = kind == "MULTI_CPU" or bool(data.get("use_cpu"))
     if kind == "NO":
-        made.fields["num_processes"] = 1
+        result.fields["num_processes"] = 1
     sections: dict[str, Callable[[Mapping[str, Any], Translation], None]] = {
         "fsdp_config": partial(_fsdp, keys=keys, machines=data.get("num_machines")),
         "parallelism_config": _parallelism,
@@ -138,22 +138,22 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
     used = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
     known = general_keys()
     if kind == "FSDP" and "fsdp_config" not in data:
-        sections["fsdp_config"]({}, made)
+        sections["fsdp_config"]({}, result)
     for key, value in data.items():
         if key == "distributed_type":
-            made.say(key, kind, _KINDS[kind])
+            result.say(key, kind, _KINDS[kind])
         elif key in sections and not isinstance(value or {}, Mapping):
-            made.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
-            made.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
+            result.refusal = f"{key} is {quoted(value)}; write `key: value` lines below it"
+            result.find("error", "wrong-value", f"{key} is {quoted(value)}.", "Write `key: value` lines below it.")
         elif key in sections and used.get(key, kind) == kind:
-            sections[key](value or {}, made)
+            sections[key](value or {}, result)
         elif key in sections:
-            made.say(key, value, f"left out: distributed_type is not {used[key]}")
+            result.say(key, value, f"left out: distributed_type is not {used[key]}")
         elif key in known:
-            _general(key, value, made)
+            _general(key, value, result)
         else:
-            made.unknown(key, value, known, stops=True)
-    return made
+            result.unknown(key, value, known, stops=True)
+    return result
 
 
 def general_keys() -> list[str]:
@@ -162,106 +162,106 @@ def general_keys() -> list[str]:
     return ["fp16", "dynamo_backend", *(each.name for each in fields_of(ClusterConfig))]
 
 
-def _general(key: str, value: Any, made: Translation) -> None:
+def _general(key: str, value: Any, result: Translation) -> None:
     if key in _PLACES:
-        made.keep(key, value, _PLACES[key], key)
+        result.keep(key, value, _PLACES[key], key)
     elif key == "mixed_precision" and value is not None:
         word = "no" if value is False else str(value).lower()
-        made.fields[key] = word
-        made.say(key, value, f"mixed_precision {word}")
+        result.fields[key] = word
+        result.say(key, value, f"mixed_precision {word}")
         if value is False:
             fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
-            made.find("error", "wrong-value", fact, "Write 'no', in quotes.")
+            result.find("error", "wrong-value", fact, "Write 'no', in quotes.")
     elif key in _ELSEWHERE:
         usual, meaning = _ELSEWHERE[key]
         if value not in (None, usual, "", {}):
-            made.say(key, value, meaning)
+            result.say(key, value, meaning)
     elif value not in (None, False, "no", {}, []):
-        made.say(key, value, "left out: not part of this package's files")
+        result.say(key, value, "left out: not part of this package's files")
 
 
-def _fsdp(section: Mapping[str, Any], made: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
+def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str, Setting], machines: Any) -> None:
     values = {(f"fsdp_{key}" if not str(key).startswith("fsdp") else str(key)): each for key, each in section.items()}
     version, word = str(values.get("fsdp_version")), str(values.get("fsdp_reshard_after_forward", True)).lower()
-    made.is_version1 = version == "1" and word not in ("true", "false")
+    result.is_version1 = version == "1" and word not in ("true", "false")
     if version == "2":
-        made.say("fsdp_version", 2, "kept")
+        result.say("fsdp_version", 2, "kept")
     elif version in ("1", "None"):
         shown = "absent" if version == "None" else "1"
         fact = f"fsdp_version is {shown} and the keys are of old files: read as FSDP2."
-        fact = "fsdp_version is 1: deprecated in PyTorch." if made.is_version1 else fact
-        made.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
-        made.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
+        fact = "fsdp_version is 1: deprecated in PyTorch." if result.is_version1 else fact
+        result.say("fsdp_version", shown, "2: fully_shard; the launcher would take 1, deprecated in PyTorch")
+        result.find("warning", "fsdp1", fact, "Write fsdp_version: 2.")
     else:
-        made.fields["fsdp_version"] = values["fsdp_version"]
-        made.say("fsdp_version", version, "2: fully_shard; no such version is known")
-    _strategies(values, made, machines=machines, may_copy=version != "2")
+        result.fields["fsdp_version"] = values["fsdp_version"]
+        result.say("fsdp_version", version, "2: fully_shard; no such version is known")
+    _strategies(values, result, machines=machines, may_copy=version != "2")
     for key, value in values.items():
         # `accelerate config` wrote the first until 2023, and the launcher drops it now (accelerate#2288)
         row = keys.get("fsdp_backward_prefetch" if key == "fsdp_backward_prefetch_policy" else key)
         if row is None:
-            made.unknown(key, value, keys)
+            result.unknown(key, value, keys)
         elif row.is_old and value is not None:
             is_same = _as(row.kind, value) == row.fsdp2
-            made.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
-            if not made.is_version1:
+            result.say(key, value, "left out: FSDP2 always does so" if is_same else f"left out: FSDP2 has {row.fsdp2}")
+            if not result.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
-                made.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
+                result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
         elif key == "fsdp_activation_checkpointing_offload" and _as(bool, value) is True:
-            made.say(key, value, "left out: not part of this package; fsdp_offload_params saves more")
+            result.say(key, value, "left out: not part of this package; fsdp_offload_params saves more")
             fact = f"{key} is not part of this package: its plugin stops at it."
-            made.find("error", "refused", fact, "Remove the line. fsdp_offload_params saves more.")
+            result.find("error", "refused", fact, "Remove the line. fsdp_offload_params saves more.")
         elif row.field == "transformer_layer_cls_to_wrap" and value is not None:
             names = tuple(name.strip() for name in str(value).split(",") if name.strip())
-            made.fields[row.field] = names
-            made.say(key, value, "kept")
+            result.fields[row.field] = names
+            result.say(key, value, "kept")
         elif row.field not in ("", "fsdp_version", "reshard_after_forward"):
-            made.keep(key, value, row.kind, row.field)
+            result.keep(key, value, row.kind, row.field)
 
 
-def _strategies(values: Mapping[str, Any], made: Translation, *, machines: Any, may_copy: bool) -> None:
+def _strategies(values: Mapping[str, Any], result: Translation, *, machines: Any, may_copy: bool) -> None:
     keys = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
     strategies = {key: values[key] for key in keys if values.get(key) is not None}
     try:
         freed, has_copies = read_strategies(strategies.values(), may_copy=may_copy)
     except ConfigError as error:
         fact, _, cure = str(error).partition(". ")
-        made.refusal = str(error)
-        if not made.is_version1:
-            made.find("error", "refused", f"{fact}.", cure)
+        result.refusal = str(error)
+        if not result.is_version1:
+            result.find("error", "refused", f"{fact}.", cure)
         return
     copies = int(machines or 1) if has_copies else 1
     if copies > 1:
-        made.fields["dp_replicate_size"] = copies
+        result.fields["dp_replicate_size"] = copies
     for key, value in strategies.items():
-        made.fields["reshard_after_forward"] = freed
+        result.fields["reshard_after_forward"] = freed
         if str(value).lower() in ("true", "false"):
-            made.say(key, value, "kept")
+            result.say(key, value, "kept")
             continue
         meaning = f"fsdp_reshard_after_forward {str(freed).lower()}"
-        made.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
-        if not made.is_version1:
+        result.say(key, value, f"{meaning}, in {copies} copies, one per machine" if copies > 1 else meaning)
+        if not result.is_version1:
             cure = f"Write fsdp_reshard_after_forward: {str(freed).lower()}."
-            made.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
+            result.find("info", "translated", f"{key} is {value}, a word of FSDP1's for {freed}.", cure)
 
 
-def _parallelism(section: Mapping[str, Any], made: Translation) -> None:
+def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
     known = [name for name in vars(launch_command_parser().parse_args(["_"])) if name.startswith("parallelism_config_")]
     for key, value in section.items():
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
-            made.unknown(str(key), value, known)
+            result.unknown(str(key), value, known)
         elif name == "dp_replicate_size":
-            made.keep(key, value, int, name)
+            result.keep(key, value, int, name)
         elif name == "dp_shard_size":
-            made.keep(key, value, int, name)
-            made.say(key, value, "follows from num_processes and dp_replicate_size")
+            result.keep(key, value, int, name)
+            result.say(key, value, "follows from num_processes and dp_replicate_size")
         elif name.endswith("_size") and value not in (None, 1):
-            made.say(key, value, "left out: this package shards and copies only")
+            result.say(key, value, "left out: this package shards and copies only")
             fact = f"{key} is {value}: this package shards and copies only."
-            made.find("error", "refused", fact, "Leave all but dp_replicate_size and dp_shard_size out.")
+            result.find("error", "refused", fact, "Leave all but dp_replicate_size and dp_shard_size out.")
         elif value not in (None, 1):
-            made.say(key, value, "left out: this package shards and copies only")
+            result.say(key, value, "left out: this package shards and copies only")
 
 
 def _as(kind: Any, value: Any) -> Any:
@@ -296,32 +296,32 @@ _ARGUMENTS = {
 """Arguments of TrainingArguments by DeepSpeed's key."""
 
 
-def _deepspeed(section: Mapping[str, Any], made: Translation, folder: Path) -> None:
+def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) -> None:
     """Interpret DeepSpeed's JSON, or Accelerate's section, which may point to one."""
     for key, value in _flat(section):
         name = _ACCELERATES_NAMES.get(key, key)
         if key == "deepspeed_config_file":
-            made.say(key, value, "read, see below")
-            _deepspeed(_read_json(folder, str(value)), made, folder)
+            result.say(key, value, "read, see below")
+            _deepspeed(_read_json(folder, str(value)), result, folder)
         elif name == "zero_optimization.stage":
             is_freed = str(value) not in ("0", "1", "2")
-            made.fields["reshard_after_forward"] = is_freed
+            result.fields["reshard_after_forward"] = is_freed
             until = "units are freed after their forward" if is_freed else "and gathered from forward to backward"
-            made.say(key, value, f"fsdp_reshard_after_forward {str(is_freed).lower()}: weights are sharded, {until}")
+            result.say(key, value, f"fsdp_reshard_after_forward {str(is_freed).lower()}: weights are sharded, {until}")
         elif name.endswith(("offload_optimizer.device", "offload_param.device")) and value in ("cpu", "nvme"):
-            made.fields["offload_params"] = True
-            made.say(key, value, "fsdp_offload_params true: shards, gradients and optimizer state, to host memory")
+            result.fields["offload_params"] = True
+            result.say(key, value, "fsdp_offload_params true: shards, gradients and optimizer state, to host memory")
         elif name in ("bf16.enabled", "fp16.enabled") and value is True:
-            made.fields["mixed_precision"] = name[:4]
-            made.say(key, value, f"mixed_precision {name[:4]}")
+            result.fields["mixed_precision"] = name[:4]
+            result.say(key, value, f"mixed_precision {name[:4]}")
         elif name in _ARGUMENTS:
-            made.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
+            result.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
             if value != "auto" and name != "optimizer.type":
-                made.arguments[_ARGUMENTS[name]] = str(value)
+                result.arguments[_ARGUMENTS[name]] = str(value)
         else:
             known = {name.rpartition(".")[2] for name in (*DEEPSPEED, *_ACCELERATES_NAMES, *_ARGUMENTS, "stage")}
             nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
-            made.say(key, value, f"left out: means nothing here{nearest}")
+            result.say(key, value, f"left out: means nothing here{nearest}")
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -129,11 +129,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "accelerator=accelerator) before prepare."
             )
         policy = hybrid_auto_wrap_policy(model, policy=self.policy_for(model))
-        if policy.ignored:
-            raise ConfigError(
-                f"FSDP1 cannot shard {', '.join(policy.ignored)}, and Accelerate cannot leave single parameters out. "
-                "Use fsdp_version 2, or wrap_fsdp1(model, plan) in place of prepare."
-            )
         self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:

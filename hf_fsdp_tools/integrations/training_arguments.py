@@ -178,8 +178,10 @@ def _values_of_model(
         "mixed_precision_policy": sharding.mp_policy,
     }
     if plugin.fsdp_version == 2 and wanted_values[_UNITS[0]] != _DETECTED:
-        wanted = plan_with_adapters(root, plugin.policy_for(root))
-        plans = [({unit.modules for unit in plan.units}, plan.replicated) for plan in (wanted, sharding.plan)]
+        plan_of_arguments = plan_with_adapters(root, plugin.policy_for(root))
+        plans = [
+            ({unit.modules for unit in plan.units}, plan.replicated) for plan in (plan_of_arguments, sharding.plan)
+        ]
         wanted_values |= dict.fromkeys(_UNITS, plans[0])
         present |= dict.fromkeys(_UNITS, plans[1])
     return wanted_values, present

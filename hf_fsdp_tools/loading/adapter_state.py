@@ -26,26 +26,17 @@ class AdapterState:
 
     index: CheckpointIndex
     """The adapter's tensors, by their names in the state."""
-
     config: Any
     """PEFT's config of the adapter, or the folder in which its `adapter_config.json` is; None if neither is known."""
-
     holds_base: bool
     """Whether the state holds the base too."""
 
 
-def split_adapter(index: CheckpointIndex) -> tuple[CheckpointIndex | None, CheckpointIndex | None]:
-    """The base and the adapter in the saved state of a `PeftModel`, None for what was not saved.
+def adapter_prefixes() -> tuple[str, ...]:
+    """How the names of the parameters begin that PEFT adds."""
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
-    Of any other checkpoint, itself and None. Nothing is read or communicated.
-    """
-
-    def prefixes() -> tuple[str, ...]:  # of the names of the parameters that PEFT adds
-        from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
-        return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
-
-    return index.split_adapter(prefixes)
+    return tuple(sorted({*PEFT_TYPE_TO_PREFIX_MAPPING.values(), "vera_"}))
 
 
 def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool) -> Any:
@@ -81,13 +72,10 @@ def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
     state = persistent_tensors(model)
     by_peft = tensors_by_peft(model, state, save_embedding_layers=False)  # otherwise PEFT asks the hub
     own = {id(tensor): key for key, tensor in reversed(state.items())}
-    names = {saved: own[id(tensor)] for saved, tensor in by_peft.items() if id(tensor) in own} | {
-        key: key for key in state
-    }
+    names = {saved: own[id(tensor)] for saved, tensor in by_peft.items() if id(tensor) in own}
+    needed = list(names.values()) or [key for key, tensor in state.items() if tensor.requires_grad]
+    names |= {key: key for key in state}
     stored = {names[key]: tensor for key, tensor in index.tensors.items() if key in names}
-    needed = [own[id(tensor)] for tensor in by_peft.values() if id(tensor) in own] or [
-        key for key, tensor in state.items() if tensor.requires_grad
-    ]
     filled = {id(state[key]) for key in stored}
     strange = sorted(index.tensors.keys() - names.keys())
     if lacking := [key for key in needed if id(state[key]) not in filled]:
@@ -98,12 +86,11 @@ def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
             "fsdp_version 1, Accelerate 1.15 does not save the adapters inside units (adapter_only): use version 2, "
             "or save_pretrained."
         )
-    wrong = [
+    if wrong := [
         f"{key}: {list(tensor.shape)} in the state, {list(state[key].shape)} in the model"
         for key, tensor in stored.items()
         if tensor.shape != tuple(state[key].shape)
-    ]
-    if wrong:
+    ]:
         raise CheckpointError(
             f"{len(wrong)} tensors of {index.name!r} have another shape than the adapter's:\n{listed_lines(wrong)}\n"
             "Give the peft_config that it was trained with; where the vocabulary was resized, also num_tokens."
@@ -121,11 +108,8 @@ def tensors_by_peft(model: Any, state: dict[str, torch.Tensor], **options: Any) 
     """The tensors that PEFT writes unchanged, by the names under which it writes them; of prompt methods none."""
     from peft import get_peft_model_state_dict
 
-    return {
-        saved: tensor
-        for adapter, config in model.peft_config.items()
-        if not config.is_prompt_learning
-        for saved, tensor in get_peft_model_state_dict(
-            model, state_dict=dict(state), adapter_name=adapter, **options
-        ).items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, config in model.peft_config.items():
+        if not config.is_prompt_learning:
+            tensors |= get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name, **options)
+    return tensors

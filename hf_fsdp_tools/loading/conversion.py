@@ -1,13 +1,12 @@
 """Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
 
-This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The conversions
-are never copied: their operations run on `PieceTensor`s, which turns each into an index map.
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The operations run
+on `PieceTensor`s, which turns each into an index map.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -28,15 +25,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, Stored
+from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.text import listed
-
-NAME_BLIND = (Concatenate, MergeModulelist)
-"""Operations whose result depends on tensors and patterns only, not on names, layer or model
-(checked by `tests/unit/test_conversion.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +38,8 @@ class ConversionGroup:
 
     target: str
     """The model key that transformers files the group under."""
-
     members: tuple[tuple[str, str], ...]
     """(stored key, pattern it matched), in the order in which the conversion takes them."""
-
     transform: Any
     """transformers' transform; None where the tensor is only renamed."""
 
@@ -59,13 +50,10 @@ class LoadMap:
 
     tensors: Mapping[str, PieceTensor]
     """Model key to the stored elements that the tensor is made of; inputs are named by stored key."""
-
     groups: Mapping[str, ConversionGroup]
     """Model key to the group that makes the tensor, to convert real values where a `PieceTensor` is opaque."""
-
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint, after renaming, that the model has no place for."""
-
     used_conversions: tuple[Any, ...] | None
     """transformers' transforms that matched a key; saving reverts them. None for a checkpoint in the model's layout."""
 
@@ -96,23 +84,19 @@ def map_loading(
     *,
     is_model_state: bool = False,
 ) -> LoadMap:
-    """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`.
-
-    Nothing is read and no rank communicates; every rank gets the same map.
-    """
+    """Trace every stored tensor through transformers' renamings and conversions to the keys of the model's `state`."""
     with original_classes(model):
         convert = not is_model_state and isinstance(model, PreTrainedModel)
         transforms = get_model_conversion_mapping(model) if convert else []
         groups, unexpected = _group(model, stored, state, transforms)
         tensors: dict[str, PieceTensor] = {}
         makers: dict[str, ConversionGroup] = {}
-        traced: _Traced = {}
         for group in groups:
-            for key, tensor in _trace_once(model, group, stored, state[group.target].dtype, traced).items():
-                if key not in state:
+            for key, tensor in _trace(model, group, stored, state[group.target].dtype).items():
+                if key in state:
+                    tensors[key], makers[key] = tensor, group
+                else:
                     unexpected.add(key)
-                    continue
-                tensors[key], makers[key] = tensor, group
     return LoadMap(
         tensors=tensors,
         groups=makers,
@@ -132,8 +116,7 @@ def _group(
     members: dict[str, list[tuple[str, str]]] = {}
     transform_of: dict[str, Any] = {}
     unexpected: set[str] = set()
-    order = cache(lambda name: tuple(dot_natural_key(name)))  # cached: keys are made of few names
-    for key in sorted(stored, key=lambda key: tuple([order(name) for name in key.split(".")])):
+    for key in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if renamed not in state and key in state:  # a renaming that this model does not need; the prefix may still be
             renamed, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
@@ -145,42 +128,8 @@ def _group(
             unexpected.update(renamed.replace(targets[0], target) for target in targets)
         else:
             unexpected.add(renamed)
-    groups = [
-        ConversionGroup(target=target, members=tuple(found), transform=transform_of[target])
-        for target, found in members.items()
-    ]
+    groups = [ConversionGroup(target=key, members=tuple(m), transform=transform_of[key]) for key, m in members.items()]
     return groups, unexpected
-
-
-_Traced = dict[Hashable, tuple[ConversionGroup, PieceTensor]]
-
-
-def _trace_once(
-    model: nn.Module, group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype, traced: _Traced
-) -> dict[str, PieceTensor]:
-    """`_trace`, done once for groups that differ in names alone: the experts of one layer and of the next."""
-    signature = _signature(group, stored, dtype)
-    if signature in traced:
-        first, tensor = traced[signature]
-        names = {old: new for (old, _), (new, _) in zip(first.members, group.members, strict=True)}
-        return {group.target: tensor.renamed(names)}
-    results = _trace(model, group, stored, dtype)
-    if signature is not None and results.keys() == {group.target}:
-        traced[signature] = group, results[group.target]
-    return results
-
-
-def _signature(group: ConversionGroup, stored: Mapping[str, Stored], dtype: torch.dtype) -> Hashable:
-    """Equal for groups whose conversions give the same result under other names; None where names may matter."""
-    if group.transform is None or not all(type(op) in NAME_BLIND for op in group.transform.operations):
-        return None
-    inputs: list[Hashable] = []
-    for key, pattern in group.members:
-        tensor = stored[key]
-        if isinstance(tensor, ChunkedTensor):
-            return None
-        inputs.append((tensor.shape, tensor.strides, pattern))
-    return id(group.transform), dtype, tuple(inputs)
 
 
 def _trace(
@@ -205,11 +154,8 @@ def _trace(
 
 
 def _convert(model: nn.Module, group: ConversionGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The results of a group's transform by model key.
-
-    Where several stored tensors are only renamed to one key, the first one wins, as in transformers.
-    """
-    if group.transform is None:
+    """The results of a group's transform by model key."""
+    if group.transform is None:  # of several tensors that are renamed to one key the first wins, as in transformers
         return {group.target: tensors[group.members[0][0]]}
     transform = deepcopy(group.transform)
     for key, pattern in group.members:
@@ -261,8 +207,7 @@ def copy_conversions(source: nn.Module, target: nn.Module) -> None:
 def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     """Hub key to the model elements that are saved under the key; inputs are named by the model's own keys.
 
-    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name. No
-    rank communicates; every rank gets the same map in the same order.
+    As in transformers, keys that the class does not save are left out, and tied tensors are saved under one name.
     """
     state = persistent_tensors(model)
     for key in getattr(model, "_keys_to_ignore_on_save", None) or ():
@@ -271,19 +216,13 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
         bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
         state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
     state |= _scales(model)
-    symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
-    return _revert(model, symbols)
+    return revert_group(model, {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()})
 
 
-def revert_group(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hub key to tensor, from real, whole tensors by model key of one conversion."""
-    return _revert(model, dict(tensors))
-
-
-def _revert(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` in the hub's layout, by transformers' own reverse conversions; tensors may be symbolic."""
+def revert_group(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """`state` in the hub's layout, by transformers' own reverse conversions; of one conversion, or symbolic."""
     if not isinstance(model, PreTrainedModel):
-        return state
+        return dict(state)
     with original_classes(model), torch.no_grad():
-        reverted: dict[str, Any] = revert_weight_conversion(model, state)
+        reverted: dict[str, Any] = revert_weight_conversion(model, dict(state))
     return reverted

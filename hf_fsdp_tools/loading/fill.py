@@ -1,9 +1,8 @@
 """Fill this rank's shards of an allocated model: read, convert, pack, and under HSDP receive from the first replica."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
-from hf_fsdp_tools.loading.io.transfer import Place, QuantizedPart, Transfer, reads_of, whole_place
+from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import dequantize
 from hf_fsdp_tools.loading.quantized.pack import quantize_weights, read_scales
@@ -27,10 +26,6 @@ from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.linear4bit import set_quant_state
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.text import listed_lines
-
-_SLAB_ELEMENTS = 2**22
-"""Values that are checked at a time, which bounds the check's memory to a few MiB. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +34,10 @@ class Filled:
 
     stats: TransferStats
     """Reads straight into shards, and of values to pack."""
-
     converted: TransferStats
     """Reads of whole stored tensors, for conversions that compute."""
-
     share_bytes: int
     """Bytes of this rank's shards as they are stored; of quantised tensors, with their part of the scales."""
-
     host_bytes: int
     """Bytes of host memory that the shards take."""
 
@@ -64,27 +56,20 @@ def fill_shards(
     in_flight: int = REQUESTS_IN_FLIGHT,
     progress: bool | None = None,
 ) -> Filled:
-    """Fill the shards of a model, as `load_weights` says.
+    """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
     Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
     and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
-
     All reads share one set of threads, open files and staging buffers. On an accelerator, memory that PyTorch's
     allocators then keep for later is given back.
 
     Every rank must call. The ranks exchange errors, and under HSDP shards.
 
     Args:
-        index: the checkpoint.
-        loaded: model key to stored elements.
         groups: model key to the conversion of tensors that are computed.
         weights_4bit: the model's 4-bit weights, which are not in `loaded`.
         device: where tensors on meta get storage first; None: they have storage.
         dtype: of this storage, for floating-point parameters; None keeps the model's own dtypes.
-        doing: what the ranks do, for messages.
-
-    Raises:
-        CheckpointError: reading fails on some rank; the same on every rank.
     """
     rank, world_size = rank_and_size()
     with ExitStack() as stack:
@@ -94,14 +79,17 @@ def fill_shards(
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
-            share = _share_of(state, index, loaded, groups or {})
+            places, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
+            transfers, quantized = reads_of(places, index)
+            whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
             packed = shares_of_packed(weights_4bit, state, index) if weights_4bit else []
             scale_bytes = weights_4bit.scale_bytes(index) if weights_4bit else 0
             shards = [local_tensor(tensor) for tensor in state.values()]
             side = side_stream_for([*shards, *(torch.empty(0, device=compute_device(w.sharded)) for w in packed[:1])])
             if side is not None:
                 stack.callback(side.release)
-            to_read = share.read_bytes + scale_bytes + sum(weight.read_bytes for weight in packed)
+            to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
+            to_read += scale_bytes + sum(weight.read_bytes for weight in packed)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -112,47 +100,20 @@ def fill_shards(
                 on_bytes=stack.enter_context(bar),
             )
             stack.enter_context(reader)
-            stats = reader.read(share.transfers) + dequantize(share.quantized, reader, staging_bytes=staging_bytes)
-            converted = _convert_whole(model, state, index, loaded, share.opaque, reader, staging_bytes)
+            stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
+            converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
             if weights_4bit:
                 stats += read_scales(weights_4bit, index, reader)
         if packed:
             stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
-    _receive(state, share.received)
+    _receive(state, received)
+    on_host = {shard.data_ptr(): shard.nbytes for shard in shards if shard.device.type == "cpu"}  # tied ones once
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share.num_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
-        host_bytes=_host_bytes(shards) + sum(weight.host_bytes for weight in packed),
+        share_bytes=share_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
+        host_bytes=sum(on_host.values()) + sum(weight.host_bytes for weight in packed),
     )
-
-
-def _host_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of host memory that tensors take, of which several may be one."""
-    return sum({t.data_ptr(): t.nbytes for t in tensors if t.device.type == "cpu"}.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """This rank's shards of the model, and how to fill them."""
-
-    transfers: Sequence[Transfer]
-    """Reads straight into shards."""
-
-    quantized: Sequence[QuantizedPart]
-    """Values to dequantise into shards."""
-
-    opaque: Sequence[ConversionGroup]
-    """Conversions that compute, and so need whole tensors."""
-
-    received: Sequence[str]
-    """Keys of tensors that the first replica broadcasts; equal on all ranks of a replica group."""
-
-    read_bytes: int
-    """Bytes to read, gaps left out."""
-
-    num_bytes: int
-    """Bytes of the shards in stored dtypes."""
 
 
 def _share_of(
@@ -160,8 +121,11 @@ def _share_of(
     index: CheckpointIndex,
     loaded: Mapping[str, PieceTensor],
     groups: Mapping[str, ConversionGroup],
-) -> _Share:
-    """Plan what this rank reads: for each loaded tensor, the transfers into the memory of its local boxes."""
+) -> tuple[list[Place], list[ConversionGroup], list[str], int]:
+    """What this rank fills: places in its shards, conversions that need whole tensors, and keys of what replicas get.
+
+    Last the bytes of its shards, in stored dtypes. The keys are equal on all ranks of a replica group.
+    """
     places: list[Place] = []
     opaque: dict[str, ConversionGroup] = {}
     received: list[str] = []
@@ -177,18 +141,9 @@ def _share_of(
             continue  # another replica reads it
         if tensor.pieces is None:
             opaque[groups[key].target] = groups[key]
-            continue
-        places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
-    transfers, quantized = reads_of(places, index)
-    opaque_bytes = sum(index.tensors[key].num_bytes for group in opaque.values() for key, _ in group.members)
-    return _Share(
-        transfers=transfers,
-        quantized=quantized,
-        opaque=tuple(opaque.values()),
-        received=received,
-        read_bytes=sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + opaque_bytes,
-        num_bytes=num_bytes,
-    )
+        else:
+            places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
+    return places, list(opaque.values()), received, num_bytes
 
 
 def _convert_whole(
@@ -234,11 +189,7 @@ def _receive(state: Mapping[str, torch.Tensor], keys: Iterable[str]) -> None:
 
 
 def read_into(places: Iterable[Place], index: CheckpointIndex, reader: Reader, *, staging_bytes: int) -> TransferStats:
-    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a scale is no positive or negative number.
-    """
+    """Fill memory with boxes of stored tensors: read, and dequantise what is stored quantised."""
     transfers, parts = reads_of(places, index)
     return reader.read(transfers) + dequantize(parts, reader, staging_bytes=staging_bytes)
 
@@ -267,7 +218,7 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
         for name, other in match.tied_pairs:
             first, second = match.loaded[name], match.load_map.tensors[other]
-            if first.pieces is None or second.pieces is None or _are_same_bytes(first, second, index):
+            if first.pieces is None or second.pieces is None:
                 continue  # what a conversion computes has no bytes in the file to compare
             for box, _ in local_boxes_of(match.state[name]):
                 for slab in box.slabs(staging_bytes // 4, first.dtype.itemsize):
@@ -279,52 +230,3 @@ def check_ties(match: Match, *, staging_bytes: int) -> None:
                             f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
                             "different values for them. Set tie_word_embeddings=False in the config to keep both."
                         )
-
-
-def _are_same_bytes(first: PieceTensor, second: PieceTensor, index: CheckpointIndex) -> bool:
-    """Whether two keys name the same bytes: pickled files list a tied tensor under both names and store it once."""
-    places = []
-    for tensor in (first, second):
-        stored = [(index.source(piece.source), piece) for piece in tensor.pieces or ()]
-        places.append({(s.file, s.offset, s.dtype, piece.box, piece.view) for s, piece in stored})
-    return places[0] == places[1]
-
-
-def refuse_not_finite(model: nn.Module, keys: Iterable[str], weights_4bit: Weights4Bit | None) -> None:
-    """Refuse NaN and infinity in this rank's shards of the loaded tensors; of 4-bit weights, in their scales."""
-    state = persistent_tensors(model)
-    counts = {key: _num_not_finite(_memory_of(state[key])) for key in keys}
-    if weights_4bit is not None:
-        counts |= {key: _num_not_finite(_scales(layer)) for key, layer in weights_4bit.layers.items()}
-    rows = [f"{key}: {count} of its values here" for key, count in sorted(counts.items()) if count]
-    if rows:
-        raise CheckpointError(
-            f"{len(rows)} tensors hold values that are not finite:\n{listed_lines(rows)}\nThe training that wrote the "
-            "checkpoint diverged, or the values do not fit the dtype they are loaded in. Use another checkpoint or "
-            "dtype, or check_finite=False to load it as it is."
-        )
-
-
-def _memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of this rank's shard."""
-    local = local_tensor(tensor)
-    return [memory_view(local, start, box.length) for box, start in local_boxes_of(tensor)]
-
-
-def _scales(layer: Any) -> list[torch.Tensor]:
-    """The scales of a 4-bit weight; where these are quantised, their own scales."""
-    state = layer.quant_state
-    return [state.absmax] if state.state2 is None else [state.offset, state.state2.absmax]
-
-
-def _num_not_finite(tensors: Iterable[torch.Tensor]) -> int:
-    """How many values are NaN or infinite."""
-    slabs = (slab for tensor in tensors if tensor.is_floating_point() for slab in _slabs(tensor))
-    return sum(slab.numel() - int(torch.isfinite(slab).sum()) for slab in slabs)
-
-
-def _slabs(part: torch.Tensor) -> Iterable[torch.Tensor]:
-    """A tensor in parts of bounded size: runs of memory where it is contiguous, rows otherwise."""
-    if part.is_contiguous():
-        return torch.split(part.view(-1), _SLAB_ELEMENTS)
-    return torch.split(part, max(1, _SLAB_ELEMENTS * part.shape[0] // max(1, part.numel())))

@@ -1,7 +1,10 @@
 """Which file of a checkpoint holds which tensor, with dtype, shape and byte range: headers are read, data is not."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property, partial
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_tools.distributed.agreement import by_rank, compare_at_end, rank_and_size
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import fetch, local_path
@@ -27,7 +31,6 @@ from hf_fsdp_tools.loading.weight_files import (
     WEIGHTS,
     WEIGHTS_INDEX,
     as_one_message,
-    find_parts,
     has_safetensors,
     is_pickled,
     named_in_config,
@@ -38,6 +41,9 @@ from hf_fsdp_tools.loading.weight_files import (
     weight_files,
 )
 from hf_fsdp_tools.modeling.untrusted import read_json_object
+
+_OF_ONE_LOAD = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Entries of a config that say where it was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +60,16 @@ class CheckpointIndex:
 
     name: str
     """The folder, file or hub name that was opened, for messages."""
-
     tensors: Mapping[str, Stored]
     """Every tensor of every file, by its stored key."""
-
     header_bytes: int
     """Bytes read to make this index: headers and index file."""
-
     is_model_state: bool = False
     """Whether keys and tensors have the model's own layout (a DCP folder), so that nothing is converted."""
-
     commit: str | None = None
     """The commit that was fetched or found in the cache; None for a local path."""
-
     _saved: Mapping[SavedPath, StoredTensor | ChunkedTensor] = field(default_factory=dict, repr=False)
     """All tensors of a training state, by their path in the saved state dict; `of_model` picks the model's."""
-
     _states: Mapping[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
     """Inode and time of modification of each file before its header was read."""
 
@@ -84,6 +84,11 @@ class CheckpointIndex:
     def num_bytes(self) -> int:
         """Bytes of tensor data in the whole checkpoint."""
         return sum(t.num_bytes for t in self.tensors.values())
+
+    @cached_property
+    def header_digest(self) -> str:
+        """A digest of what the headers say of every tensor, and of the sizes of the files."""
+        return _digest(_headers(self.tensors))
 
     @cached_property
     def _chunks(self) -> dict[str, TensorChunk]:
@@ -105,25 +110,18 @@ class CheckpointIndex:
         """Where the bytes of a source lie, or which values and scales it is made of.
 
         The place of a chunk is looked up in its file when it is first asked for: a rank needs few chunks.
-
-        Raises:
-            CheckpointError: the chunk is not what the metadata says.
         """
-        if source not in self._chunks:
+        chunk = self._chunks.get(source)
+        if chunk is None:
             tensor = self.tensors[source]
             assert not isinstance(tensor, ChunkedTensor)
             return tensor
-        chunk = self._chunks[source]
         if chunk.is_archive:
             chunk = self._chunks[source] = replace(chunk, stored=locate_chunk(chunk.stored), is_archive=False)
         return chunk.stored
 
     def refuse_changed(self) -> None:
-        """Refuse files that another save replaced or wrote after their headers were read: values of both may be mixed.
-
-        Raises:
-            CheckpointError: names a file that changed.
-        """
+        """Refuse files that another save replaced or wrote after their headers were read; values may be mixed."""
         for file, state in self._states.items():
             if stamp(file) != state:
                 raise CheckpointError(
@@ -132,14 +130,8 @@ class CheckpointIndex:
                 )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
-        """An index of the tensors of one model, under the model's names; a training state can hold more than a model.
-
-        Raises:
-            CheckpointError: no tensor has a name of the model, or several parts of the state fit it equally well.
-        """
-        if not self._saved:
-            return self
-        return self._with(model_part(self._saved, model_keys, self.name))
+        """An index of the tensors of one model, under the model's names; a training state can hold more."""
+        return self._with(model_part(self._saved, model_keys, self.name)) if self._saved else self
 
     def _with(self, tensors: Mapping[str, StoredTensor | ChunkedTensor]) -> "CheckpointIndex":
         """This checkpoint with other tensors, by the names that models have for them."""
@@ -151,8 +143,7 @@ class CheckpointIndex:
     ) -> "tuple[CheckpointIndex | None, CheckpointIndex | None]":
         """The base and the adapter in the state of a `PeftModel`, None for what was not saved; of other models, itself.
 
-        Args:
-            marks: gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
+        `marks` gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
         """
         split = peft_part(self._saved, marks)
         if split is None:
@@ -175,21 +166,17 @@ class CheckpointIndex:
     ) -> "CheckpointIndex":
         """Index a local folder, a single weight file, or a hub name.
 
-        Of a hub checkpoint, the weight files are downloaded; ranks of one node share the cache, whose file locks make
-        one rank download and the others wait. Of local files, only headers are read. No rank communicates.
+        Of a hub checkpoint, the weight files are downloaded, once for all ranks of a node, which share the cache. Of
+        local files, only headers are read. No rank communicates.
 
         Args:
-            path_or_repo: one of
+            path_or_repo: one such file, a hub name, or a folder with the first of
 
-                - a folder with `model.safetensors`, with an index file or with plain `*.safetensors`, also such as
-                  hold parts of tensors (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
-                - a folder of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), or one above it that
-                  Accelerate's `save_state` or the Trainer wrote (`pytorch_model_fsdp_0` in it);
-                - a folder with `pytorch_model.bin`, or its index and shards, or Accelerate's `pytorch_model_fsdp.bin`,
-                  if `allow_pickle`;
-                - one such file; or a hub name.
-
-                Where a folder holds several of these, the first of this list is read.
+                - `model.safetensors`, an index file or plain `*.safetensors`, also such as hold parts of tensors
+                  (`shard-*.safetensors` of torch's `HuggingFaceStorageWriter`);
+                - a checkpoint of `torch.distributed.checkpoint` (`.metadata` and `*.distcp`), also one folder below, as
+                  Accelerate's `save_state` and the Trainer write it (`pytorch_model_fsdp_0`);
+                - if `allow_pickle`, `pytorch_model.bin`, Accelerate's `pytorch_model_fsdp.bin`, or an index and shards.
             allow_pickle: read legacy `.bin` files too. They are pickles, read by torch's restricted unpickler, which
                 builds tensors and runs no code of the file (`weights_only=True`).
             revision: branch, tag or commit on the hub.
@@ -199,8 +186,7 @@ class CheckpointIndex:
             subfolder: folder within the checkpoint.
 
         Raises:
-            CheckpointError: the path is absent, holds no weights, or a file or header is damaged; the message names
-                file and key, what was expected, what was found, and a cure.
+            CheckpointError: the path is absent, holds no weights, or a file or header is damaged.
         """
         name = fspath(path_or_repo)
         with storage_errors("read", Path(name)):
@@ -209,9 +195,8 @@ class CheckpointIndex:
                 is_file = path is not None and path.is_file()
             commit = None
             if path is None:
-                hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir}
-                hub_kwargs |= {"local_files_only": local_files_only, "subfolder": subfolder}
-                folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs)
+                hub_kwargs = {"revision": revision, "token": token, "cache_dir": cache_dir, "subfolder": subfolder}
+                folder, commit = _fetch_weights(name, allow_pickle, hub_kwargs | {"local_files_only": local_files_only})
             elif is_file:
                 if not allow_pickle:
                     refuse_pickled([path])
@@ -226,20 +211,15 @@ class CheckpointIndex:
         """Index the checkpoint of a folder, of whatever kind."""
         with watched(folder):
             saved = None if has_safetensors(folder) else find_dcp_folder(folder)
-        if saved is not None:
-            return cls._from_dcp(name, saved)
+        if saved is not None:  # `of_model` picks the model's tensors later
+            stored, num_bytes = parse_dcp(saved)
+            tensors = MappingProxyType({tensor.key: tensor for _, tensor in stored})
+            return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(stored))
         named = named_in_config(folder)
         with watched(folder):
-            files, listing = weight_files(folder if named else find_parts(folder), named, allow_pickle)
+            files, listing = weight_files(folder, named, allow_pickle)
         weight_map = read_listing(listing) if listing else {}
         return cls._from_files(name, files or sorted(set(weight_map.values())), listing, weight_map)
-
-    @classmethod
-    def _from_dcp(cls, name: str, folder: Path) -> "CheckpointIndex":
-        """Index all tensors of a DCP folder; `of_model` picks the model's later."""
-        saved, num_bytes = parse_dcp(folder)
-        tensors = MappingProxyType({tensor.key: tensor for _, tensor in saved})
-        return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(saved))
 
     @classmethod
     def _from_files(
@@ -305,3 +285,72 @@ def _names_listed(file: Path) -> list[str]:
         return []
     names = read_json_object(file).get("weight_map")
     return [file.name, *sorted({str(v) for v in names.values()} if isinstance(names, dict) else ())]
+
+
+# ---- comparing copies ----
+
+
+def refuse_other_contents(index: CheckpointIndex, *configs: Any) -> None:
+    """Refuse a checkpoint of which ranks have opened different copies: other commits, a stale copy on one node's disk.
+
+    Every rank of the default process group must call. The ranks exchange commit and digests of headers and configs, in
+    `agreed_steps` where that ends; values are not read.
+    """
+    if rank_and_size()[1] > 1:
+        own = {
+            "commit": index.commit or "a local folder",
+            "config": _digest(_plain(config) for config in configs),
+            "header of the weight files": index.header_digest,
+        }
+        compare_at_end(
+            (index.name, socket.gethostname(), own), _refuse_others, "comparing the checkpoint between nodes"
+        )
+
+
+def _refuse_others(opened: list[tuple[str, str, dict[str, str]]]) -> None:
+    """Refuse what differs between ranks; of each, name, host and what it compares are known."""
+    name, _, first = opened[0]
+    for part in first:
+        if len({own[part] for _, _, own in opened}) > 1:
+            each = [f"{own[part]} (host {host})" for _, host, own in opened]
+            raise CheckpointError(
+                f"{name!r} is not the same on all nodes: its {part} is {by_rank(each)}. Give one commit of a hub name "
+                "as revision; or copy one folder to all nodes again, or give a folder on storage that all nodes share."
+            )
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    """The first 12 digits of the sha256 of data that JSON takes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part, sort_keys=True, default=repr).encode())
+    return digest.hexdigest()[:12]
+
+
+def _plain(config: Any) -> Any:
+    """A config as data, without what says where it was found."""
+    data = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items() if key not in _OF_ONE_LOAD}
+    return data if isinstance(data, (str, int, float, list, tuple, type(None))) else type(data).__name__
+
+
+def _headers(tensors: Mapping[str, Stored]) -> Iterator[Any]:
+    """Yield name, dtype, shape, file and position of every tensor, and the size of every file."""
+    files: set[Path] = set()
+    for key, tensor in sorted(tensors.items()):
+        yield [key, str(tensor.dtype), list(tensor.shape)]
+        for part in _stored_parts(tensor):
+            files.add(part.file)
+            yield [part.file.name, part.offset, part.num_bytes]
+    for file in sorted(files):
+        with watched(file):
+            yield [file.name, file.stat().st_size]
+
+
+def _stored_parts(tensor: Stored) -> list[StoredTensor]:
+    if isinstance(tensor, ChunkedTensor):
+        return [chunk.stored for chunk in tensor.chunks]
+    if isinstance(tensor, QuantizedTensor):
+        return [tensor.values, *(scales.stored for scales in tensor.scales.values())]
+    return [tensor]

@@ -26,9 +26,8 @@ from hf_fsdp_tools.distributed.agreement import (
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
-from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards, refuse_not_finite
-from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
-from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards
+from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
@@ -51,7 +50,6 @@ def load_weights(
     ignore_mismatched_sizes: bool = False,
     strict: bool = False,
     added_tokens: AddedTokens | None = None,
-    check_finite: bool = False,
     seed: int | None = None,
     staging_bytes: int | None = None,
     requests_in_flight: int = REQUESTS_IN_FLIGHT,
@@ -62,13 +60,12 @@ def load_weights(
 
     The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
     initialisation for tensors that are in no file. Of a conversion that only moves data, a rank reads the byte ranges
-    of its shard. Any other conversion runs on whole tensors, one conversion at a time, and is counted in the report.
-    Under HSDP the first replica reads, and each shard is broadcast to the others.
+    of its shard. Any other conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP
+    the first replica reads, and each shard is broadcast to the others.
 
     Weights that are stored in fine-grained FP8 (and 4 bits beside it), MXFP4 or 8 bits of compressed-tensors are
-    dequantised while they are read, as by transformers' `dequantize=True`. Each rank reads its own values and the
-    scales of the blocks that it meets, and makes floats of a bounded number at a time. One line on rank 0 says so. The
-    model is a plain one afterwards. What has no rule per block (GPTQ, AWQ, …) is refused with the reason.
+    dequantised while they are read, as by transformers' `dequantize=True`, a bounded number at a time; one line on rank
+    0 says so. The model is a plain one afterwards. What has no rule per block (GPTQ, AWQ, …) is refused.
 
     Tied weights are read once, from whichever name the file has. Where a config ties two names and the file holds
     different values for them, transformers leaves them untied. A sharded model cannot be untied, so this is an error.
@@ -82,16 +79,15 @@ def load_weights(
         ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.
         strict: refuse missing and unexpected keys instead of reporting them.
         added_tokens: where the model's vocabulary was resized (`num_tokens` of `from_pretrained`, or on meta, before it
-            is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): old rows are read from the files slice
-            by slice, and new ones are the mean of the old ("mean") or drawn by the model's own initialisation
-            ("random"); the same values for any number of ranks. None refuses a checkpoint of another vocabulary.
-        check_finite: refuse NaN and infinity in what was read; each rank looks at its own shards.
+            is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): new rows are the mean of the old ones
+            ("mean") or drawn by the model's own initialisation ("random"); the same values for any number of ranks.
+            None refuses a checkpoint of another vocabulary.
         seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
             rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
         staging_bytes: bound of host memory above the shards; at least 1 MiB. None: 64 MiB, or 320 MiB of pinned memory
-            for shards on an accelerator, so that it reads 16 times 16 MiB at once while other buffers are copied from.
-        requests_in_flight: reads of this rank at a time. The default suits the page cache, local disks and network file
-            systems; more may help where one request takes very long, fewer where a file server throttles.
+            for shards on an accelerator.
+        requests_in_flight: reads of this rank at a time. More may help where one request takes very long, fewer where a
+            file server throttles.
         progress: a bar with bytes and speed on rank 0, over that rank's own bytes. None: where standard error is a
             terminal and transformers' and the hub's bars are on.
         hub_kwargs: `allow_pickle` (for legacy `.bin` files), `revision`, `token`, `cache_dir`, `local_files_only`,
@@ -99,11 +95,8 @@ def load_weights(
 
     Every rank of the default process group must call, with equal arguments but for `path_or_repo`,
     `requests_in_flight`, `progress` and how to fetch; without a group, one process loads all. The ranks exchange
-    errors, digests of the arguments and of the checkpoint (`refuse_other_contents`), and the seed; under HSDP also
-    shards, along the replicate axis.
-
-    Where storage does not answer, a warning names file and position after 30 s; ranks that wait for such a rank raise
-    `RanksError` after ten minutes without progress.
+    errors, digests of the arguments and of the checkpoint, and the seed; under HSDP also shards. Where storage does not
+    answer, a warning names file and position after 30 s.
 
     A load that fails can be tried again. Tensors that were on meta are on meta again and their memory is free;
     floating-point tensors that had storage before become NaN if reading had begun.
@@ -113,6 +106,7 @@ def load_weights(
             anything is changed unless reading itself fails.
         ConfigError: `staging_bytes` or `requests_in_flight` is too small, `dtype` differs from that of parameters with
             storage, or arguments differ between ranks; the same on every rank.
+        RanksError: a rank is lost, or makes no progress for ten minutes.
 
     Example:
         >>> model = build_meta_model("checkpoint")
@@ -137,7 +131,6 @@ def load_weights(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             strict=strict,
             added_tokens=added_tokens,
-            check_finite=check_finite,
             seed=seed,
             staging_bytes=staging_bytes,
             allow_pickle=hub_kwargs.get("allow_pickle", False),
@@ -146,7 +139,8 @@ def load_weights(
             index = path_or_repo
         else:
             wait_for_saves()  # perhaps of this checkpoint
-            index = opened("opening the checkpoint", path_or_repo, partial(_open, path_or_repo), hub_kwargs)
+            open_it = partial(_open, path_or_repo)
+            index = opened("opening the checkpoint", path_or_repo, open_it, hub_kwargs)
         refuse_other_contents(index)
         with agreed("matching the checkpoint with the model"):
             reshard_units(model)
@@ -160,9 +154,8 @@ def load_weights(
             _refuse_other_dtype(model, match, dtype)
             check_ties(match, staging_bytes=staging_bytes)
         compare_at_end(own_seed(seed), seeds.extend)
-    after = state_after_failure(model)
-    doing = f"reading the checkpoint ({after})"
-    with rolled_back(model):
+    with rolled_back(model) as after:
+        doing = f"reading the checkpoint ({after})"
         with _timed(seconds, "read"):
             filled = fill_shards(
                 model,
@@ -177,18 +170,14 @@ def load_weights(
                 in_flight=requests_in_flight,
                 progress=progress,
             )
-        with agreed_steps(f"initialising what is in no file ({after})"):
+        with agreed_steps(f"initialising what is in no file ({after})"), _timed(seconds, "initialize"):
             with agreed(doing):
                 index.refuse_changed()
-            if check_finite:
-                with _timed(seconds, "check"), agreed(f"checking the values ({after})"):
-                    refuse_not_finite(model, match.loaded, match.weights_4bit)
-            with _timed(seconds, "initialize"):
-                initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
-                set_conversions(model, match.load_map)
-                forget_quantization(model)
-                if added_tokens is not None:
-                    fill_added(model, match.added, added_tokens, seeds[0])
+            initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
+            set_conversions(model, match.load_map)
+            forget_quantization(model)
+            if added_tokens is not None:
+                fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, filled, watch, seconds)
     log_keys(model, report)
     log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
@@ -215,11 +204,16 @@ def _report(
     model: nn.Module, match: Match, filled: Filled, watch: MemoryWatch, seconds: dict[str, float]
 ) -> LoadReport:
     """This rank's report."""
-    dequantized, dtypes = match.dequantized, _dtypes(model)
+    count = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            count[parameter.dtype] += parameter.numel()
+    dtypes = [dtype for dtype, _ in count.most_common()]
+    dequantized = match.dequantized
     return LoadReport(
         checkpoint=match.index.name,
         rank=rank_and_size()[0],
-        dtypes=dtypes,
+        dtypes=tuple(map(dtype_name, dtypes)),
         missing_keys=tuple(sorted(match.missing_keys)),
         unexpected_keys=tuple(sorted(match.unexpected_keys)),
         mismatched_keys=match.mismatched,
@@ -227,7 +221,7 @@ def _report(
         initialized_keys=tuple(sorted(match.to_initialize)),
         dequantized_from=dequantized.method if dequantized else None,
         quantized_bytes=dequantized.stored_bytes if dequantized else 0,
-        dequantized_bytes=dequantized.num_values * getattr(torch, dtypes[0]).itemsize if dequantized else 0,
+        dequantized_bytes=dequantized.num_values * dtypes[0].itemsize if dequantized else 0,
         bytes_read=filled.stats.num_bytes + filled.converted.num_bytes,
         share_bytes=filled.share_bytes,
         converted_bytes=filled.converted.num_bytes,
@@ -269,40 +263,30 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device(mesh.device_type if mesh is not None else "cpu")
 
 
-def _dtypes(model: nn.Module) -> tuple[str, ...]:
-    """Dtypes of floating-point parameters, most elements first."""
-    count = Counter[torch.dtype]()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            count[parameter.dtype] += parameter.numel()
-    return tuple(dtype_name(dtype) for dtype, _ in count.most_common())
-
-
-def state_after_failure(model: nn.Module) -> str:
-    """In which state `rolled_back` leaves the model, for messages; call before anything is changed."""
-    if all(parameter.is_meta for parameter in model.parameters()):
-        return "the model is on meta again, as it was"
-    return "weights that had storage are partly overwritten, so they were filled with NaN"
-
-
 @contextmanager
-def rolled_back(model: nn.Module) -> Iterator[None]:
+def rolled_back(model: nn.Module) -> Iterator[str]:
     """Undo a block that fails: put tensors that were on meta back on meta, and free their storage.
 
     A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
     tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
-    mixture of two models. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
+    mixture of two models. Yields in which state the model then is, for messages. No rank communicates; a failure that
+    `agreed` shares undoes the block on all ranks.
     """
+    if all(parameter.is_meta for parameter in model.parameters()):
+        after = "the model is on meta again, as it was"
+    else:
+        after = "weights that had storage are partly overwritten, so they were filled with NaN"
     before = list(slots(model))
     try:
-        yield
+        yield after
     except BaseException:
         for store, name, tensor in before:
             if tensor.is_meta:
                 _free(store[name])
                 store[name] = tensor
             elif tensor.is_floating_point():
-                _fill_with_nan(tensor)
+                for box, start in local_boxes_of(tensor):
+                    memory_view(local_tensor(tensor), start, box.length).fill_(float("nan"))
         renew(model)
         raise
 
@@ -313,10 +297,3 @@ def _free(tensor: torch.Tensor | None) -> None:
         storage = local_tensor(tensor).untyped_storage()
         if storage.resizable():
             storage.resize_(0)
-
-
-def _fill_with_nan(tensor: torch.Tensor) -> None:
-    local = local_tensor(tensor)
-    with torch.no_grad():
-        for box, start in local_boxes_of(tensor):
-            memory_view(local, start, box.length).fill_(float("nan"))

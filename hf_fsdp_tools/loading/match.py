@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor
@@ -14,7 +15,7 @@ from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, sc
 from hf_fsdp_tools.loading.quantized.refuse import refuse_quantized
 from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, part_packed
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.loading.vocabulary import AddedRows, vocabulary_dims
+from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.quantization import stored_quantization
 from hf_fsdp_tools.text import listed_lines
@@ -28,43 +29,31 @@ class Match:
     """Which tensors of a checkpoint fill which tensors of a model."""
 
     index: CheckpointIndex
-    """The checkpoint, with quantised weights as plain ones; of a DCP folder, the part that is the model's."""
-
+    """The checkpoint, with quantised weights as plain ones; of a training state, the model's part."""
     dequantized: Dequantized | None
     """What is dequantised while it is read; None of a plain checkpoint."""
-
     state: Mapping[str, torch.Tensor]
     """The model's persistent tensors by key, before they have storage."""
-
     load_map: LoadMap
     """Where each tensor of the model comes from, by transformers' conversions; without the weights that are packed."""
-
     weights_4bit: Weights4Bit | None
     """The 4-bit weights, which are not in `load_map` where they are packed while loading; None without any."""
-
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
-
     tied_pairs: tuple[tuple[str, str], ...]
     """Pairs of tied keys where the checkpoint holds both keys; the first key of each pair is in `loaded`."""
-
     to_initialize: frozenset[str]
     """Keys of tensors that the model must initialise; tied tensors under one key."""
-
     missing_keys: frozenset[str]
     """Keys of the model that the checkpoint lacks, as they are reported."""
-
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint that the model has no place for, as they are reported."""
-
     mismatched: tuple[Mismatch, ...]
     """Tensors of another shape in the checkpoint, which the model initialises anew."""
-
     resized: tuple[Mismatch, ...]
     """Tensors that are loaded token by token, because the model has another vocabulary."""
-
-    added: Mapping[str, AddedRows]
-    """Loaded tensors with rows for tokens that the checkpoint lacks, by key."""
+    added: Mapping[str, Box]
+    """The part of each loaded tensor that is of tokens which the checkpoint lacks, by key."""
 
 
 def match_checkpoint(
@@ -82,9 +71,7 @@ def match_checkpoint(
     load_map = map_loading(model, state, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
     layers = packed_linears(model) if getattr(model, "hf_quantizer", None) is not None else {}
-    weights_4bit = None
-    if layers:
-        load_map, weights_4bit = part_packed(layers, state, load_map, index)
+    load_map, weights_4bit = part_packed(layers, state, load_map, index) if layers else (load_map, None)
     refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=dequantized is not None)
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
@@ -92,12 +79,16 @@ def match_checkpoint(
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
+    packed = weights_4bit.plain if weights_4bit else {}
+    names: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        if key not in packed:
+            names.setdefault(id(tensor), []).append(key)
     loaded: dict[str, PieceTensor] = {}
     tied_pairs: list[tuple[str, str]] = []
     to_initialize: set[str] = set()
     missing: set[str] = set()
-    packed = weights_4bit.plain if weights_4bit else {}
-    for tied in _tied_names({key: tensor for key, tensor in state.items() if key not in packed}):
+    for tied in names.values():
         there = [key for key in tied if key in stored and key not in wrong]
         if there:
             loaded[there[0]] = stored[there[0]]
@@ -138,30 +129,20 @@ def _other_shapes(stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
     )
 
 
-def _tied_names(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The keys of each distinct tensor."""
-    names: dict[int, list[str]] = {}
-    for key, tensor in state.items():
-        names.setdefault(id(tensor), []).append(key)
-    return list(names.values())
-
-
 def _resized(
     model: nn.Module, state: Mapping[str, torch.Tensor], load_map: LoadMap
-) -> tuple[dict[str, PieceTensor], dict[str, AddedRows]]:
+) -> tuple[dict[str, PieceTensor], dict[str, Box]]:
     """The stored tensors by model key, cut or extended to the model's vocabulary; and where rows were added."""
     stored, added = dict(load_map.tensors), {}
-    dims = vocabulary_dims(model)
-    for key, tensor in load_map.tensors.items():
-        dim = dims.get(key)
-        if dim is None or tensor.pieces is None or tensor.dim() != state[key].dim():
+    for key, dim in token_dims(model).items():
+        tensor, wanted = stored.get(key), state[key].shape
+        if tensor is None or tensor.pieces is None or tensor.shape == wanted or tensor.dim() != len(wanted):
             continue
-        old, new = tensor.shape[dim], state[key].shape[dim]
-        extended = tensor.extended(dim, new)
-        if old != new and extended.shape == state[key].shape:
+        extended = tensor.extended(dim, wanted[dim])
+        if extended.shape == wanted:
             stored[key] = extended
-            if new > old:
-                added[key] = AddedRows(dim=dim, start=old)
+            if (new := added_part(tensor.shape, wanted)).numel:
+                added[key] = new
     return stored, added
 
 

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.agreement import agreed_steps, opened, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed_steps, opened
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.loading.adapter_state import AdapterState, split_adapter
-from hf_fsdp_tools.loading.fingerprint import refuse_other_contents
+from hf_fsdp_tools.loading.adapter_state import AdapterState, adapter_prefixes
 from hf_fsdp_tools.loading.formats.dcp import METADATA, MODEL_FOLDERS
-from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
     CONFIG,
@@ -45,22 +43,16 @@ class Checkpoint:
 
     name: str
     """Hub name or folder; of an adapter that was saved without its base, those of the base."""
-
     config: PreTrainedConfig
     """The model's configuration."""
-
     index: CheckpointIndex
     """File, dtype and byte range of every key."""
-
     generation_config: GenerationConfig | None
     """The checkpoint's own generation settings; None without any."""
-
     adapter: str | None
     """Hub name or folder of the PEFT adapter, if an adapter was opened; None for a model."""
-
     adapter_state: AdapterState | None
     """The PEFT adapter, if a training state was opened that holds values of one; None otherwise."""
-
     hub_kwargs: Mapping[str, Any]
     """Arguments that fetch more files of the same commit."""
 
@@ -84,9 +76,8 @@ def open_checkpoint(
         allow_pickle: read legacy `.bin` files where there are no safetensors.
         hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
-    Every rank of the default process group must call; without a group, this process opens for itself. One rank of each
-    node asks the hub, and the others read its cache. The ranks exchange errors, and digests of what they have opened
-    (`refuse_other_contents`).
+    Every rank of the default process group must call. One rank of each node asks the hub, and the others read its
+    cache. The ranks exchange errors, and digests of what they have opened.
 
     Raises:
         CheckpointError: the checkpoint is absent or damaged, nodes have different copies of it, or it does not say of
@@ -119,7 +110,6 @@ class Source:
 
     name: str
     """Hub name, folder or file."""
-
     hub: Mapping[str, Any]
     """`revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`."""
 
@@ -135,19 +125,14 @@ class Source:
             return folder, replace(self, hub={**self.hub, **pinned})
         return self.path / (self.hub.get("subfolder") or ""), self
 
-    def at(self, commit: str | None) -> "Source":
-        """The same source at a commit; None leaves it as it is."""
-        return replace(self, hub={**self.hub, "revision": commit}) if commit else self
-
     def of(self, name: str, revision: str | None) -> "Source":
         """Another checkpoint, fetched in the same way."""
-        hub = {key: value for key, value in self.hub.items() if key not in ("revision", "subfolder")}
-        return Source(name, hub | ({"revision": revision} if revision else {}))
+        return Source(name, {**self.hub, "subfolder": "", "revision": revision})
 
     def holding(self, file: str) -> str | None:
         """The folder in which a file that belongs to the checkpoint is: its own, or the nearest of two above, or None.
 
-        A hub name, a name that does not exist and one with a subfolder are given back: whoever opens them says more.
+        Of a hub name, an absent one, and with a subfolder, the name as it is: whoever opens it says more.
         """
         path = self.path
         if path is None or not path.exists() or self.hub.get("subfolder"):
@@ -180,13 +165,12 @@ def _open_alone(
     state = None if base else checkpoint.adapter_state
     if state is not None:
         state = replace(state, config=peft_config or state.config)
-        base_of_state = _base_of_state(source, state, checkpoint.config)
-        if base_of_state is not None and state.holds_base:
-            own = load_config(base_of_state.name, trust_remote_code=trust_remote_code, **base_of_state.hub)
-            checkpoint = replace(checkpoint, config=own)
-        elif base_of_state is not None:
-            home = base_of_state
-            checkpoint = files(home)
+        if (named := _base_of_state(source, state, checkpoint.config)) is not None:
+            if state.holds_base:
+                own = load_config(named.name, trust_remote_code=trust_remote_code, **named.hub)
+                checkpoint = replace(checkpoint, config=own)
+            else:
+                home, checkpoint = named, files(named)
     if home.name != source.name and checkpoint.adapter_state is not None:
         raise CheckpointError(
             f"The base of {source.name!r}, {home.name!r}, is the state of a PeftModel itself. Merge its adapter into "
@@ -213,14 +197,7 @@ def _find_base(source: Source) -> tuple[Source, Source | None]:
             f"The adapter {source.name!r} names no base model (base_model_name_or_path in adapter_config.json). Write "
             "the base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
-    is_beside = base.name == source.name
-    if (folder / CONFIG).is_file() and (source.path is None or is_beside) and rank_and_size()[0] == 0:
-        logging.get_logger("transformers.modeling_utils").warning(
-            f"{source.name!r} holds {CONFIG} and {ADAPTER_CONFIG}: the adapter is opened, on "
-            f"{'the model beside it' if is_beside else repr(base.name)}, as transformers does. Take {ADAPTER_CONFIG} "
-            "out to open the model alone."
-        )
-    return source, source if is_beside else base
+    return source, source if base.name == source.name else base
 
 
 def _content_of(folder: Path) -> str:
@@ -281,37 +258,37 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
     with watched(Path(source.name)):
         near = source.holding(CONFIG)
     home = None if near is None else replace(source, name=near)
-    folder = home and home.path
     read = partial(_open_as_is, source, home, config, trust_remote_code, allow_pickle)
-    return read_settled(folder, read) if folder else read()
+    return read_settled(home.path, read) if home and home.path else read()
 
 
 def _open_as_is(
     source: Source, home: Source | None, config: Any, trust_remote_code: bool, allow_pickle: bool
 ) -> Checkpoint:
-    pinned = source
+    """What `_open_files` opens, with the config from its `home`."""
+    hub = dict(source.hub)
     if home is not None and (config is None or home.path is None):  # of a hub name, this fixes the commit
-        own = load_config(home.name, trust_remote_code=trust_remote_code, **source.hub)
-        pinned = source.at(own._commit_hash)
+        own = load_config(home.name, trust_remote_code=trust_remote_code, **hub)
+        hub["revision"] = own._commit_hash or hub.get("revision")
         config = own if config is None else config
-    index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **pinned.hub)
-    pinned = pinned.at(index.commit)
-    base, adapter = split_adapter(index)
+    index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **hub)
+    hub["revision"] = index.commit or hub.get("revision")
+    base, adapter = index.split_adapter(adapter_prefixes)
     if config is None and adapter is None:
         raise CheckpointError(
             f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config=, the name or folder of the "
             "model that was saved, or copy its config.json there."
         )
-    state, index_of_base = None, cast(CheckpointIndex, base)
+    state = None
     if adapter is not None:
         state = AdapterState(index=adapter, config=source.holding(ADAPTER_CONFIG), holds_base=base is not None)
-    settings = replace(pinned, name=home.name if home else source.name)
+    settings = Source(home.name if home else source.name, hub)
     if settings.path is None:  # they were fetched with the config if they exist
-        settings = replace(settings, hub={**settings.hub, "local_files_only": True})
+        hub["local_files_only"] = True
     return Checkpoint(
         name=source.name,
         config=config,
-        index=index_of_base,
+        index=cast(CheckpointIndex, base),
         generation_config=load_generation_config(settings.folder()[0]),
         adapter=None,
         adapter_state=state,

@@ -1,11 +1,4 @@
-"""Which part of a tensor a rank holds, and where the elements of that part lie: arithmetic without mesh or tensors.
-
-Words used in this folder:
-
-    box     a rectangular region of a tensor: start and length per dimension, in elements
-    view    a strided region of a flat tensor: offset, and (length, stride) per dimension, in elements
-    piece   a box of one tensor that equals a view of another one, index by index
-"""
+"""Pieces: boxes of one tensor that are strided views of another one; arithmetic without tensors."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,10 +13,8 @@ class View:
 
     offset: int
     """Flat index of the first element."""
-
     length: tuple[int, ...]
     """Number of indices per dimension."""
-
     strides: tuple[int, ...]
     """Step in the flat tensor per dimension."""
 
@@ -39,10 +30,8 @@ class Piece:
 
     box: Box
     """Where the piece lies in the tensor that is put together from pieces."""
-
     source: str
     """Name of the tensor that the elements come from."""
-
     view: View
     """Where they lie in it; same lengths as the box."""
 
@@ -54,17 +43,11 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def slice_piece(piece: Piece, box: Box) -> Piece | None:
     """The part of `piece` inside `box`, a box of the same tensor; None where the two do not meet."""
-    own, view = piece.box, piece.view
-    start, length, offset = [], [], view.offset
-    for a, n, b, m, stride in zip(own.start, own.length, box.start, box.length, view.strides, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        start.append(low)
-        length.append(high - low)
-        offset += (low - a) * stride
-    common = Box(start=tuple(start), length=tuple(length))
-    return Piece(box=common, source=piece.source, view=View(offset=offset, length=common.length, strides=view.strides))
+    common = piece.box.intersect(box)
+    if not common.numel:
+        return None
+    first = [c - b for c, b in zip(common.start, piece.box.start, strict=True)]
+    return Piece(box=common, source=piece.source, view=piece.view.crop(first, common.length))
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

@@ -33,59 +33,41 @@ class LoadReport:
 
     checkpoint: str
     """The folder, file or hub name that was opened."""
-
     rank: int
     """The rank that this report is about."""
-
     dtypes: tuple[str, ...]
     """Dtypes of the model's floating-point parameters, most elements first."""
-
     missing_keys: tuple[str, ...]
-    """Keys of the model that the checkpoint lacks, without the keys that the model's class says not to report."""
-
+    """Keys of the model that the checkpoint lacks, without those that the model's class says not to report."""
     unexpected_keys: tuple[str, ...]
     """Keys of the checkpoint that the model has no place for, with the same exception."""
-
     mismatched_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """(key, shape in the checkpoint, shape in the model) where they differ; only with `ignore_mismatched_sizes`."""
-
     resized_keys: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     """(key, shape in the checkpoint, shape in the model) of tensors loaded token by token for another vocabulary."""
-
     initialized_keys: tuple[str, ...]
     """Keys that the model initialised itself: missing and mismatched ones."""
-
     bytes_read: int
     """Bytes of tensor data that this rank read; gaps between wanted bytes that were read through count."""
-
     share_bytes: int
     """Bytes of this rank's shards of the loaded tensors, in the stored dtypes: the least that must be read."""
-
     converted_bytes: int
     """The part of `bytes_read` that was read as whole tensors, because their conversion does more than move data."""
-
     read_calls: int
     """System calls that read data."""
-
     staging_bytes: int
     """Bytes of staging buffers, pinned where shards are on an accelerator."""
-
     peak_host_bytes: int
-    """Bytes by which the process's resident memory rose above the shards during loading (see `MemoryWatch`).
+    """Bytes by which the process's resident memory rose above the shards (see `MemoryWatch`).
 
-    On an accelerator it also holds what the driver maps into the process meanwhile: the device's context and kernels
-    that are loaded when they are first used (hundreds of MB that are no staging), and pinned buffers as far as the
-    system counts them as resident. `staging_bytes` is exact there."""
-
+    On an accelerator, what the driver maps into the process meanwhile is in it (hundreds of MB of context and kernels);
+    `staging_bytes` is exact there."""
     dequantized_from: str | None = None
     """The quantisation of the checkpoint whose weights were dequantised; None of a plain checkpoint."""
-
     quantized_bytes: int = 0
     """Bytes of the quantised weights of the whole checkpoint as they are stored, scales included."""
-
     dequantized_bytes: int = 0
     """Bytes of the same weights in the model's dtype."""
-
     seconds: dict[str, float]
     """Time per stage on this rank: plan, read, initialize."""
 
@@ -135,11 +117,10 @@ class LoadReport:
 
 
 class MemoryWatch:
-    """Measures how far this process's resident memory rises after the watch was made.
+    """Measures how far this process's resident memory rises after the watch was made; zero where there is no /proc.
 
-    Linux keeps only one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an
-    earlier peak was higher, the resident size at the end stands in for it. Resident memory includes memory that the
-    allocator has not given back yet. Zero where there is no /proc.
+    Linux keeps one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an earlier
+    peak was higher, the resident size at the end stands in for it.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,8 @@ The shard `stacked[1:, :, 2:]` cuts the last column out of piece 1 and does not 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.loading.formats.stored import Stored
-from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides, slice_piece
 
 _MAX_PIECES = 65536
 """Pieces of one tensor beyond which its index map costs more than it saves; the tensor is opaque then. (assumed)"""
@@ -38,7 +39,6 @@ class PieceTensor(torch.Tensor):
 
     pieces: tuple[Piece, ...] | None
     """Boxes of this tensor, disjoint and complete, each a view of a named input; None when opaque."""
-
     sources: frozenset[str]
     """Names of all inputs that any element may depend on."""
 
@@ -69,11 +69,6 @@ class PieceTensor(torch.Tensor):
         kept = _slice(self, dim, 0, size)
         assert kept is not None
         return _moved(self, [size if d == dim else n for d, n in enumerate(self.shape)], kept.pieces or ())
-
-    def renamed(self, names: Mapping[str, str]) -> "PieceTensor":
-        """This tensor made of other inputs: `names` has the new name of each input by its old name."""
-        pieces = self.pieces and [Piece(box=p.box, source=names[p.source], view=p.view) for p in self.pieces]
-        return PieceTensor(self.shape, self.dtype, pieces, frozenset(names[source] for source in self.sources))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
         """Shape, dtype and number of pieces."""
@@ -149,18 +144,10 @@ def _slice(
     keep = Box(start=tuple(low if d == dim else 0 for d in range(t.dim())), length=tuple(shape))
     pieces = []
     for p in t.pieces or ():
-        common = p.box.intersect(keep)
-        if common.numel:
-            first = [c - b for c, b in zip(common.start, p.box.start, strict=True)]
-            moved = Box(start=tuple(c - k for c, k in zip(common.start, keep.start, strict=True)), length=common.length)
-            pieces.append(Piece(box=moved, source=p.source, view=p.view.crop(first, common.length)))
+        if part := slice_piece(p, keep):
+            moved = tuple(s - k for s, k in zip(part.box.start, keep.start, strict=True))
+            pieces.append(replace(part, box=Box(start=moved, length=part.box.length)))
     return _moved(t, shape, pieces)
-
-
-def _narrow(t: PieceTensor, dim: int, start: int, length: int) -> PieceTensor | None:
-    if not 0 <= start <= start + length <= t.shape[dim]:
-        return None
-    return _slice(t, dim, start, start + length)
 
 
 def _split(t: PieceTensor, size: int, dim: int = 0) -> list[PieceTensor | None]:
@@ -359,11 +346,9 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     _aten._reshape_alias.default: lambda t, shape, strides: _reshape(t, shape),
     _aten._to_copy.default: _to_copy,
     _aten._unsafe_view.default: _reshape,
-    _aten.alias.default: _same,
     _aten.cat.default: _cat,
     _aten.clone.default: _same,
     _aten.detach.default: _same,
-    _aten.narrow.default: _narrow,
     _aten.permute.default: _permute,
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,

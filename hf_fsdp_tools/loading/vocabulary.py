@@ -1,21 +1,36 @@
-"""Rows for added tokens: which tensors have one row per token, and which values fill the rows that no file holds."""
+"""Another number of tokens: rows of embeddings and heads are added or dropped, in a plain, sharded or loading model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import is_first_replica, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.agreement import all_ranks, shared_seed
+from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import (
+    gather_on_device,
+    is_first_replica,
+    local_boxes_of,
+    local_tensor,
+    memory_view,
+)
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
+from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.initialize import draw_values
 from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.text import first_line
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, original_classes, swap
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.planning.rules import measured
+from hf_fsdp_tools.sharding.allocate import allocate, with_data
+from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
+from hf_fsdp_tools.text import first_line, listed
 
 _SLAB_ELEMENTS = 2**20
 """Values that are summed at a time, which bounds the memory of a sum to 16 MiB for any vocabulary. (assumed)"""
@@ -24,15 +39,115 @@ AddedTokens = Literal["mean", "random"]
 """How rows of added tokens are filled: with the mean of the old rows, or by the model's own initialisation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AddedRows:
-    """The new rows (or columns) of a tensor that has one per token."""
+def resize_token_embeddings(
+    model: PreTrainedModel,
+    num_tokens: int | None = None,
+    *,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+    seed: int | None = None,
+) -> nn.Module:
+    """Give a model that FSDP2 has sharded another number of tokens, in place; return its input embedding.
 
-    dim: int
-    """The dimension that counts tokens."""
+    Every tensor with one row per token (input embedding, head, biases) is replaced inside its unit; old rows and ties
+    stay as they are, and the config follows. New rows do not depend on the number of ranks. Where the checkpoint is not
+    loaded yet, `from_pretrained(…, num_tokens=…)` does the same without gathering.
 
-    start: int
-    """Index of the first new row; all rows before it are old."""
+    Args:
+        model: sharded by `shard_model`, `from_pretrained` or `fully_shard`, with its weights. Make the optimizer
+            afterwards: it would keep the parameters that are replaced here.
+        num_tokens: usually `len(tokenizer)`; fewer drop rows from the end. None keeps the number (for padding alone).
+        pad_to_multiple_of: round the number of rows up.
+        mean_resizing: new rows are the mean of the old ones (transformers adds noise of 3e-5 of their spread); False:
+            the model's own initialisation.
+        seed: of that initialisation; None: it follows from rank 0's generator.
+
+    Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
+
+    Raises:
+        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under tensor
+            parallelism, or has gradients, so that it is being trained already.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> embeddings = resize_token_embeddings(model, 140)
+        >>> model.lm_head.weight.shape, model.config.vocab_size
+        (torch.Size([140, 48]), 140)
+    """
+    _refuse(model)
+    reshard_units(model)
+    twin = resized_twin(model, num_tokens, pad_to_multiple_of)
+    wanted = persistent_tensors(twin)
+    added: dict[str, Box] = {}
+    replaced: dict[int, torch.Tensor] = {}
+    for key, old in persistent_tensors(model).items():
+        shape = wanted[key].shape
+        if shape == old.shape or id(old) in replaced:
+            continue
+        replaced[id(old)] = old  # kept, so that its id stays its own
+        _replace(model, key, old, shape)
+        if (new := added_part(old.shape, shape)).numel:
+            added[key] = new
+    fill_added(model, added, "mean" if mean_resizing else "random", shared_seed(seed))
+    _follow(model, twin)
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Module)
+    return embedding
+
+
+def _refuse(model: nn.Module) -> None:
+    """Refuse, on all ranks alike, a model whose tensors cannot or must not be replaced."""
+    is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if is_flat or not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"The vocabulary of {type(model).__name__} cannot be resized: it "
+            f"{'has flat parameters' if is_flat else 'is no model of transformers'}. Give the model itself, below "
+            "PEFT's or Accelerate's wrapper and sharded by FSDP2, or resize it before it is wrapped."
+        )
+    parameters = list(model.named_parameters())
+    if on_meta := [name for name, p in parameters if p.is_meta]:
+        raise ConfigError(
+            f"{len(on_meta)} parameters have no weights yet ({listed(on_meta)}). Load them first, or resize while "
+            "loading: from_pretrained(…, num_tokens=…)."
+        )
+    if trained := [name for name, p in parameters if p.grad is not None]:
+        raise ConfigError(
+            f"{len(trained)} parameters have gradients ({listed(trained)}): the model is being trained, and its "
+            "optimizer would go on with the old parameters. Resize before training, then make the optimizer."
+        )
+
+
+def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:
+    """Put a tensor of another shape in the place of `old`, under all its names; rows that both have are copied."""
+    gathered = gather_on_device(old)
+    if not isinstance(old, nn.Parameter):
+        swap(model, {old: gathered.new_zeros(shape)})
+    elif isinstance(old, DTensor):
+        replace_parameter(model, key, old, shape)
+        allocate(model, device=local_tensor(old).device)
+    else:
+        swap(model, {old: with_data(old, gathered.new_empty(shape))})
+    for kept, memory in _own_parts(persistent_tensors(model)[key], Box.whole(old.shape)):
+        memory.copy_(gathered[kept.slices])
+
+
+def _follow(model: PreTrainedModel, twin: PreTrainedModel) -> None:
+    """Set the number of tokens in modules and config as transformers set it in the twin, and in the plan."""
+    changed = dict(twin.named_modules(remove_duplicate=False))  # the twin may share a module where the model ties two
+    for name, module in model.named_modules():
+        other = changed[name]
+        for attribute in ("num_embeddings", "out_features", "padding_idx", "vocab_size"):
+            if attribute in vars(other):
+                setattr(module, attribute, getattr(other, attribute))
+    text: Any = text_config(model.config)
+    text.vocab_size = text_config(twin.config).vocab_size
+    base, sharding = sharded_module(model), sharding_of(model)
+    if base is not None and sharding is not None:
+        plan = measured(sharding.plan, ModuleTree(base))
+        add_to_note(base, sharding=replace(sharding, plan=plan))
+
+
+# ---- twins and values ----
 
 
 def resize_vocabulary(model: PreTrainedModel, num_tokens: int | None, pad_to_multiple_of: int | None) -> None:
@@ -61,26 +176,31 @@ def resized_twin(
     return twin
 
 
-def vocabulary_dims(model: nn.Module) -> dict[str, int]:
-    """The dimension that counts tokens, by state-dict key of each tensor that has such a dimension.
+def token_dims(model: nn.Module) -> dict[str, int]:
+    """The dimension that counts tokens, by key of each tensor that has one: embeddings, heads and their biases.
 
-    These are embeddings, heads and their biases. They are found by resizing a twin on meta with transformers' own code,
-    so their names do not matter.
+    They are found by resizing a twin on meta with transformers' own code, so their names do not matter.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
-    rows = model.get_input_embeddings().weight.shape[0]
-    twin = persistent_tensors(resized_twin(model, rows + 1))
-    dims = {}
-    for key, tensor in persistent_tensors(model).items():
-        changed = [d for d, (n, m) in enumerate(zip(tensor.shape, twin[key].shape, strict=True)) if n != m]
-        if changed:
-            dims[key] = changed[0]
-    return dims
+    twin = persistent_tensors(resized_twin(model, model.get_input_embeddings().weight.shape[0] + 1))
+    pairs = {key: (tensor.shape, twin[key].shape) for key, tensor in persistent_tensors(model).items()}
+    return {key: _changed_dim(old, new) for key, (old, new) in pairs.items() if old != new}
 
 
-def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedTokens, seed: int) -> None:
-    """Fill the new rows of loaded tensors, in place, with values that do not depend on the number of ranks.
+def _changed_dim(old: torch.Size, new: torch.Size) -> int:
+    return next(d for d, (n, m) in enumerate(zip(old, new, strict=True)) if n != m)
+
+
+def added_part(old: torch.Size, new: torch.Size) -> Box:
+    """The part of a resized tensor that is of added tokens, after all old ones; empty where tokens were dropped."""
+    dim = _changed_dim(old, new)
+    start = tuple(n if d == dim else 0 for d, n in enumerate(old))
+    return Box(start=start, length=tuple(max(0, n - s) for s, n in zip(start, new, strict=True)))
+
+
+def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, seed: int) -> None:
+    """Fill the added part of each tensor, in place, with values that do not depend on the number of ranks.
 
     "mean": each new row is the mean of the old rows, summed in float64 (transformers adds noise of 3e-5 of their
     spread). "random", and buffers in any case: the model's own initialisation of the new rows, from a generator seeded
@@ -92,62 +212,41 @@ def fill_added(model: nn.Module, added: Mapping[str, AddedRows], how: AddedToken
         return
     state = persistent_tensors(model)
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
-    shapes = {}
-    for key in sorted(added.keys() - by_mean):
-        shape = list(state[key].shape)
-        shape[added[key].dim] -= added[key].start
-        shapes[key] = tuple(shape)
-    values = draw_values(model, shapes, seed=seed)
+    values = draw_values(model, {key: added[key].length for key in sorted(added.keys() - by_mean)}, seed=seed)
     sums = {key: _sum_of_old(state[key], added[key]) for key in sorted(by_mean)}
     of_ranks = all_ranks(sums, "averaging the rows of a vocabulary")
     for key in sums:
-        mean = torch.stack([sums_of_rank[key] for sums_of_rank in of_ranks]).sum(0) / added[key].start
+        mean = torch.stack([sums_of_rank[key] for sums_of_rank in of_ranks]).sum(0) / max(added[key].start)
         if not mean.isfinite().all():
             raise CheckpointError(
                 f"{key!r} holds values that are not finite, so its rows have no mean. "
                 "Use added_tokens='random', or another checkpoint."
             )
-        values[key] = mean.to(state[key].dtype).unsqueeze(added[key].dim)
-    for key, rows in added.items():
-        _write_new(state[key], rows, values[key])
+        values[key] = mean.to(state[key].dtype).expand(added[key].length)
+    for key, new in added.items():
+        for part, memory in _own_parts(state[key], new):
+            first = (p - n for p, n in zip(part.start, new.start, strict=True))
+            memory.copy_(values[key][Box(start=tuple(first), length=part.length).slices])
 
 
-def _write_new(tensor: torch.Tensor, rows: AddedRows, value: torch.Tensor) -> None:
-    """Write this rank's part of the new rows; `value` holds all new rows, or one row for all of them."""
-    local = local_tensor(tensor)
+def _own_parts(tensor: torch.Tensor, region: Box) -> list[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a region of a tensor: boxes, and their memory."""
+    parts = []
     for box, start in local_boxes_of(tensor):
-        first = max(box.start[rows.dim], rows.start)
-        count = box.start[rows.dim] + box.length[rows.dim] - first
-        if count <= 0:
-            continue
-        source = value.expand(*(n if d != rows.dim else -1 for d, n in enumerate(tensor.shape)))
-        for d, (s, n) in enumerate(zip(box.start, box.length, strict=True)):
-            if d != rows.dim:
-                source = source.narrow(d, s, n)
-            elif source.shape[d] > 1:
-                source = source.narrow(d, first - rows.start, count)
-        place = list(start)
-        place[rows.dim] += first - box.start[rows.dim]
-        length = list(box.length)
-        length[rows.dim] = count
-        with torch.no_grad():
-            memory_view(local, place, length).copy_(source)
+        part = box.intersect(region)
+        if part.numel:
+            place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
+            parts.append((part, memory_view(local_tensor(tensor), place, part.length)))
+    return parts
 
 
-def _sum_of_old(tensor: torch.Tensor, rows: AddedRows) -> torch.Tensor:
+def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:
     """The sum of this rank's part of the old rows, zero elsewhere; of zeros on ranks other than the first replica."""
-    other_dims = [d for d in range(tensor.dim()) if d != rows.dim]
-    total = torch.zeros([tensor.shape[d] for d in other_dims], dtype=torch.float64)
-    if not is_first_replica(tensor):
-        return total
-    local = local_tensor(tensor)
-    for box, start in local_boxes_of(tensor):
-        count = min(box.length[rows.dim], rows.start - box.start[rows.dim])
-        if count <= 0:
-            continue
-        length = [count if d == rows.dim else n for d, n in enumerate(box.length)]
-        by_token = memory_view(local, start, length).movedim(rows.dim, 0)
-        place = tuple(box.slices[d] for d in other_dims)
-        for slab in torch.split(by_token, max(1, _SLAB_ELEMENTS * by_token.shape[0] // by_token.numel())):
-            total[place] += slab.double().sum(0).cpu()
+    dim = added.start.index(max(added.start))
+    old = Box.whole([added.start[d] if d == dim else n for d, n in enumerate(tensor.shape)])
+    total = torch.zeros([1 if d == dim else n for d, n in enumerate(tensor.shape)], dtype=torch.float64)
+    for part, memory in _own_parts(tensor, old) if is_first_replica(tensor) else ():
+        place = tuple(slice(None) if d == dim else s for d, s in enumerate(part.slices))
+        for rows in torch.split(memory, max(1, _SLAB_ELEMENTS * memory.shape[dim] // memory.numel()), dim):
+            total[place] += rows.double().sum(dim, keepdim=True).cpu()
     return total

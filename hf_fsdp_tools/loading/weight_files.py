@@ -28,12 +28,8 @@ ACCELERATE_PICKLED = "pytorch_model_fsdp*.bin"
 """Written by Accelerate's `save_state` under FULL_STATE_DICT, in the model's own layout; `…_1.bin` is a second model's.
 Under LOCAL_STATE_DICT, or with `use_dcp=False`, `…_rank0.bin` is the part of one rank."""
 
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_SHARD = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 """What transformers and huggingface_hub name the files of one checkpoint."""
-
-_PARTS_FOLDER = "sharded"
-"""Where torch's `HuggingFaceStorageWriter` puts parts of tensors if it joins them too (`enable_consolidation=True`);
-source: torch 2.9 to 2.14, `SHARDED_DIR_NAME`."""
 
 
 def is_pickled(file: Path) -> bool:
@@ -43,8 +39,7 @@ def is_pickled(file: Path) -> bool:
 
 def refuse_pickled(files: Iterable[Path]) -> None:
     """Legacy files are read only when asked."""
-    pickled = [file for file in files if is_pickled(file)]
-    if pickled:
+    if pickled := [file for file in files if is_pickled(file)]:
         raise CheckpointError(
             f"{str(pickled[0].parent)!r} holds only pickled weights ({', '.join(f.name for f in pickled)}), which are "
             "read only when asked. Pass allow_pickle=True (torch's restricted unpickler then runs no code of the "
@@ -56,12 +51,6 @@ def refuse_pickled(files: Iterable[Path]) -> None:
 def has_safetensors(folder: Path) -> bool:
     """Whether the folder holds safetensors of a model; files of an adapter do not count."""
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors*"))
-
-
-def find_parts(folder: Path) -> Path:
-    """Where the weight files of a folder are: in the folder, or its parts in the one inside that was never joined."""
-    inside = folder / _PARTS_FOLDER
-    return inside if not any(folder.glob("*.safetensors*")) and any(inside.glob("shard-*.safetensors")) else folder
 
 
 def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[list[Path], Path | None]:
@@ -87,15 +76,15 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [of_accelerate], None
     if (folder / PICKLED_INDEX).is_file():
         return [], folder / PICKLED_INDEX
-    names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     cure = "Give the folder that save_pretrained wrote."
     if any(folder.glob("*.distcp")):
         cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
     if any(folder.glob("*.gguf")):
         cure = (
-            "GGUF files hold blocks of many kinds under names of their own. Make a plain checkpoint once: "
+            "Make a plain checkpoint of GGUF files once: "
             "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
         )
+    names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "
         f"allow_pickle=True, {PICKLED}), found {names}. {cure}"
@@ -126,29 +115,21 @@ def read_listing(listing: Path) -> dict[str, Path]:
         )
     problems = []
     for name, count in sorted(Counter(weight_map.values()).items()):
-        place = listing.parent / name
+        file = listing.parent / name
         if leaves_folder(name) or not name.endswith(suffix):
             problems.append(
                 f"{listing}: names the file {quoted(name)}; expected a {suffix[1:]} file inside the folder. Where you "
                 "trust its source, put the file there and name it so."
             )
             continue
-        with watched(place):
-            if not place.is_file():
-                problems.append(
-                    f"{listing}: names {quoted(name)} for {count} tensors, which {_state_of_absent(place)}. "
-                    "Download or save it again."
-                )
+        with watched(file):
+            if not file.is_file():
+                link = f" (a link to {quoted(os.readlink(file))})" if file.is_symlink() else ""
+                fact = f"{listing}: names {quoted(name)}{link} for {count} tensors, which is not there"
+                problems.append(f"{fact}. Download or save it again.")
     if problems:
         raise CheckpointError(as_one_message(problems))
     return {key: listing.parent / name for key, name in weight_map.items()}
-
-
-def _state_of_absent(file: Path) -> str:
-    """Why a file that should hold weights cannot, as the end of a sentence."""
-    if file.is_symlink():
-        return f"is a link that leads nowhere ({quoted(os.readlink(file))})"
-    return "is no file" if file.exists() else "is not there"
 
 
 def as_one_message(problems: list[str]) -> str:
@@ -167,29 +148,26 @@ def stamp(file: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def stamps(folder: Path) -> list[tuple[int, int]]:
-    """Stamps of the files by which a checkpoint is opened, some of which change when a save replaces it."""
-    return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, CONFIG)]
-
-
 def read_settled(folder: Path, read: Callable[[], T]) -> T:
     """The result of reading a folder; it is read once more where a save has replaced the checkpoint meanwhile."""
-    before = stamps(folder)
+
+    def stamps() -> list[tuple[int, int]]:
+        return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, CONFIG)]
+
+    before = stamps()
     try:
         result = read()
     except (CheckpointError, OSError):
-        if stamps(folder) == before:
+        if stamps() == before:
             raise
     else:
-        if stamps(folder) == before:
+        if stamps() == before:
             return result
     return read()
 
 
 def named_in_config(folder: Path) -> str | None:
-    """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it; None
-    where it names none.
-    """
+    """The weight file or index that `config.json` names (`transformers_weights`), as transformers follows it."""
     file = folder / CONFIG
     try:
         named = read_json_object(file).get("transformers_weights") if file.is_file() else None
@@ -202,15 +180,12 @@ def named_in_config(folder: Path) -> str | None:
     return named
 
 
-def _refuse_incomplete(files: Iterable[Path]) -> None:
+def _refuse_incomplete(files: list[Path]) -> None:
     """Refuse shards without an index of which some are missing: their save, or their download, was cut off."""
-    numbers: dict[tuple[Path, str, str], set[str]] = {}
-    for file in files:
-        if shard := _SHARD.fullmatch(file.name):
-            numbers.setdefault((file.parent, shard["stem"], shard["count"]), set()).add(shard["number"])
-    for (folder, stem, count), there in numbers.items():
-        if len(there) != int(count):
+    shards = [shard for file in files if (shard := _SHARD.fullmatch(file.name))]
+    for (stem, count), there in Counter((shard["stem"], shard["count"]) for shard in shards).items():
+        if there != int(count):
             raise CheckpointError(
-                f"{str(folder)!r} holds {len(there)} of {int(count)} files {stem}-*-of-{count}.safetensors and no "
+                f"{str(files[0].parent)!r} holds {there} of {int(count)} files {stem}-*-of-{count}.safetensors and no "
                 "index: it is being saved, or was not saved or copied whole. Save or copy it again."
             )

@@ -19,7 +19,7 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _LOAD = ("ignore_mismatched_sizes",)
 """What `load_weights` takes."""
 
-_OF_LOADING = {"added_tokens", "check_finite", "progress", "requests_in_flight", "seed", "staging_bytes", "strict"}
+_OF_LOADING = {"added_tokens", "progress", "requests_in_flight", "seed", "staging_bytes", "strict"}
 """Arguments of `load_weights` that stand in `load_kwargs`."""
 
 _NOT_HONOURED = frozenset((

@@ -36,17 +36,17 @@ class Manifest:
 
     def damage(self, folder: Path) -> dict[str, str]:
         """What became of each file that is not as it was saved, by its path in the folder; contents are not read."""
-        found = {}
+        damage = {}
         for name, size in self.sizes.items():
             try:
                 now = os.stat(folder / name).st_size
             except OSError as error:
                 gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-                found[name] = "is absent" if gone else f"cannot be read ({first_line(error)})"
+                damage[name] = "is absent" if gone else f"cannot be read ({first_line(error)})"
                 continue
             if size is not None and now != size:
-                found[name] = f"has {now:,} bytes, and had {size:,} when it was saved"
-        return found
+                damage[name] = f"has {now:,} bytes, and had {size:,} when it was saved"
+        return damage
 
 
 def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False) -> None:
@@ -116,8 +116,8 @@ def _names(folder: Path, needed: Iterable[str], patterns: Iterable[str]) -> list
             f"{str(folder)!r} was changed while it was saved: {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone. "
             "It does not count as complete; older checkpoints are kept. Save again."
         )
-    found = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
-    return sorted({*required, *(name for name in found if name != MANIFEST and (folder / name).is_file())})
+    names = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
+    return sorted({*required, *(name for name in names if name != MANIFEST and (folder / name).is_file())})
 
 
 def _entry(file: Path, text: str | None) -> dict[str, Any]:

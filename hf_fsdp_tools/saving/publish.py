@@ -134,10 +134,10 @@ def _changed(hidden: HiddenFolder) -> list[Path]:
 def _set_aside(hidden: HiddenFolder, names: Iterable[str]) -> list[Path]:
     """Stage files that would be opened in place of what is saved, or with it, under names that nothing opens; these
     names, and their own, which then mean nothing."""
-    found = [name for name in names if (hidden.folder / name).is_file()]
-    for name in found:
+    present = [name for name in names if (hidden.folder / name).is_file()]
+    for name in present:
         keep(hidden.folder / name, hidden.new / f"{name}.former")
-    return [Path(each) for name in found for each in (f"{name}.former", name)]
+    return [Path(each) for name in present for each in (f"{name}.former", name)]
 
 
 def _warn_of(folder: Path, aside: Iterable[Path]) -> None:

@@ -321,7 +321,7 @@ def prepare_save(
     hidden.mark, names, _ = every[0]
     hidden.check_visible(layout)
     assert names is not None
-    return names, [told for _, _, told in every]
+    return names, [note for _, _, note in every]
 
 
 def _stage_configs(model: nn.Module, hidden: HiddenFolder, dtype: torch.dtype | None, tokenizer: Any) -> None:

@@ -244,12 +244,12 @@ def _check_types(dataset: Any, name: str, columns: AbstractSet[str]) -> None:
     """Refuse a dataset whose first row has something else than text, or turns of a chat, in these columns."""
     row: Mapping[str, Any] = next(iter(dataset), {})
     for column in sorted(columns & set(row)):
-        value, wanted = row[column], "turns, each with `role` and `content`" if column in _TURNS else "text"
+        value, expected = row[column], "turns, each with `role` and `content`" if column in _TURNS else "text"
         turns = value if isinstance(value, list) and column in _TURNS | _TEXT_OR_TURNS else [None]
         is_text = value is None or (isinstance(value, str) and column not in _TURNS)
         if not is_text and not all(isinstance(turn, Mapping) and turn.get("role", turn.get("from")) for turn in turns):
             raise ConfigError(
-                f"--dataset_name {name}: the column `{column}` must hold {wanted}, and its first row is "
+                f"--dataset_name {name}: the column `{column}` must hold {expected}, and its first row is "
                 f"{repr(value)[:60]}. Mend it, or rename it and name another one."
             )
 

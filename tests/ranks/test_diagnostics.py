@@ -1,6 +1,7 @@
 """`diagnose` names what is really wrong on real ranks, alike on every rank, and leaves a healthy model in peace."""
 
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -10,13 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools.diagnostics.diagnosis import diagnose
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, WrapPlanError
-from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -110,11 +110,6 @@ def compiled_before() -> None:
     assert not _codes(diagnose(_sharded(model=torch.compile(make_model("llama")))))
 
 
-def under_fsdp1_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="FSDP1 wraps this model"):
-        diagnose(wrap_fsdp1(make_model("llama"), make_wrap_plan(make_model("llama"))))
-
-
 def _by_hand(model):
     """A unit for each block, and the root."""
     for block in model.model.layers:
@@ -122,9 +117,13 @@ def _by_hand(model):
     return fully_shard(model, mesh=_mesh())
 
 
-OTHER_WAYS = (
-    sharded_by_accelerate, sharded_by_hand, wrapped_for_checkpointing, compiled_before, under_fsdp1_it_is_refused,
-)  # fmt: skip
+def wrapped_by_fsdp1() -> None:
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"wrapped by FSDP1.*Shard it with FSDP2"):
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated upstream
+        diagnose(FullyShardedDataParallel(make_model("llama"), device_id=torch.device("cpu")))
+
+
+OTHER_WAYS = (sharded_by_accelerate, sharded_by_hand, wrapped_for_checkpointing, compiled_before, wrapped_by_fsdp1)
 
 
 def test_other_ways_to_shard_are_read_too():

@@ -38,7 +38,6 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks
-from tests._training import clip_loss, tiny_clip
 
 KINDS = ("llama", "tied", "gpt2", "mixtral", "t5")
 STEPS = 3
@@ -203,22 +202,6 @@ def lora_trains_adapters_beside_frozen_weights():
         assert torch.equal(whole[name], start[name]) != parameter.requires_grad, name
 
 
-def scalar_parameters_stay_whole_and_their_gradients_are_averaged(hybrid):
-    ranks = dist.get_world_size()
-    plain, model = tiny_clip(), tiny_clip()
-    for rank in range(ranks):
-        (clip_loss(plain, rank) / ranks).backward()
-    wrapped = wrap_fsdp1(model, make_wrap_plan(model), **(_hybrid_options() if hybrid else {}))
-    clip_loss(wrapped, dist.get_rank()).backward()
-    torch.testing.assert_close(wrapped.module.logit_scale.grad, plain.logit_scale.grad)
-    with FSDP.summon_full_params(wrapped, with_grads=True):
-        for name, parameter in wrapped.named_parameters():
-            expected = plain.get_parameter(name.replace("_fsdp_wrapped_module.", "")).grad
-            if expected is not None:
-                torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
-    assert wrapped.module.logit_scale.grad != 0
-
-
 def refusals_name_the_cure_on_every_rank_alike():
     model = _model("llama")
     plan = make_wrap_plan(model)
@@ -305,7 +288,6 @@ def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
         for original in (True, False)
     }
     cases["lora"] = lora_trains_adapters_beside_frozen_weights
-    cases["scalars"] = partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, False)
     cases["refusals"] = refusals_name_the_cure_on_every_rank_alike
     run_ranks(run_cases, 2, cases)
 
@@ -313,7 +295,6 @@ def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
 def test_hybrid_shards_on_four_ranks(tmp_path):
     make_checkpoint("llama", tmp_path / "llama")
     cases = {
-        "scalars": partial(scalar_parameters_stay_whole_and_their_gradients_are_averaged, True),
         "hybrid shards": partial(hybrid_shards_load_train_and_save, str(tmp_path)),
     }
     run_ranks(run_cases, 4, cases)

@@ -18,7 +18,7 @@ from hf_fsdp_tools import HybridPolicy, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.distributed.rounds import Rounds
-from hf_fsdp_tools.loading import conversion, fill, fingerprint, match
+from hf_fsdp_tools.loading import conversion, fill, index, match
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
@@ -115,7 +115,7 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
             (fill, "persistent_tensors"),
             (match, "persistent_tensors"),
             (conversion, "persistent_tensors"),
-            (fingerprint, "_header"),
+            (index, "_headers"),
             (match, "packed_linears"),
         ):
             stack.enter_context(counting(owner, name))
@@ -126,7 +126,7 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
 def _counted_twice(folder: Path) -> None:
     counts = _counted(folder)
     assert counts.pop("exchange") <= 5
-    assert counts == {"__init__": 1, "find_blocks": 1, "broken_rules": 1, "persistent_tensors": 2, "_header": 1}
+    assert counts == {"__init__": 1, "find_blocks": 1, "broken_rules": 1, "persistent_tensors": 2, "_headers": 1}
     accelerator = make_accelerator(cpu=True)
     assert _counted(folder, accelerator=accelerator)["exchange"] <= 6
 

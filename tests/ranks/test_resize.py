@@ -128,7 +128,7 @@ def resized_under_fsdp1(folders: dict[str, Path], root: Path) -> None:
     load_weights_fsdp1(flat, folders["llama"], added_tokens="mean")
     with FullyShardedDataParallel.summon_full_params(flat, writeback=False):
         assert_close_rows(flat.module, expected("llama", folders["llama"], 140), "fsdp1")
-    with pytest.raises(ConfigError, match=r"not sharded by FSDP2.*before it is wrapped"):
+    with pytest.raises(ConfigError, match=r"flat parameters.*before it is wrapped"):
         resize_token_embeddings(flat.module, 150)
 
 

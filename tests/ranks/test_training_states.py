@@ -110,9 +110,6 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
     state = model.state_dict()
     for name, saved in NAMES.items():
         dcp.save(saved(state), checkpoint_id=root / "names" / name)
-    if dist.get_rank() == 0:
-        for file in (root / "writer" / "mixtral").glob("model*"):
-            file.unlink()  # as where joining was stopped
 
 
 def arrange_as_axolotl(root: Path, base: Path) -> None:
@@ -168,7 +165,6 @@ def models(folders: dict[str, Path], root: Path) -> list[float]:
         root / "accelerate 2" / "whole" / "pytorch_model_fsdp.bin": ("llama", set()),
         out / "merged": ("llama", set()),
         root / "writer" / "llama": ("llama", {"config"}),
-        root / "writer" / "mixtral": ("mixtral", {"config"}),
         root / "writer" / "mixtral" / "sharded": ("mixtral", {"config"}),
     }
     for name in list(NAMES)[:6]:

@@ -51,14 +51,13 @@ ON_EIGHT = ("--num-processes", "8", "--max-length", "2048")
 def test_estimate_prints_what_the_functions_say(capsys, llama):
     memory = estimate_memory(llama, **EIGHT)
     time = throughput_of(memory)
-    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--tokens", "1e9", "--price", "2.5")
+    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT)
     assert (code, err) == (0, "")
     words = " ".join(out.split())
     assert words.startswith(" ".join(str(memory).split())) and " ".join(str(time).split()) in words
-    assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert all(len(line) <= 100 for line in out.splitlines())
-    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json", "--tokens", "1e9", "--price", "2.5")[1])
-    assert value["memory"]["total"] == memory.total and value["cost"] == time.cost(1e9, 2.5)
+    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json")[1])
+    assert value["memory"]["total"] == memory.total
     assert value["throughput"]["mfu"] == time.mfu
 
 
@@ -262,11 +261,9 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
         ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
         ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
-        ("estimate {llama} --era 1990", "2024"),
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
         ("estimate {llama} --output memory.jpg", "pictures end in .html"),
         ("estimate {llama} --output /nowhere/memory.png", "make it first"),
         ("estimate {llama} --units --output .", ". is a folder; name a file"),

@@ -1,8 +1,6 @@
 """Conversions on tensors without data give what transformers gives on real ones, for each operation and whole
 architectures."""
 
-import dis
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +18,6 @@ from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading import conversion
 from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, map_saving, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -255,92 +252,6 @@ def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path)
     tensors[key] = replace(tensors[key], shape=(3, 3))
     with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
         loading_map(make_model("mixtral"), tensors)
-
-
-@pytest.mark.parametrize("operation", conversion.NAME_BLIND)
-def test_an_operation_that_is_traced_once_sees_neither_layer_nor_model(operation: type[ops.ConversionOps]) -> None:
-    """Both come as keyword arguments, of which it takes none by name and never looks at the rest."""
-    convert = inspect.unwrap(operation.convert)
-    assert list(inspect.signature(convert).parameters) == [
-        "self",
-        "input_dict",
-        "source_patterns",
-        "target_patterns",
-        "kwargs",
-    ]
-    assert not [step for step in dis.get_instructions(convert) if step.argval == "kwargs"]
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_layers_that_differ_in_names_alone_are_traced_once_and_to_the_same(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_checkpoint(kind, tmp_path)
-    stored = CheckpointIndex.open(folder).tensors
-    model = build_meta_model(folder)
-    traced: list[str] = []
-    trace = conversion._trace
-    monkeypatch.setattr(
-        conversion, "_trace", lambda model, group, *rest: traced.append(group.target) or trace(model, group, *rest)
-    )
-    found, once = loading_map(model, stored), len(traced)
-    monkeypatch.setattr(conversion, "NAME_BLIND", ())
-    expected, each = loading_map(model, stored), len(traced) - once
-    assert each - once == 2  # of two layers, one has gate_up_proj and down_proj from the other
-    assert list(found.tensors) == list(expected.tensors) and found.unexpected_keys == expected.unexpected_keys
-    for key, tensor in expected.tensors.items():
-        ours = found.tensors[key]
-        assert (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
-        assert (ours.pieces, ours.sources) == (tensor.pieces, tensor.sources)
-        assert (found.groups[key].target, found.groups[key].members) == (
-            expected.groups[key].target,
-            expected.groups[key].members,
-        )
-
-
-def test_a_layer_of_other_shapes_or_another_dtype_is_traced_by_itself(tmp_path: Path) -> None:
-    """Its experts are stored transposed; or the model has them in another dtype."""
-    folder = make_checkpoint("mixtral", tmp_path)
-    stored = dict(CheckpointIndex.open(folder).tensors)
-    model = build_meta_model(folder)
-    down, other_down = (f"model.layers.{i}.mlp.experts.down_proj" for i in range(2))
-    model.model.layers[1].mlp.experts.half()
-    tensors = loading_map(model, stored).tensors
-    assert (tensors[down].dtype, tensors[other_down].dtype) == (torch.float32, torch.float16)
-
-    model = build_meta_model(folder)
-    for key, tensor in stored.items():
-        if ".layers.1." in key and "experts" in key:
-            stored[key] = replace(tensor, shape=tensor.shape[::-1])
-    tensors = loading_map(model, stored).tensors
-    experts, rows, columns = tensors[down].shape
-    assert tensors[other_down].shape == (experts, columns, rows) and rows != columns
-
-
-def test_keys_are_taken_in_the_order_of_transformers(tmp_path: Path) -> None:
-    """Its own sort, whatever is in a name: of several keys for one tensor the first wins."""
-    names = [
-        "a.10.b",
-        "a.9.b",
-        "a.b10",
-        "a.b9",
-        "a.b",
-        "a",
-        "",
-        ".",
-        "10",
-        "9",
-        "a.9",
-        "b..c",
-        "a.9.b2.c",
-        "a.B",
-        "a.٣",
-    ]
-    names += [f"{a}.{b}" for a in ("x2", "x10", "x", "2", "10") for b in ("y2", "y10", "y", "2", "10")]
-    model = build_meta_model(make_checkpoint("llama", tmp_path))
-    stored = {f"model.embed_tokens.{name}": None for name in names}
-    groups, unexpected = conversion._group(model, stored, {key: torch.empty(0) for key in stored}, [])
-    assert [group.target for group in groups] == sorted(stored, key=ops.dot_natural_key) and not unexpected
 
 
 def test_maps_need_no_storage(tmp_path: Path) -> None:

@@ -60,16 +60,11 @@ def test_composes_with_other_policies():
     assert set(wrapped_by_torch(model, both)) == {*UNITS["llama"], *(f"{layer}.self_attn" for layer in LAYERS)}
 
 
-def test_small_ties_across_blocks_and_scalars_stay_whole():
-    bias = nn.Parameter(torch.zeros(64))
+def test_parameters_that_stay_whole_are_refused():
     model = Model(nn.ModuleList(RunningBlock(64) for _ in range(3)))
     model.scale = nn.Parameter(torch.tensor(1.0))
-    for block in model.layers:
-        block.attn.bias = bias
-    policy = hybrid_auto_wrap_policy(model)
-    assert {"layers.0", "layers.1", "layers.2"} <= set(policy.units)
-    assert sorted(policy.ignored) == ["layers.0.attn.bias", "scale"]
-    assert {id(p) for p in policy.ignored_states} == {id(bias), id(model.scale)}
+    with pytest.raises(WrapPlanError, match=r"scale of Model must stay whole.*Use FSDP2"):
+        hybrid_auto_wrap_policy(model)
 
 
 def test_degrees_of_resharding_are_refused():
