@@ -193,7 +193,7 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
 
 
 def _check_managed(live: LiveModel) -> Iterator[Finding]:
-    twice, alone, frozen = [], [], []
+    twice, alone = [], []
     for weight in live.tree.weights:
         places = [live.parameters[name] for name in weight.names]
         units = {place.unit.name if place.unit else "no unit" for place in places}
@@ -202,9 +202,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
         place = places[0]
         if len(units) > 1 or place.unit or isinstance(place.tensor, DTensor):
             continue
-        if not place.tensor.requires_grad:
-            frozen.append(weight)
-        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model, or a user, averages by such a hook
+        # shard_model, or a user, averages by a hook
+        if place.tensor.requires_grad and not place.tensor._post_accumulate_grad_hooks:
             alone.append(weight.names[0])
     if twice:
         yield Finding(
@@ -225,15 +224,6 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
             "last). What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages "
             "gradients.",
-        )
-    if frozen:
-        yield Finding(
-            code="replicated-frozen",
-            severity="info",
-            fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
-            f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
-            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with "
-            "the rest.",
         )
 
 

@@ -65,8 +65,8 @@ def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
 def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
     """Yield the units inside the wrappers of a unit's modules that PEFT trains as copies.
 
-    The frozen original is a unit, so that it is gathered only if it runs. Where the original is tied to another module,
-    it stays in their common unit, and the copies are units; copies that are tied too are one unit.
+    The frozen original is a unit, so that it is gathered only if it runs. Where it is tied to another module, the
+    copies are units instead; copies that are tied too are one.
     """
     tied: dict[nn.Parameter, list[str]] = {}
     for name in names:
@@ -177,10 +177,7 @@ def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) ->
 
 
 def _make_buffers_whole(base: nn.Module) -> None:
-    """Put whole tensors in the place of buffers that are shards, which PEFT makes of rows of an embedding's shard.
-
-    FSDP2 would have to move them to its device, and refuses. Every rank must call; each buffer is gathered.
-    """
+    """Gather buffers that are shards (PEFT makes some of an embedding), which FSDP2 refuses. Every rank must call."""
     for module in base.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DTensor):
@@ -188,11 +185,7 @@ def _make_buffers_whole(base: nn.Module) -> None:
 
 
 def _undo_casts(base: nn.Module) -> None:
-    """Cast trainable shards back to fp32.
-
-    TRL casts the adapters of a quantised model to bf16 by `parameter.data`. FSDP2 does not notice and goes on gathering
-    the fp32 shards, so the optimizer would step tensors that no forward pass uses.
-    """
+    """Cast trainable shards back to fp32: TRL casts them to bf16 by `parameter.data`, which FSDP2 does not notice."""
     cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
     for parameter in cast:
         parameter.data = parameter.data.to(torch.float32)

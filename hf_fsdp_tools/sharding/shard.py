@@ -26,7 +26,7 @@ from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
-from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, count_units, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
@@ -112,7 +112,7 @@ def shard_model(
         >>> model = shard_model(model, make_wrap_plan(model), activation_checkpointing=True)
         >>> report = load_weights(model, "checkpoint", progress=False)
     """
-    mesh = _without_names(as_mesh(mesh) or ParallelDims().build_mesh())
+    mesh = as_mesh(mesh) or ParallelDims().build_mesh()
     ranks = sorted(mesh.mesh.flatten().tolist())
     with agreed_steps("checking the plan", ranks=ranks):
         tree = ModuleTree(model)
@@ -150,7 +150,9 @@ def checked_sharding(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
-    offload_policy = _offload_policy(as_offload_policy(offload_policy), mesh)
+    offload_policy = as_offload_policy(offload_policy) or OffloadPolicy()
+    if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
+        offload_policy = CPUOffloadPolicy(pin_memory=False)
     if options is not None:
         check_options(options, mesh.device_type)
     refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
@@ -237,8 +239,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
 def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
     """Let a model whose units all stay gathered after forward keep them after backward passes too, or not any more.
 
-    Other models, and those that other code sharded, stay as they are. While units are kept, no optimizer may step.
-    Nothing is communicated.
+    While units are kept, no optimizer may step. Nothing is communicated.
     """
     for module, sharding in _remembered(model):
         # Of the root, FSDP2 decides where the plan says None: it keeps it.
@@ -256,13 +257,6 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim > 1 or mesh.mesh_dim_names is None or mesh.size() != dist.get_world_size():
         return mesh
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
-
-
-def _offload_policy(policy: OffloadPolicy | None, mesh: DeviceMesh) -> OffloadPolicy:
-    """The offload policy for a mesh: without pinned memory on CPUs."""
-    if isinstance(policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
-        return CPUOffloadPolicy(pin_memory=False)
-    return policy or OffloadPolicy()
 
 
 def check_checkpointing(model: nn.Module) -> None:
@@ -325,8 +319,6 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
     )
-    made = count_units(model)
-    assert made == len(sharding.plan.units), f"planned {len(sharding.plan.units)} units, FSDP2 made {made}"
     add_to_note(model, sharding=sharding)
     guard_injection()
 
@@ -344,8 +336,10 @@ def apply_again(
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
     places = [(s, name, old) for s, name, old in slots(model) if isinstance(old, nn.Parameter) and old not in kept]
-    on_meta = {old: _on_meta(old, (dtypes or {}).get(old, old.dtype)) for _, _, old in places}
-    swap(model, on_meta)
+    on_meta = {
+        old: torch.empty(old.shape, dtype=(dtypes or {}).get(old, old.dtype), device="meta") for _, _, old in places
+    }
+    swap(model, {old: nn.Parameter(new, requires_grad=old.requires_grad) for old, new in on_meta.items()})
     apply_sharding(model, sharding)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for store, name, old in places:
@@ -356,17 +350,11 @@ def apply_again(
     return shards
 
 
-def _on_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
-
-
 def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A second sharded model with the values of `model` and shards of its own: what `copy.deepcopy(model)` gives.
 
-    For a moving average of the weights (`torch.optim.swa_utils.AveragedModel`), or a frozen reference. The copy has the
-    same units, mesh, precision and compilation; gradients, and hooks that a user registered on units, are not copied.
-
-    Nothing is communicated.
+    For a moving average of the weights, or a frozen reference. Gradients, and hooks that a user registered on units,
+    are not copied. Nothing is communicated.
     """
     sharding = sharding_of(model)
     assert sharding is not None
