@@ -80,50 +80,38 @@ def splits(name: str, *, dataset_streaming: bool = False, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mixed-precision=bf16"], "or the script --bf16 true."),
-        (["--learnin_rate", "1"], "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
-        (["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'."),
-        (["--load_in_8bit"], "8-bit layers cannot be sharded. Use --load_in_4bit"),
-        (["--load_in_4bit"], "add --use_peft"),
-        (["--use_peft", "--load_in_4bit", "--merge_adapters"], "merge into the plain base"),
-        (["--merge_adapters"], "--merge_adapters needs an adapter: add --use_peft"),
-        (["--model_name_or_path", "x"], "--model_name_or_path needs --dataset_name"),
-        (["--report_to", "wandb"], "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
-        (["--use_liger_kernel"], "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
-        (["--config", "nope.yaml"], "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
-        (
-            ["--early_stopping_patience", "2", "--eval_strategy", "no"],
-            "needs evaluations: leave --eval_strategy no out",
-        ),
-        (["--push_to_hub"], "--push_to_hub needs a token"),
-        (["--optim", "sgd", "wandb"], "wandb stands behind no option. Put commas between"),
-        (["--fp16", "true"], "--fp16 needs a GPU. Use --bf16 true, or neither"),
+        ("--mixed-precision=bf16", "or the script --bf16 true."),
+        ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
+        ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
+        ("--load_in_8bit", "8-bit layers cannot be sharded. Use --load_in_4bit"),
+        ("--load_in_4bit", "add --use_peft"),
+        ("--use_peft --load_in_4bit --merge_adapters", "merge into the plain base"),
+        ("--merge_adapters", "--merge_adapters needs an adapter: add --use_peft"),
+        ("--model_name_or_path x", "--model_name_or_path needs --dataset_name"),
+        ("--report_to wandb", "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
+        ("--use_liger_kernel", "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
+        ("--early_stopping_patience 2 --eval_strategy no", "needs evaluations: leave --eval_strategy no out"),
+        ("--push_to_hub", "--push_to_hub needs a token"),
+        ("--optim sgd wandb", "wandb stands behind no option. Put commas between"),
+        ("--fp16 true", "--fp16 needs a GPU. Use --bf16 true, or neither"),
+        ("--config nope.yaml", "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
+        ("--config key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
+        ("--config=key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
+        ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
+        ("--config open.yaml", "open.yaml, line [12]: no YAML"),
+        ("--config words.yaml", "holds no `name: value` lines"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None) if "liger" in options[0] else None
+def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypatch, tmp_path):
+    texts = {"key": "lerning_rate: 1e-4", "value": "learning_rate: fast", "open": "learning_rate: [", "words": "a b"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text + "\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None) if "liger" in options else None
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("hf_fsdp_tools.scripting.arguments.get_token", lambda: None)
     with pytest.raises(ConfigError, match=message) as caught:
-        parsed(monkeypatch, *options)
+        parsed(monkeypatch, *options.split())
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lerning_rate: 1e-4", "run.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
-        ("learning_rate: fast", "--learning_rate: invalid float value: 'fast'"),
-        ("learning_rate: [", "run.yaml, line [12]: no YAML"),
-        ("just words", "holds no `name: value` lines"),
-    ],
-)
-def test_a_mistake_in_the_file_is_one_line_too(text, message, tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text(text + "\n")
-    for way in (["--config", "run.yaml"], ["--config=run.yaml"]):
-        with pytest.raises(ConfigError, match=message):
-            parsed(monkeypatch, *way)
 
 
 def test_the_command_line_goes_before_the_file_and_both_before_the_demo(tmp_path, monkeypatch):
