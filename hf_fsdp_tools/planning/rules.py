@@ -40,11 +40,6 @@ def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
 
     Raises:
         BlockDetectionError: the model has no parameters, or lazy ones.
-
-    Example:
-        >>> model = build_meta_model("checkpoint")
-        >>> check_wrap_plan(model, make_wrap_plan(model))
-        ()
     """
     tree = ModuleTree(model)
     return broken_rules(tree, find_blocks(tree), plan)

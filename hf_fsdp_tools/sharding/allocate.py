@@ -32,8 +32,7 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 def renew(model: nn.Module) -> None:
     """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
 
-    FSDP2 keeps a reference to each shard and renews it in `_apply`, also for a function that changes nothing; but not
-    where the new parameter is on meta.
+    FSDP2 renews its references to shards in `_apply`, but not where the new parameter is on meta.
     """
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     forget_memory(model)

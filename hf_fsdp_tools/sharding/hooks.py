@@ -133,10 +133,9 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
+    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root).
 
-    No backward pass follows, and `model.parameters()` would be the gathered tensors: an optimizer made after an
-    evaluation would train copies that FSDP2 throws away.
+    An optimizer made after an evaluation would train the gathered copies, which FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -174,7 +173,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
+    rotates in fp32.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)
@@ -221,8 +220,7 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
     """Return outputs in fp32, of which a script may compute its own loss, as Accelerate does under DDP.
 
-    Logits of a language model that has computed its loss stay as they are: a copy would take 4 bytes for each token and
-    word of the vocabulary, and as a rule nobody reads it.
+    Logits of a language model that has computed its loss stay as they are: a copy would be large, and nobody reads it.
     """
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
     has_loss = isinstance(loss, torch.Tensor) and not loss.dim()
@@ -253,11 +251,7 @@ def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> t
 
 @contextmanager
 def _weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
-    """Give a module its weights of these names in another dtype for a block.
-
-    None for a batch norm: the dtype of its running statistics, which no other dtype goes with. As autocast does it,
-    inputs and outputs are in the lower precision, weights and statistics are not.
-    """
+    """Give a module its weights of these names in another dtype for a block; None: that of its running statistics."""
     wanted = dtype or module.running_mean.dtype
     own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
     module._parameters.update({name: weight.to(wanted) for name, weight in own.items()})
