@@ -147,7 +147,10 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     check_parameters(base, plan.replicated)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
-    _make_buffers_whole(base)
+    for module in base.modules():  # PEFT makes some buffers of an embedding's shard, which FSDP2 refuses
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = gather_on_device(buffer)
     kept = {base.get_parameter(name) for name in plan.replicated}
     added = set(base.parameters()) - kept - managed
     trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
@@ -170,14 +173,6 @@ def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) ->
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(device)
-
-
-def _make_buffers_whole(base: nn.Module) -> None:
-    """Gather buffers that are shards (PEFT makes some of an embedding), which FSDP2 refuses. Every rank must call."""
-    for module in base.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, DTensor):
-                module._buffers[name] = gather_on_device(buffer)
 
 
 def _undo_casts(base: nn.Module) -> None:

@@ -25,7 +25,20 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     No rank communicates.
     """
-    swap(model, _allocated(model, device, dtype))
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    # CPU offload is for shards alone: whole tensors are on the mesh's device.
+    whole_on = torch.device(mesh.device_type) if mesh is not None else device
+    of_units = new_memory(model)
+    made = {
+        tensor: with_storage(
+            tensor,
+            device=device if isinstance(tensor, DTensor) else whole_on,
+            dtype=dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None,
+            memory=of_units.get(tensor) if isinstance(tensor, nn.Parameter) else None,
+        )
+        for tensor in dict.fromkeys(tensor for _, _, tensor in slots(model) if tensor.is_meta)
+    }
+    swap(model, made)
     renew(model)
 
 
@@ -37,23 +50,6 @@ def renew(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     forget_memory(model)
     mark_weights(model)
-
-
-def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
-    """The new tensor for each tensor on meta; tied ones stay one tensor."""
-    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    # CPU offload is for shards alone: whole tensors are on the mesh's device.
-    whole_on = torch.device(mesh.device_type) if mesh is not None else device
-    of_units = new_memory(model)
-    return {
-        tensor: with_storage(
-            tensor,
-            device=device if isinstance(tensor, DTensor) else whole_on,
-            dtype=dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None,
-            memory=of_units.get(tensor) if isinstance(tensor, nn.Parameter) else None,
-        )
-        for tensor in dict.fromkeys(tensor for _, _, tensor in slots(model) if tensor.is_meta)
-    }
 
 
 def with_storage(

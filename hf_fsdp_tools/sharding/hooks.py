@@ -77,11 +77,13 @@ def add_casts(
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
     casting = dict.fromkeys(_first_with_shards(model, units, replicated))
+    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}
     for module in model.modules():
+        names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
                 hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
-        elif names := _whole_weights(module, replicated):
+        elif names:
             hooks += _around(module, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
@@ -99,17 +101,14 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
     """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
     for wrapper in model.modules():
         original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
-        stored = _dtype_of(original)
-        for copy in copies.children() if copies is not None else ():
-            own = _dtype_of(copy)
+        if original is None or copies is None:
+            continue
+        for copy in copies.children():
+            floats = ([p.dtype for p in each.parameters() if p.is_floating_point()] for each in (original, copy))
+            stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
                 yield copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
                 yield copy.register_forward_hook(lambda _module, _args, output, dtype=stored: _cast(output, dtype))
-
-
-def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
-    parameters = module.parameters() if module is not None else ()
-    return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
@@ -238,15 +237,6 @@ def _in_fp32(value: Any) -> Any:
         for key, item in value.items():
             value[key] = _in_fp32(item)
     return value
-
-
-def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> tuple[str, ...]:
-    """The names of the floating-point parameters of a module's own that every rank holds whole."""
-    return tuple(
-        name
-        for name, weight in module._parameters.items()
-        if weight is not None and weight in replicated and weight.is_floating_point() and weight.dim()
-    )
 
 
 @contextmanager
