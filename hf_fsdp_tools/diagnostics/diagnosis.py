@@ -37,13 +37,7 @@ _DOING = "diagnosing the model"
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found; the same on every rank.
-
-    Example:
-        >>> diagnosis = diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False}))
-        >>> isinstance(diagnosis, Diagnosis), diagnosis.has_errors, diagnosis.units.num_units
-        (True, False, 5)
-    """
+    """What `diagnose` found; the same on every rank."""
 
     findings: tuple[Finding, ...]
     """Errors first, then warnings, then infos; empty for a model without problems."""

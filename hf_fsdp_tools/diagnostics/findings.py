@@ -27,13 +27,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it.
-
-    Example:
-        >>> finding = diagnose(build_meta_model("checkpoint")).findings[0]
-        >>> isinstance(finding, Finding), finding.code, finding.severity
-        (True, 'not-sharded', 'info')
-    """
+    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it."""
 
     code: str
     """Its kind, as a short word in kebab-case that stays the same between versions."""

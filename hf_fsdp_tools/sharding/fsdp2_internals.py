@@ -225,9 +225,9 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
-    """Replace a parameter inside its unit by a new one on meta of another shape, under all names of the old one.
+    """Replace a parameter inside its unit, which keeps its settings, by a new one on meta of another shape.
 
-    The unit keeps every setting that a user made on it, which `release` would lose. Nothing is communicated.
+    The new one has all names of the old one. Nothing is communicated.
     """
     entries = (
         (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old

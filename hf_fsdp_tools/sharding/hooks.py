@@ -77,11 +77,13 @@ def add_casts(
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
     casting = dict.fromkeys(_first_with_shards(model, units, replicated))
+    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}
     for module in model.modules():
+        names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
                 hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
-        elif names := _whole_weights(module, replicated):
+        elif names:
             hooks += _around(module, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
@@ -99,17 +101,14 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
     """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
     for wrapper in model.modules():
         original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
-        stored = _dtype_of(original)
-        for copy in copies.children() if copies is not None else ():
-            own = _dtype_of(copy)
+        if original is None or copies is None:
+            continue
+        for copy in copies.children():
+            floats = ([p.dtype for p in each.parameters() if p.is_floating_point()] for each in (original, copy))
+            stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
                 yield copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
                 yield copy.register_forward_hook(lambda _module, _args, output, dtype=stored: _cast(output, dtype))
-
-
-def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
-    parameters = module.parameters() if module is not None else ()
-    return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
 
 
 def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
@@ -133,10 +132,9 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
+    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root).
 
-    No backward pass follows, and `model.parameters()` would be the gathered tensors: an optimizer made after an
-    evaluation would train copies that FSDP2 throws away.
+    An optimizer made after an evaluation would train the gathered copies, which FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -174,7 +172,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
+    rotates in fp32.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)
@@ -221,8 +219,7 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
     """Return outputs in fp32, of which a script may compute its own loss, as Accelerate does under DDP.
 
-    Logits of a language model that has computed its loss stay as they are: a copy would take 4 bytes for each token and
-    word of the vocabulary, and as a rule nobody reads it.
+    Logits of a language model that has computed its loss stay as they are: a copy would be large, and nobody reads it.
     """
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
     has_loss = isinstance(loss, torch.Tensor) and not loss.dim()
@@ -242,22 +239,9 @@ def _in_fp32(value: Any) -> Any:
     return value
 
 
-def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> tuple[str, ...]:
-    """The names of the floating-point parameters of a module's own that every rank holds whole."""
-    return tuple(
-        name
-        for name, weight in module._parameters.items()
-        if weight is not None and weight in replicated and weight.is_floating_point() and weight.dim()
-    )
-
-
 @contextmanager
 def _weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
-    """Give a module its weights of these names in another dtype for a block.
-
-    None for a batch norm: the dtype of its running statistics, which no other dtype goes with. As autocast does it,
-    inputs and outputs are in the lower precision, weights and statistics are not.
-    """
+    """Give a module its weights of these names in another dtype for a block; None: that of its running statistics."""
     wanted = dtype or module.running_mean.dtype
     own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
     module._parameters.update({name: weight.to(wanted) for name, weight in own.items()})

@@ -160,9 +160,8 @@ _PARTED: WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = WeakKeyDictionary
 def step_kinds_apart() -> None:
     """Let optimizers that hold replicated parameters step these and shards one after the other, from now on.
 
-    torch's fused and foreach steps, which it prefers on GPUs, take a group in one call. The groups of such an optimizer
-    are parted for the time of a step: a scheduler, a state dict and a user see the groups as they were made. Other
-    optimizers step as before.
+    torch's fused and foreach steps take a group in one call. The groups of such an optimizer are parted for the time of
+    a step: a scheduler, a state dict and a user see the groups as they were made.
     """
     register_optimizer_step_pre_hook(_part)
     register_optimizer_step_post_hook(_join)

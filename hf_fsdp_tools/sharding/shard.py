@@ -39,14 +39,7 @@ from hf_fsdp_tools.text import dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed.
-
-    Example:
-        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
-        >>> sharding = sharding_of(model)
-        >>> isinstance(sharding, Sharding), sharding.mesh.size(), sharding.activation_checkpointing
-        (True, 1, False)
-    """
+    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed."""
 
     plan: WrapPlan
     """The units."""
@@ -102,10 +95,9 @@ def shard_model(
 
     Raises:
         WrapPlanError: the plan breaks a rule for this model.
-        ConfigError: the model or a part of it is sharded already, it cannot checkpoint activations, `mp_policy` would
-            cast 4-bit weights, trained parameters are complex or share memory, `compile` asks for CUDA graphs, a unit
-            that is to be resharded over fewer ranks is split along another dimension than 0, or plan, arguments or
-            dtypes differ between ranks. As every error, the same on every rank.
+        ConfigError: the model or a part of it is sharded already, an argument does not fit it, trained parameters are
+            complex or share memory, or plan, arguments or dtypes differ between ranks. As every error, the same on
+            every rank.
 
     Example:
         >>> model = build_meta_model("checkpoint")
@@ -205,13 +197,6 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
     Args:
         model: also inside PEFT's wrapper or that of `torch.compile`.
-
-    Example:
-        >>> model = build_meta_model("checkpoint")
-        >>> sharding_of(model) is None
-        True
-        >>> sharding_of(shard_model(model, make_wrap_plan(model))).device
-        device(type='cpu')
     """
     return next((sharding for _, sharding in _remembered(model)), None)
 
@@ -251,8 +236,7 @@ def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
 def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh without a name for its axis, if it has one axis over all processes; the process group is the same.
 
-    PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel, and would give its adapter
-    the shape of this rank's shard. Two axes must keep their names, for FSDP2.
+    PEFT (0.21) takes a Linear on a mesh with a name other than "fsdp" for tensor parallel.
     """
     if mesh.ndim > 1 or mesh.mesh_dim_names is None or mesh.size() != dist.get_world_size():
         return mesh
@@ -328,7 +312,7 @@ def apply_again(
     sharding: Sharding,
     fill: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
     *,
-    dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shard a model whose parameters are shards already, which no unit gathers (see `release`), in place.
 
@@ -336,9 +320,7 @@ def apply_again(
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
     places = [(s, name, old) for s, name, old in slots(model) if isinstance(old, nn.Parameter) and old not in kept]
-    on_meta = {
-        old: torch.empty(old.shape, dtype=(dtypes or {}).get(old, old.dtype), device="meta") for _, _, old in places
-    }
+    on_meta = {old: torch.empty(old.shape, dtype=dtypes.get(old, old.dtype), device="meta") for _, _, old in places}
     swap(model, {old: nn.Parameter(new, requires_grad=old.requires_grad) for old, new in on_meta.items()})
     apply_sharding(model, sharding)
     shards: dict[nn.Parameter, nn.Parameter] = {}
@@ -362,5 +344,5 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin = copy_released(model, memo)
     if sharding.compile is not None:
         compile_blocks(twin, sharding.plan, sharding.compile)
-    apply_again(twin, sharding, lambda old, made: old)
+    apply_again(twin, sharding, lambda old, made: old, dtypes={})
     return twin

@@ -94,12 +94,8 @@ def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, mon
         AutoModelForSequenceClassification.from_pretrained(base, num_labels=NUM_LABELS[recipe]).save_pretrained(model)
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
     data = write_lines(tmp_path / "rows.jsonl", demo_rows(KINDS[recipe])[:512:32])
-    settings = SETTINGS | {
-        "max_length": LENGTH,
-        "model_name_or_path": model,
-        "dataset_name": data,
-        "output_dir": "ours",
-    }
+    source = {"model_name_or_path": model, "dataset_name": data}
+    settings = SETTINGS | source | {"max_length": LENGTH, "output_dir": "ours"}
     options = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
     monkeypatch.setattr(sys, "argv", [recipe, *options])
     runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["main"]()

@@ -276,8 +276,6 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
     check(model, CHAT)
     check(model, CHAT, assistant_only_loss=True)
     check(model, text)
-    with pytest.raises(ConfigError, match=r"--max_length 512: .* has 256 positions"):
-        check(model, text, max_length=512)
     check(model, text, max_length=SFTConfig.max_length)  # which nobody asked for
     assert "--max_length 256: " in capsys.readouterr().out
     bare = AutoTokenizer.from_pretrained(model)
@@ -329,11 +327,8 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     adapter = {"use_peft": True, "lora_target_modules": ["q_proj"], "load_in_4bit": True}
     check(model, CHAT, model_options=adapter)
-
-    def forward(self, x):  # as torch does where a device has no kernel
-        raise NotImplementedError("no kernel for this device")
-
-    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", forward)
+    error = NotImplementedError("no kernel for this device")  # as torch does
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", Mock(side_effect=error))
     with pytest.raises(ConfigError, match=r"4-bit weights on this cpu: no kernel for this device. Use --use_peft with"):
         check(model, CHAT, model_options=adapter)
 
@@ -341,6 +336,7 @@ def test_4_bits_on_a_device_that_cannot(model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_length": 512}, r"--max_length 512: .* has 256 positions"),
         ({"padding_free": True}, r"--padding_free true cuts no rows.*64. Use --max_length none .*--packing"),
         ({"optim": "adafactor"}, r"--optim adafactor: .* cannot step sharded parameters.*AdamW"),
         ({"optim": "adalomo"}, "--optim adalomo needs whole gradients"),
@@ -402,9 +398,7 @@ def test_a_chat_template_from_a_file_or_another_tokenizer(model, tmp_path):
 
 
 def test_a_resumed_run_goes_on_counting_towards_an_early_stop() -> None:
-    args = SimpleNamespace(
-        load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps", greater_is_better=False
-    )
+    args = trainer_arguments(load_best_model_at_end=True, metric_for_best_model="loss", save_strategy="epoch")
     state, control = TrainerState(best_metric=1.0), TrainerControl()
     callback = running._EarlyStopping(2)
     callback.on_train_begin(args, state, control)
@@ -439,10 +433,10 @@ def share(monkeypatch, rank: int, ranks: int, whole: IterableDataset, **options)
 @pytest.mark.parametrize(("files", "ranks"), [(1, 2), (3, 2), (4, 2), (4, 3)])
 def test_each_row_belongs_to_one_rank_and_no_rank_ends(files, ranks, monkeypatch):
     held_out = [{"text": "0-0"}, {"text": "0-3"}]
-    given = stream(files).skip(2)  # as rows are held out of a stream
+    whole = stream(files).skip(2)  # as rows are held out of a stream
     shares = []
     for rank in range(ranks):
-        endless = texts(share(monkeypatch, rank, ranks, given, held_out=held_out), 200)
+        endless = texts(share(monkeypatch, rank, ranks, whole, held_out=held_out), 200)
         assert len(endless) == 200
         turn = endless.index(endless[0], 1)
         assert endless[:turn] == endless[turn : 2 * turn], "again in the same order"
@@ -459,20 +453,17 @@ def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
     chats[1][0]["name"] = "Ada"  # a key that Arrow gives all turns of a data set
     rows = [{"messages": chats[n], "id": place} for place, n in enumerate([0, 1, 2, 3, 4, 5, 0, 1])]
     held_out = Dataset.from_list(rows[:2])
-    given = IterableDataset.from_generator(lambda: iter(rows))
-    left = share(monkeypatch, 0, 1, given, held_out=held_out, columns={"text", "messages"})
+    whole = IterableDataset.from_generator(lambda: iter(rows))
+    left = share(monkeypatch, 0, 1, whole, held_out=held_out, columns={"text", "messages"})
     assert {row["id"] for row in islice(left, 20)} == {2, 3, 4, 5}
 
 
-def test_a_share_of_a_stream_is_not_divided_again():
+def test_a_share_of_a_stream_is_not_divided_again_and_needs_a_row(monkeypatch):
     args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
     trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
     use_share_of_stream(trainer)
     batches = [[row["text"] for row in batch] for batch in trainer.get_train_dataloader()]
     assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
-
-
-def test_a_rank_without_rows_is_an_error_before_training(monkeypatch):
     with pytest.raises(ConfigError, match=r"rank 2 of 3 has no row to train on.*fewer processes"):
         share(monkeypatch, 2, 3, stream(1, count=2))
     with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):
