@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -67,18 +66,16 @@ def check_model(
         yield from _check_plan(live, plan)
     yield from _check_meta(live, model)
     yield from _check_padding(live)
-    yield from _check_mixes(live)
     yield from _check_precision(live)
 
 
 def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
-    size = sum(weight.nbytes for weight in live.tree.weights)
-    alone = world_size == 1
+    size = show_bytes(sum(weight.nbytes for weight in live.tree.weights))
+    holder = "this process" if world_size == 1 else f"each of {world_size} ranks"
     yield Finding(
         code="not-sharded",
-        severity="info" if alone else "error",
-        fact=f"The model has no FSDP unit: "
-        f"{'this process' if alone else f'each of {world_size} ranks'} holds all {show_bytes(size)} of it.",
+        severity="info" if world_size == 1 else "error",
+        fact=f"The model has no FSDP unit: {holder} holds all {size} of it.",
         cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, "
         "make the accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
     )
@@ -243,26 +240,9 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
             fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
             f"anything of these hold as much more than their share: {listed(merge_alike(padded))} have too few rows "
             "for the ranks, and FSDP2 makes all shards as long as the longest.",
-            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where "
-            "one can be split evenly; if they made this, take a number of ranks that divides a dimension of these "
-            "tensors, or fewer shards and replicas of them (dp_replicate_size).",
-        )
-
-
-def _check_mixes(live: LiveModel) -> Iterator[Finding]:
-    mixed = []
-    for unit in live.units:
-        dtypes = Counter(dtype_name(w.dtype) for w in unit.weights if w.requires_grad)
-        if len(dtypes) > 1:
-            mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
-    if mixed:
-        yield Finding(
-            code="mixed-dtypes",
-            severity="error",
-            fact=f"{len(mixed)} of {len(live.units)} units mix dtypes among their trainable parameters: "
-            f"{listed(mixed)}. FSDP2 stops at the first forward pass.",
-            cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give "
-            "each dtype units of its own, as make_wrap_plan(model) does.",
+            cure="Shard with shard_model or from_pretrained, which split another dimension where one can be split "
+            "evenly; if they made this, take a number of ranks that divides a dimension, or replicas of fewer shards "
+            "(dp_replicate_size).",
         )
 
 
