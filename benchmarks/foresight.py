@@ -2,7 +2,6 @@
 
     python benchmarks/foresight.py memory --records benchmarks/results/foresight_memory.jsonl          # CPUs, over gloo
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
-    python benchmarks/foresight.py memory --again --records FILE        # measure nothing, foresee all records anew
     python benchmarks/foresight.py memory --report --records FILE --output FILE.md
     python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
     python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
@@ -40,12 +39,6 @@ def run_memory(args: argparse.Namespace) -> None:
     records = [json.loads(line) for line in args.records.read_text().splitlines()] if args.records.exists() else []
     if args.report:
         args.output.write_text(tables.measured_report(records))
-        return
-    if args.again:
-        for record in records:
-            record |= memory.foresee(record)
-            _show(record)
-        args.records.write_text("".join(json.dumps(record) + "\n" for record in records))
         return
     hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     known = {tuple(record[key] for key in _KEYS) for record in records}
@@ -90,7 +83,6 @@ def main() -> None:
     one.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[], help="run only these")
     one.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64], help="of the groups, with --device cuda")
     one.add_argument("--records", type=Path, required=True, help="JSON lines, to which this run adds its own")
-    one.add_argument("--again", action="store_true", help="measure nothing; foresee the kept records anew")
     one.add_argument("--report", action="store_true", help="measure nothing; make --output of the records")
     one.add_argument("--output", type=Path, help="Markdown file")
     one.set_defaults(run=run_memory)

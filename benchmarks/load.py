@@ -16,9 +16,7 @@ every local shard on the host has been written once, because some loaders only m
 on the GPU is done.
 
 limit     as many bytes as the rank's share, by `pread` on 4 threads (or one per core) from one contiguous part of each
-          file into fresh memory; for fp32, which takes twice the memory, the other half is faulted in as well. To a
-          GPU: the slower of reading them, with as many threads as ours has reads in flight, into buffers that are used
-          again and again, and copying as many from such pinned buffers
+          file into fresh memory of the host; for fp32, which takes twice the memory, the other half is faulted in too
 read()    bytes that came through read calls; neither mapped files nor what ranks send each other count here
 disk      bytes that came from the disk, mapped files included, charged to the rank that met them first
 above     highest resident memory minus what was resident before minus the local shards; mapped files count if touched

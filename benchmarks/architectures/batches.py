@@ -128,7 +128,6 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
     patch = _pair(_first(vision, "patch_size", default=8))[0]
     frames = _first(vision, "num_frames", "frames_per_clip", default=4)
     mels = _first(audio, *_MEL_BINS, default=80)
-    hidden = _first(vision, "hidden_size", "d_model", default=64)
     ticks = 2 * _first(audio, "max_source_positions", default=32)
     batch: Batch = {}
     if "pixel_values" in names:
@@ -150,19 +149,6 @@ def _senses(model: nn.Module, names: list[str]) -> Batch:
             batch["pixel_values"] = Spec(kind="float", shape=(ROWS, channels, height, width))
             if "image_sizes" in names:
                 batch["image_sizes"] = Spec(kind="value", value=torch.tensor([[height, width]] * ROWS))
-    if "hidden_states" in names and "pixel_values" not in names and "input_ids" not in names:
-        if "grid_thw" in names:
-            depth, side = _first(vision, "temporal_patch_size", default=1), 4
-            batch["hidden_states"] = Spec(kind="float", shape=(ROWS * side * side, channels * depth * patch * patch))
-            batch["grid_thw"] = Spec(kind="value", value=torch.tensor([[1, side, side]] * ROWS))
-        else:
-            batch["hidden_states"] = Spec(kind="float", shape=(ROWS, WORDS, hidden))
-    if "inputs_embeds" in names and not {"input_ids", "pixel_values", "input_features", "input_values"} & set(names):
-        batch["inputs_embeds"] = Spec(kind="float", shape=(ROWS, WORDS, hidden))
-        if "attention_mask" in names:
-            batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
-    if "pixel_values_videos" in names and "pixel_values" not in names:
-        batch["pixel_values_videos"] = Spec(kind="float", shape=(ROWS, frames, channels, height, width))
     if "input_features" in names:
         bins_first = re.search(_MEL_BINS_FIRST, type(model).__name__.lower())  # otherwise time is
         batch["input_features"] = Spec(kind="float", shape=(ROWS, mels, ticks) if bins_first else (ROWS, ticks, mels))

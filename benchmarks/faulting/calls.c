@@ -1,4 +1,4 @@
-/* Notes, in the order in which they took effect, what all ranks do to files under a folder, or lets it fail.
+/* Notes, in the order in which they took effect, what all ranks do to files under a folder.
 
    Loaded before all libraries (LD_PRELOAD), so that calls of C++ and Rust are seen too; `faults_begin` switches it on in
    a process. A note is one line (call, path, other path, offset or inode, bytes) and, of data, the bytes. The inode shows
@@ -23,18 +23,13 @@
 
 static char root[PATH_MAX];
 static int notes = -1;
-static long seen, strikes_at;
-static char fault; /* 'f': no space from that call on; 'r': the folder is gone then; 'k': this process is killed */
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 
-long faults_begin(const char *folder, const char *file, char what, long at) {
+long faults_begin(const char *folder, const char *file) {
     snprintf(root, sizeof root, "%s", folder);
-    fault = what, strikes_at = at, seen = 0;
     notes = syscall(SYS_openat, AT_FDCWD, file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     return notes;
 }
-
-long faults_seen(void) { return seen; }
 
 static const char *whole(int at, const char *path, char *out) {
     char held[PATH_MAX] = "", name[64];
@@ -61,24 +56,12 @@ static long inode(const char *path) {
     return lstat(path, &found) ? 0 : (long)found.st_ino;
 }
 
-/* Whether a call is noted; if so, no other is made by any rank until `leave`. -1: it fails for want of space. */
-static int enter(const char *path, int takes_space) {
+/* Whether a call is noted; if so, no other is made by any rank until `leave`. */
+static int enter(const char *path) {
     size_t n = strlen(root);
     if (notes < 0 || strncmp(path, root, n) || (path[n] && path[n] != '/')) return 0;
     pthread_mutex_lock(&turn);
     flock(notes, LOCK_EX);
-    seen++;
-    if (fault == 'k' && seen == strikes_at) raise(9);
-    if (fault == 'r' && seen == strikes_at) {
-        char from[PATH_MAX + 8], to[PATH_MAX + 16];
-        snprintf(from, sizeof from, "%s/out", root), snprintf(to, sizeof to, "%s.removed", root);
-        syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
-    }
-    if (fault == 'f' && takes_space && seen >= strikes_at) {
-        flock(notes, LOCK_UN), pthread_mutex_unlock(&turn);
-        errno = ENOSPC;
-        return -1;
-    }
     return 1;
 }
 
@@ -110,8 +93,7 @@ static void leave(long result, const char *call, const char *path, const char *o
 
 #define OPENS(name, open_it, flags, ...) \
     char path[PATH_MAX]; \
-    int is_new = (flags) & (O_CREAT | O_TRUNC) ? enter(whole(at, file, path), 1) : 0; \
-    if (is_new < 0) return FAILED; \
+    int is_new = (flags) & (O_CREAT | O_TRUNC) ? enter(whole(at, file, path)) : 0; \
     const char *call = is_new && access(path, F_OK) ? "create" : (flags) & O_TRUNC ? "length" : "open"; \
     __auto_type result = open_it; \
     if (is_new) leave(result == FAILED ? -1 : 0, call, path, "", *call == 'c' ? inode(path) : 0, -1, 0); \
@@ -135,10 +117,9 @@ OPEN(open) OPEN(open64) OPENAT(openat) OPENAT(openat64)
         REAL(FILE *, name, const char *, const char *); OPENS(name, real(file, mode), flags); }
 FOPEN(fopen) FOPEN(fopen64)
 
-#define ONE(call, at, file, space, open_it) \
+#define ONE(call, at, file, open_it) \
     char path[PATH_MAX]; \
-    int is_noted = enter(whole(at, file, path), space); \
-    if (is_noted < 0) return -1; \
+    int is_noted = enter(whole(at, file, path)); \
     long which = is_noted ? inode(path) : 0; \
     int result = open_it; \
     if (is_noted) leave(result, call, path, "", which, -1, 0); \
@@ -146,18 +127,17 @@ FOPEN(fopen) FOPEN(fopen64)
 #define TWO(call, at, file, to_at, to, do_it) \
     char path[PATH_MAX], other[PATH_MAX]; \
     whole(at, file, path); \
-    int is_noted = enter(whole(to_at, to, other), 0); \
-    if (is_noted < 0) return -1; \
+    int is_noted = enter(whole(to_at, to, other)); \
     long which = is_noted ? inode(path) : 0; \
     int result = do_it; \
     if (is_noted) leave(result, call, path, other, which, -1, 0); \
     return result
 
-int mkdir(const char *f, mode_t m) { REAL(int, mkdir, const char *, mode_t); ONE("mkdir", AT_FDCWD, f, 0, real(f, m)); }
-int mkdirat(int at, const char *f, mode_t m) { REAL(int, mkdirat, int, const char *, mode_t); ONE("mkdir", at, f, 0, real(at, f, m)); }
-int rmdir(const char *f) { REAL(int, rmdir, const char *); ONE("remove", AT_FDCWD, f, 0, real(f)); }
-int unlink(const char *f) { REAL(int, unlink, const char *); ONE("remove", AT_FDCWD, f, 0, real(f)); }
-int unlinkat(int at, const char *f, int x) { REAL(int, unlinkat, int, const char *, int); ONE("remove", at, f, 0, real(at, f, x)); }
+int mkdir(const char *f, mode_t m) { REAL(int, mkdir, const char *, mode_t); ONE("mkdir", AT_FDCWD, f, real(f, m)); }
+int mkdirat(int at, const char *f, mode_t m) { REAL(int, mkdirat, int, const char *, mode_t); ONE("mkdir", at, f, real(at, f, m)); }
+int rmdir(const char *f) { REAL(int, rmdir, const char *); ONE("remove", AT_FDCWD, f, real(f)); }
+int unlink(const char *f) { REAL(int, unlink, const char *); ONE("remove", AT_FDCWD, f, real(f)); }
+int unlinkat(int at, const char *f, int x) { REAL(int, unlinkat, int, const char *, int); ONE("remove", at, f, real(at, f, x)); }
 int rename(const char *f, const char *t) { REAL(int, rename, const char *, const char *); TWO("rename", AT_FDCWD, f, AT_FDCWD, t, real(f, t)); }
 int renameat(int a, const char *f, int b, const char *t) { REAL(int, renameat, int, const char *, int, const char *); TWO("rename", a, f, b, t, real(a, f, b, t)); }
 int renameat2(int a, const char *f, int b, const char *t, unsigned x) {
@@ -167,7 +147,7 @@ int link(const char *f, const char *t) { REAL(int, link, const char *, const cha
 int linkat(int a, const char *f, int b, const char *t, int x) { REAL(int, linkat, int, const char *, int, const char *, int); TWO("link", a, f, b, t, real(a, f, b, t, x)); }
 
 static int note_symlink(int result, const char *to, const char *path) { leave(result, "symlink", to, path, 0, -1, 0); return result; }
-#define SYMLINK(at, do_it) char path[PATH_MAX]; int is_noted = enter(whole(at, f, path), 0); \
+#define SYMLINK(at, do_it) char path[PATH_MAX]; int is_noted = enter(whole(at, f, path)); \
     return is_noted ? note_symlink(do_it, to, path) : do_it
 int symlink(const char *to, const char *f) { REAL(int, symlink, const char *, const char *); SYMLINK(AT_FDCWD, real(to, f)); }
 int symlinkat(const char *to, int at, const char *f) { REAL(int, symlinkat, const char *, int, const char *); SYMLINK(at, real(to, at, f)); }
@@ -176,8 +156,7 @@ int symlinkat(const char *to, int at, const char *f) { REAL(int, symlinkat, cons
 
 #define DATA(fd, start, do_it) \
     char path[PATH_MAX]; \
-    int is_noted = enter(opened(fd, path), 1); \
-    if (is_noted < 0) return -1; \
+    int is_noted = enter(opened(fd, path)); \
     ssize_t result = do_it; \
     if (is_noted) leave(result, "write", path, "", start, fd, result); \
     return result
@@ -194,14 +173,13 @@ ssize_t copy_file_range(int in, off_t *i, int fd, off_t *o, size_t n, unsigned x
 #define PWRITEV2(name) ssize_t name(int fd, const struct iovec *v, int n, off_t o, int x) { REAL(ssize_t, name, int, const struct iovec *, int, off_t, int); DATA(fd, o, real(fd, v, n, o, x)); }
 PWRITE(pwrite) PWRITE(pwrite64) PWRITEV(pwritev) PWRITEV(pwritev64) PWRITEV2(pwritev2) PWRITEV2(pwritev64v2)
 
-#define OF_FILE(call, length, space, do_it) \
+#define OF_FILE(call, length, do_it) \
     char path[PATH_MAX]; \
-    int is_noted = enter(opened(fd, path), space); \
-    if (is_noted < 0) return -1; \
+    int is_noted = enter(opened(fd, path)); \
     int result = do_it; \
     if (is_noted) leave(result, call, path, "", length, -1, 0); \
     return result
-#define FTRUNCATE(name) int name(int fd, off_t n) { REAL(int, name, int, off_t); OF_FILE("length", n, 1, real(fd, n)); }
-#define FALLOCATE(name) int name(int fd, int x, off_t o, off_t n) { REAL(int, name, int, int, off_t, off_t); OF_FILE("reserve", o + n, 1, real(fd, x, o, n)); }
-#define SYNC(name) int name(int fd) { REAL(int, name, int); OF_FILE("sync", inode(path), 0, real(fd)); }
+#define FTRUNCATE(name) int name(int fd, off_t n) { REAL(int, name, int, off_t); OF_FILE("length", n, real(fd, n)); }
+#define FALLOCATE(name) int name(int fd, int x, off_t o, off_t n) { REAL(int, name, int, int, off_t, off_t); OF_FILE("reserve", o + n, real(fd, x, o, n)); }
+#define SYNC(name) int name(int fd) { REAL(int, name, int); OF_FILE("sync", inode(path), real(fd)); }
 FTRUNCATE(ftruncate) FTRUNCATE(ftruncate64) FALLOCATE(fallocate) FALLOCATE(fallocate64) SYNC(fsync) SYNC(fdatasync)

@@ -16,16 +16,11 @@ def preload(folder: Path) -> None:
     os.environ["LD_PRELOAD"] = str(library)
 
 
-def begin(root: Path, notes: Path, fault: str = "", at: int = 0) -> None:
-    """Note this process's calls under a folder from now on; "f", "r" or "k" befalls it at one of them (`calls.c`)."""
+def begin(root: Path, notes: Path) -> None:
+    """Note this process's calls under a folder from now on."""
     start = ctypes.CDLL(None).faults_begin
-    start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char, ctypes.c_long]
-    assert start(os.fsencode(root), os.fsencode(notes), fault.encode() or b"\0", at) >= 0
-
-
-def seen() -> int:
-    """The calls of this process so far."""
-    return int(ctypes.CDLL(None).faults_seen())
+    start.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    assert start(os.fsencode(root), os.fsencode(notes)) >= 0
 
 
 class _File:

@@ -9,23 +9,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import ProjectConfiguration
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PrinterCallback
 
-from hf_fsdp_tools import CheckpointError, from_pretrained, save_pretrained, wait_for_saves
+from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from tests._checkpoints import full
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 
-from .replay import begin, seen
+from .replay import begin
 
 Ready = Callable[[], None]
 """Called on every rank just before the save that is struck."""
 
-STEPS = 4
 SEVERAL, ONE = "60KB", "1GB"
 
 
@@ -37,8 +35,7 @@ class Save:
 
     def first(self, models: Path, out: Path) -> str:
         """Make the older save in a folder; its digest."""
-        out.mkdir(exist_ok=True)  # as the Trainer does when it is built
-        return "nothing"
+        raise NotImplementedError  # abstract: each kind has its own
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         """Save over it; the digest of what it saves."""
@@ -56,28 +53,24 @@ def save_first(kind: Save, models: Path, out: Path) -> str:
     return kind.first(models, out / "out")
 
 
-def save_struck(
-    kind: Save, models: Path, out: Path, notes: Path, struck: tuple[int, str, int] | None = None
-) -> tuple[str, int]:
-    """The digest of what was saved, and how many calls this rank had. Struck are a rank, by what, at which call."""
+def save_noted(kind: Save, models: Path, out: Path, notes: Path) -> str:
+    """Save over it, with all calls noted; the digest of what was saved."""
 
     def ready() -> None:
         dist.barrier()
-        begin(out, notes, *(struck[1:] if struck and struck[0] == dist.get_rank() else ()))
+        begin(out, notes)
 
-    return kind.again(models, out / "out", ready), seen()
+    return kind.again(models, out / "out", ready)
 
 
 def look_at(kind: Save, models: Path, outs: list[Path]) -> list[tuple[list[str], int]]:
     """What each way of opening finds in each folder, and how many hidden bytes are left after one more save."""
     looks = []
     for out in outs:
-        found, left = kind.found(models, out / "out"), 0
-        if not isinstance(kind, Training):
-            kind.again(models, out / "out", dist.barrier)
-            wait_for_saves()
-            hidden = (path for path in out.rglob(".*") if path.name != ".metadata")  # which is DCP's
-            left = sum(file.stat().st_size for path in hidden for file in (path, *path.rglob("*")) if file.is_file())
+        found = kind.found(models, out / "out")
+        kind.again(models, out / "out", dist.barrier)
+        hidden = (path for path in out.rglob(".*") if path.name != ".metadata")  # which is DCP's
+        left = sum(file.stat().st_size for path in hidden for file in (path, *path.rglob("*")) if file.is_file())
         looks.append((found, left))
     return looks
 
@@ -141,13 +134,11 @@ def digest_of_adapter(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Model(Save):
-    """`save_pretrained` of model b over model a; in the background, with or without `wait_for_saves`."""
+    """`save_pretrained` of model b over model a."""
 
     before: str | None
     """Size of the older shards; None for an adapter."""
     after: str
-    blocking: bool = True
-    waits: bool = True
     eps: float | None = None
     """Of another config."""
 
@@ -162,9 +153,7 @@ class Model(Save):
         model = from_pretrained(models / "b", accelerator=new_accelerator())
         model.config.rms_norm_eps = self.eps or model.config.rms_norm_eps
         ready()
-        save_pretrained(model, out, max_shard_size=self.after, blocking=self.blocking)
-        if self.waits:
-            wait_for_saves()
+        save_pretrained(model, out, max_shard_size=self.after)
         return digest_of_model(model)
 
     def found(self, models: Path, out: Path) -> list[str]:
@@ -184,17 +173,13 @@ class Model(Save):
 class State(Save):
     """`Accelerator.save_state` after one step, and after two."""
 
-    automatic: bool
-    blocking: bool = True
-
     def _after(self, models: Path, out: Path, steps: int, *, load: bool = False) -> tuple[Any, str]:
         """The Accelerator, and the digest of its training, after some steps."""
-        naming = ProjectConfiguration(str(out), automatic_checkpoint_naming=self.automatic, total_limit=2)
-        accelerator = new_accelerator(project_config=naming)
+        accelerator = new_accelerator()
         model = from_pretrained(models / "a", accelerator=accelerator)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         if load:
-            accelerator.load_state(None if self.automatic else out)
+            accelerator.load_state(out)
         for row in make_rows(steps):
             accelerator.backward(model(**{key: value[None] for key, value in row.items()}).loss)
             optimizer.step()
@@ -203,17 +188,13 @@ class State(Save):
 
     def first(self, models: Path, out: Path) -> str:
         accelerator, digest = self._after(models, out, 1)
-        for _ in range(2 if self.automatic else 1):  # under automatic naming, the next save deletes the first
-            accelerator.save_state(None if self.automatic else out)
+        accelerator.save_state(out)
         return digest
 
     def again(self, models: Path, out: Path, ready: Ready) -> str:
         accelerator, digest = self._after(models, out, 2)
-        numbers = [int(path.name.rpartition("_")[2]) for path in out.glob("checkpoints/checkpoint_*")]
-        accelerator.project_configuration.iteration = 1 + max(numbers, default=-1)
         ready()
-        accelerator.save_state(None if self.automatic else out, blocking=self.blocking)
-        wait_for_saves()
+        accelerator.save_state(out)
         return digest
 
     def found(self, models: Path, out: Path) -> list[str]:
@@ -223,60 +204,12 @@ class State(Save):
 # ---- the Trainer ----
 
 
-class Saves(TrainerCallback):
-    """Notes in a file outside of the folder which checkpoints were said to be saved."""
-
-    def __init__(self, notes: Path) -> None:
-        self.notes = notes
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            with open(self.notes, "a") as stream:
-                stream.write(f"{state.global_step}\n")
-
-
-def quiet_trainer(models: Path, args: Any, **settings: Any) -> ShardedTrainer:
+def quiet_trainer(models: Path, args: Any) -> ShardedTrainer:
     """A Trainer of model a that prints no log."""
     model = from_pretrained(models / "a", accelerator=new_accelerator())
-    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16), **settings)
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16))
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-@dataclass(frozen=True)
-class Training(Save):
-    """A Trainer that saves after every step, and goes on from the last checkpoint."""
-
-    limit: int
-    blocking: bool = True
-
-    def _trainer(self, models: Path, out: Path) -> Any:
-        settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": self.limit, "max_steps": STEPS}
-        trainer = quiet_trainer(models, arguments(out, **settings), callbacks=[Saves(out.with_suffix(".notes"))])
-        trainer.blocking = self.blocking
-        return trainer
-
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        trainer = self._trainer(models, out)
-        ready()
-        trainer.train()
-        return digest_of_training(trainer.model, trainer.optimizer)
-
-    def found(self, models: Path, out: Path) -> list[str]:
-        def resumed() -> str:
-            trainer = self._trainer(models, out)
-            notes = out.with_suffix(".notes")
-            # In the background, the last one that was begun need not be complete.
-            saved_before = notes.exists() and len(notes.read_text().split()) > (0 if self.blocking else 1)
-            try:
-                trainer.train(resume_from_checkpoint=True)
-            except (CheckpointError, ValueError):
-                if saved_before:
-                    raise
-                return "nothing"  # no save was complete yet
-            return digest_of_training(trainer.model, trainer.optimizer)
-
-        return [tried(resumed)]
 
 
 class NumberThatExists(Save):
@@ -314,18 +247,9 @@ SAVES = (
     Model("save_pretrained, files over an adapter", None, SEVERAL),
     Adapter("save_pretrained, adapter"),
     Adapter("save_pretrained, adapter of another config", alpha=32),
-    State("save_state, one name", False),
-    State("save_state, total_limit=2", True),
-    Training("Trainer, save_total_limit=2", 2),
-    Training("Trainer, save_total_limit=1", 1),
+    State("save_state, one name"),
     NumberThatExists("Trainer, a number that exists"),
-    Model("save_pretrained, blocking=False", SEVERAL, SEVERAL, blocking=False),
-    State("save_state, blocking=False", False, blocking=False),
-    Training("Trainer, blocking = False", 2, blocking=False),
 )
-
-ENDS = Model("save_pretrained, blocking=False, and the script ends", SEVERAL, SEVERAL, blocking=False, waits=False)
-"""A save that nobody waits for."""
 
 
 # ---- digests ----

@@ -31,11 +31,10 @@ class Size:
 SIZES = {
     "tiny": Size(64, 160, 4, 4, 2, 512, 32, 2),
     "small": Size(384, 1024, 6, 6, 2, 8192, 192, 2),
-    "middle": Size(1280, 3456, 12, 10, 2, 32000, 1024, 2),
     "large": Size(4096, 14336, 32, 32, 8, 128256, 2048, 1),
 }
-"""tiny: for tests; small: 12 to 60 million parameters, to be computed on a CPU; middle: 0.2 to 0.5 billion; large: 7
-to 8 billion, for a GPU of 140 GB."""
+"""tiny: for tests; small: 12 to 60 million parameters, to be computed on a CPU; large: 7 to 8 billion, for a GPU of
+140 GB."""
 
 
 def _of_decoder(size: Size) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """Measure the memory of the cases on this machine and foresee it: one record for each run."""
 
+import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.foreseeing import cuda, gloo
+from benchmarks.foreseeing import gloo
 from benchmarks.foreseeing.cases import CASES, SIZES, Case, case_named
+from benchmarks.foreseeing.training import Training
 from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -16,6 +21,7 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from tests._dist import run_ranks
 
 _TIMEOUT_S = 900
+_STEPS = 4  # of a run on a device; by the last one, the allocator has all its segments
 
 
 def runs(device: str, names: list[str], worlds: list[int]) -> Iterator[tuple[Case, int]]:
@@ -36,7 +42,36 @@ def measured(case: Case, device: str, size: str, world: int) -> dict[str, Any]:
         # The first rank holds the most.
         found = {key: value for key, value in ranks[0].items() if key not in ("events", "collectives")}
         return found | {"peaks_of_ranks": [rank["peak"] for rank in ranks], "torch": torch.__version__}
-    return dict(run_ranks(cuda.measure, 1, case.name, size, world, timeout_s=_TIMEOUT_S, device="cuda")[0])
+    return dict(run_ranks(counted_on_cuda, 1, case.name, size, world, timeout_s=_TIMEOUT_S, device="cuda")[0])
+
+
+def counted_on_cuda(name: str, size: str, num_gpus: int) -> dict[str, Any]:
+    """What the caching allocator counts for the last step of a case, in bytes; a function for `run_ranks`.
+
+    This process is rank 0 of a group of any size whose collectives do nothing, so that one device is enough.
+    """
+    torch.cuda.set_device(0)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
+    training = Training(case_named(name), size, num_gpus=num_gpus, device=torch.device("cuda", 0))
+    for step in range(_STEPS):
+        gc.collect()
+        torch.cuda.synchronize()
+        if step == _STEPS - 1:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        training.step(lambda phase: nullcontext())
+    torch.cuda.synchronize()
+    return {
+        "held": held,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "segments": len(torch.cuda.memory_snapshot()),
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
 
 
 def foresee(record: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from transformers.distributed import DistributedConfig
 import hf_fsdp_tools
 from benchmarks.measuring.comparison import LIMIT, OURS
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -66,9 +64,6 @@ class Loaded:
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     """What takes the place of its parameters where there is none."""
-
-    seconds: float | None = None
-    """What is to be reported instead of the time from start to end."""
 
     notes: dict[str, Any] = field(default_factory=dict)
     """Whatever else is worth keeping."""
@@ -180,7 +175,7 @@ def limit_threads() -> int:
 
 
 def load_limit(job: Job) -> Loaded:
-    """The rank's share of bytes into fresh memory, and nothing else. For fp32 that is twice the memory."""
+    """The rank's share of bytes into fresh memory of the host, and nothing else. For fp32 that is twice the memory."""
     parts = parts_of_share(job.folder)
     sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
     memory = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
@@ -188,42 +183,6 @@ def load_limit(job: Job) -> Loaded:
         list(pool.map(lambda part, into: read_part(part, into[: part[2]]), parts, memory))
         list(pool.map(lambda part, into: into[part[2] :: PAGE].zero_(), parts, memory))
     return Loaded(tensors=memory)
-
-
-def load_limit_to_device(job: Job) -> Loaded:
-    """The slower of two things done one after the other: the rank's share read into buffers that are used again and
-    again, and as many bytes copied from such a buffer to the device. What overlaps both perfectly takes that long.
-    """
-    device, parts, threads = job.torch_device, parts_of_share(job.folder), REQUESTS_IN_FLIGHT
-    pinned = [torch.zeros(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(threads)]
-    sizes = [size * job.dtype.itemsize // 2 for _, _, size in parts]
-    memory = list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes))
-
-    def read(first: int) -> None:
-        for part in parts[first::threads]:
-            read_part(part, pinned[first][: part[2]])
-
-    with ThreadPoolExecutor(threads) as pool:
-        read_s = seconds_together(lambda: list(pool.map(read, range(threads))), device)
-
-    def copy() -> None:
-        for i, (part, into) in enumerate(zip(parts, memory, strict=True)):
-            into[: part[2]].copy_(pinned[i % threads][: part[2]], non_blocking=True)
-
-    copy_s = seconds_together(copy, device)
-    total = sum(size for _, _, size in parts)
-    notes = {"read_bytes_s": total / read_s, "copy_bytes_s": total / copy_s, "threads": threads}
-    return Loaded(tensors=memory, seconds=max(read_s, copy_s), notes=notes)
-
-
-def seconds_together(work: Callable[[], object], device: torch.device) -> float:
-    """What some work takes this rank while all ranks do theirs."""
-    synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 _PEERS: dict[str, Load] = {
@@ -236,7 +195,7 @@ _PEERS: dict[str, Load] = {
 LOADERS: dict[str, dict[str, Load]] = {
     "cpu": {LIMIT: load_limit, OURS: load_ours, **_PEERS},
     "cuda": {
-        LIMIT: load_limit_to_device,
+        LIMIT: load_limit,
         OURS: load_ours,
         "transformers from_pretrained(device_map)": load_plain,
         **_PEERS,

@@ -47,7 +47,7 @@ def measure(name: str, job: Job, tiny: Path, check: bool) -> Figures:
     figures["pinned_left"] = after["pinned"]
     figures["share"] = (on_host + on_device) * 2 // job.dtype.itemsize  # as stored
     sums = checksums(loaded.model) if check and loaded.model is not None else {}
-    return {"seconds": loaded.seconds or seconds, "notes": loaded.notes, "tensors": sums, **figures}
+    return {"seconds": seconds, "notes": loaded.notes, "tensors": sums, **figures}
 
 
 def touch(shards: Sequence[torch.Tensor]) -> None:

@@ -37,13 +37,7 @@ _DOING = "diagnosing the model"
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found; the same on every rank.
-
-    Example:
-        >>> diagnosis = diagnose(from_pretrained("checkpoint", load_kwargs={"progress": False}))
-        >>> isinstance(diagnosis, Diagnosis), diagnosis.has_errors, diagnosis.units.num_units
-        (True, False, 5)
-    """
+    """What `diagnose` found; the same on every rank."""
 
     findings: tuple[Finding, ...]
     """Errors first, then warnings, then infos; empty for a model without problems."""
@@ -85,7 +79,7 @@ def diagnose(
     Non-persistent buffers are copied to the CPU one by one. Under the "fake" backend nothing is communicated.
 
     Raises:
-        ConfigError: both `plan` and `policy` are given, or the model is wrapped by FSDP1.
+        ConfigError: both `plan` and `policy` are given, or FSDP1 wraps the model.
         BlockDetectionError: the model has no parameters, on some rank.
         WrapPlanError: `policy` does not fit the model.
 
@@ -100,7 +94,7 @@ def diagnose(
         report = _inspect(model, plan, as_policy(policy), values=values, world_size=world_size)
     findings = _merged_findings(all_ranks(report.findings, _DOING))
     findings += _differences_between_ranks(report)
-    findings += _counted_findings(all_ranks(report.counts, _DOING), report.num_parameters)
+    findings += _counted_findings(all_ranks(report.counts, _DOING))
     return Diagnosis(findings=by_severity(findings), units=all_ranks(report.units, _DOING)[0])
 
 
@@ -118,7 +112,6 @@ class _Report:
     """Descriptions of units and parameters by name, which must be equal on all ranks."""
     buffers: dict[str, str]
     """Checksums of non-persistent buffers by name, which must be equal on all ranks."""
-    num_parameters: int
     units: UnitTree
 
 
@@ -139,7 +132,6 @@ def _inspect(
         counts=_counts(live, model, values=values),
         structure=_structure(live, plan),
         buffers=_buffer_checksums(live),
-        num_parameters=len({id(parameter.tensor) for parameter in live.parameters.values()}),
         units=unit_tree(live),
     )
 
@@ -157,9 +149,7 @@ def _renamed(plan: WrapPlan, model: nn.Module) -> WrapPlan:
 
 
 def _counts(live: LiveModel, model: nn.Module, *, values: bool) -> dict[tuple[str, str], int]:
-    distinct = {id(parameter.tensor): parameter for parameter in live.parameters.values()}.values()
-    empty = [place for place in distinct if place.unit and not place.local.numel()]
-    counts = {("empty", ""): len(empty)}
+    counts: dict[tuple[str, str], int] = {}
     for weight in live.tree.weights:
         tensors = list({id(t): t for name in weight.names if (t := live.parameters[name].tensor) is not None}.values())
         if len(tensors) > 1:
@@ -266,18 +256,7 @@ def _difference(first: Mapping[str, str], here: Mapping[str, str]) -> str:
     return f"{len(lines)} differences from rank 0: {listed(lines)}" if lines else ""
 
 
-def _counted_findings(by_rank: list[dict[tuple[str, str], int]], num_parameters: int) -> Iterator[Finding]:
-    empty = [counts["empty", ""] for counts in by_rank]
-    if any(empty):
-        rank = empty.index(max(empty))
-        yield Finding(
-            code="empty-shards",
-            severity="info",
-            fact=f"{sum(empty)} of {num_parameters * len(empty)} shards are empty, most on rank {rank} "
-            f"({empty[rank]}): FSDP2 splits them along a dimension that has fewer indices than there are ranks.",
-            cure="Nothing: they train correctly. Code that tells parameters apart by data_ptr() confuses them, "
-            "Accelerate's own prepare(model, optimizer) too; that of make_accelerator() does not.",
-        )
+def _counted_findings(by_rank: list[dict[tuple[str, str], int]]) -> Iterator[Finding]:
     ties = {name: sum(c.get(("tie", name), 0) for c in by_rank) for what, name in by_rank[0] if what == "tie"}
     if ties:
         apart = sum(count > 0 for count in ties.values())

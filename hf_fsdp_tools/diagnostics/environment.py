@@ -96,10 +96,6 @@ def check_environment() -> Environment:
     )
 
 
-_MOST_REHEARSED = 65_536
-"""Ranks of a rehearsal: with 100 million, a model of 1 M parameters took all memory of a machine of 23 GB."""
-
-
 def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy | None = None) -> Diagnosis:
     """Shard a meta model in this process alone, as rank 0 of `num_processes` would, and diagnose it.
 
@@ -107,11 +103,6 @@ def rehearse(model: nn.Module, *, num_processes: int = 8, policy: HybridPolicy |
     """
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}; it must be 1 or more.")
-    if num_processes > _MOST_REHEARSED:
-        raise ConfigError(
-            f"num_processes is {num_processes:,}; FSDP2 cuts each parameter into as many pieces, so that at most "
-            f"{_MOST_REHEARSED:,} are rehearsed here. `hf-fsdp estimate NAME` needs shapes alone."
-        )
     if dist.is_initialized():
         raise ConfigError(
             "A process group is running; a rehearsal needs a process of its own. Use diagnose(model) here."

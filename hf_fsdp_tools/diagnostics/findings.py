@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -27,13 +26,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it.
-
-    Example:
-        >>> finding = diagnose(build_meta_model("checkpoint")).findings[0]
-        >>> isinstance(finding, Finding), finding.code, finding.severity
-        (True, 'not-sharded', 'info')
-    """
+    """One problem of a model or a machine, as `diagnose` and `FSDPConfig.check_file` report it."""
 
     code: str
     """Its kind, as a short word in kebab-case that stays the same between versions."""
@@ -73,18 +66,16 @@ def check_model(
         yield from _check_plan(live, plan)
     yield from _check_meta(live, model)
     yield from _check_padding(live)
-    yield from _check_mixes(live)
     yield from _check_precision(live)
 
 
 def _not_sharded(live: LiveModel, world_size: int) -> Iterator[Finding]:
-    size = sum(weight.nbytes for weight in live.tree.weights)
-    alone = world_size == 1
+    size = show_bytes(sum(weight.nbytes for weight in live.tree.weights))
+    holder = "this process" if world_size == 1 else f"each of {world_size} ranks"
     yield Finding(
         code="not-sharded",
-        severity="info" if alone else "error",
-        fact=f"The model has no FSDP unit: "
-        f"{'this process' if alone else f'each of {world_size} ranks'} holds all {show_bytes(size)} of it.",
+        severity="info" if world_size == 1 else "error",
+        fact=f"The model has no FSDP unit: {holder} holds all {size} of it.",
         cure="Load it with from_pretrained(...), or call shard_model(model, make_wrap_plan(model)). Under Accelerate, "
         "make the accelerator with make_accelerator(): a plain one drops FSDP without a word where it finds no GPU.",
     )
@@ -193,7 +184,7 @@ def _check_meta(live: LiveModel, model: nn.Module) -> Iterator[Finding]:
 
 
 def _check_managed(live: LiveModel) -> Iterator[Finding]:
-    twice, alone, frozen = [], [], []
+    twice, alone = [], []
     for weight in live.tree.weights:
         places = [live.parameters[name] for name in weight.names]
         units = {place.unit.name if place.unit else "no unit" for place in places}
@@ -202,9 +193,8 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
         place = places[0]
         if len(units) > 1 or place.unit or isinstance(place.tensor, DTensor):
             continue
-        if not place.tensor.requires_grad:
-            frozen.append(weight)
-        elif not place.tensor._post_accumulate_grad_hooks:  # shard_model, or a user, averages by such a hook
+        # shard_model, or a user, averages by a hook
+        if place.tensor.requires_grad and not place.tensor._post_accumulate_grad_hooks:
             alone.append(weight.names[0])
     if twice:
         yield Finding(
@@ -225,15 +215,6 @@ def _check_managed(live: LiveModel) -> Iterator[Finding]:
             cure="Add adapters and heads to the plain model and shard the whole, the root included (fully_shard(model) "
             "last). What must stay whole belongs in HybridPolicy(replicate=...), for which shard_model averages "
             "gradients.",
-        )
-    if frozen:
-        yield Finding(
-            code="replicated-frozen",
-            severity="info",
-            fact=f"{len(frozen)} frozen parameters are in no unit: each rank holds all of them, "
-            f"{show_bytes(sum(weight.nbytes for weight in frozen))}.",
-            cure="Nothing, if that is small or meant (quantised weights that cannot be sharded); else shard them with "
-            "the rest.",
         )
 
 
@@ -259,26 +240,9 @@ def _check_padding(live: LiveModel) -> Iterator[Finding]:
             fact=f"Gathering the model carries {1 + padding / total:.1f} times its bytes, and the ranks that hold "
             f"anything of these hold as much more than their share: {listed(merge_alike(padded))} have too few rows "
             "for the ranks, and FSDP2 makes all shards as long as the longest.",
-            cure="Shard with shard_model, from_pretrained or HybridFSDPPlugin(), which split another dimension where "
-            "one can be split evenly; if they made this, take a number of ranks that divides a dimension of these "
-            "tensors, or fewer shards and replicas of them (dp_replicate_size).",
-        )
-
-
-def _check_mixes(live: LiveModel) -> Iterator[Finding]:
-    mixed = []
-    for unit in live.units:
-        dtypes = Counter(dtype_name(w.dtype) for w in unit.weights if w.requires_grad)
-        if len(dtypes) > 1:
-            mixed.append(f"{unit.name} ({', '.join(f'{n} {dtype}' for dtype, n in dtypes.most_common())})")
-    if mixed:
-        yield Finding(
-            code="mixed-dtypes",
-            severity="error",
-            fact=f"{len(mixed)} of {len(live.units)} units mix dtypes among their trainable parameters: "
-            f"{listed(mixed)}. FSDP2 stops at the first forward pass.",
-            cure="Cast them to one dtype before sharding (adapters to that of the base, or all to float32), or give "
-            "each dtype units of its own, as make_wrap_plan(model) does.",
+            cure="Shard with shard_model or from_pretrained, which split another dimension where one can be split "
+            "evenly; if they made this, take a number of ranks that divides a dimension, or replicas of fewer shards "
+            "(dp_replicate_size).",
         )
 
 

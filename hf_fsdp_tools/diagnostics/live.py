@@ -1,4 +1,4 @@
-"""Read the units and parameters of a live model, sharded by FSDP or not at all.
+"""Read the units and parameters of a live model, sharded by FSDP2 or not at all.
 
 Names are those of the model without the wrappers around its modules (checkpoint wrappers, `torch.compile`, FSDP), as
 in a plan that was made before the modules were wrapped. Nothing is changed and nothing is communicated.
@@ -23,7 +23,7 @@ from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveUnit:
-    """Modules whose parameters FSDP gathers together now."""
+    """Modules whose parameters FSDP2 gathers together now."""
 
     nodes: list[ModuleNode] = field(default_factory=list)
     """Its modules in the tree; more than one for `fully_shard([a, b])`."""

@@ -1,7 +1,6 @@
 """Parallel degrees as a value, the device mesh that they make, and the process group."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,10 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, choose_interface, default_timeout, one_gloo_thread
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
-from hf_fsdp_tools.distributed.liveness import processes_in_sight
-from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.errors import MeshError
-from hf_fsdp_tools.text import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +142,7 @@ def ensure_process_group(
     its time limit, and is given gloo if it has none (`add_cpu_backend`). The process's own device becomes the current
     one.
 
-    Every rank must call. A process without a launcher becomes a world of 1. The ranks exchange which device each uses.
+    Every rank must call. A process without a launcher becomes a world of 1.
     """
     if not dist.is_initialized():
         is_launched = check_started(os.environ)
@@ -163,10 +159,8 @@ def ensure_process_group(
     known = _devices.setdefault(dist.group.WORLD, {})
     if device_type in known or dist.get_backend() == "fake":
         return
-    device = _set_device(device_type)
+    known[device_type] = _set_device(device_type)
     add_cpu_backend()
-    _check_devices(device)
-    known[device_type] = device
 
 
 _devices: "WeakKeyDictionary[Any, dict[str, torch.device]]" = WeakKeyDictionary()
@@ -179,31 +173,3 @@ def _set_device(device_type: str) -> torch.device:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _check_devices(device: torch.device) -> None:
-    """Refuse two processes on one device, which NCCL refuses later, and less clearly."""
-    rounds = rounds_of()
-    if rounds is None or device.type == "cpu":
-        return
-    if ranks := shared_devices(rounds.exchange(_name_of(device), "comparing devices")):
-        raise MeshError(
-            f"{listed(ranks)} use one {device.type} device: every process needs its own. Launch fewer processes on "
-            "that machine, or give each another device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)."
-        )
-
-
-def _name_of(device: torch.device) -> tuple[str, ...]:
-    """The device's unique name, its address on the bus and the machine: some drivers give all devices one name."""
-    properties: Any = torch.get_device_module(device).get_device_properties(device)
-    places = (getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device"))
-    return str(getattr(properties, "uuid", "")), *map(str, places), processes_in_sight().partition(" ")[0]
-
-
-def shared_devices(devices: Sequence[tuple[str, ...]]) -> list[str]:
-    """The ranks that have the same device, as "ranks 0, 1"; empty where each has its own."""
-    places: dict[tuple[str, ...], list[str]] = {}
-    for rank, name in enumerate(devices):
-        if name[0].strip("0-"):
-            places.setdefault(name, []).append(str(rank))
-    return [f"ranks {listed(ranks)}" for ranks in places.values() if len(ranks) > 1]

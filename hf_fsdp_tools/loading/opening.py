@@ -90,13 +90,10 @@ def open_checkpoint(
     """
     wait_for_saves()  # perhaps of this checkpoint
     name, peft_config = fspath(name_or_path), as_peft_config(peft_config)
-
-    def open_alone(hub_kwargs: dict[str, Any]) -> Checkpoint:
-        return _open_alone(Source(name, hub_kwargs), config, peft_config, trust_remote_code, allow_pickle)
-
+    names = partial(_names, Source(name, hub_kwargs), config, peft_config)
+    open_it = partial(_open_alone, name, config, peft_config, trust_remote_code, allow_pickle)
     with agreed_steps("opening the checkpoint"):
-        names = partial(_names, Source(name, hub_kwargs), config, peft_config)
-        checkpoint = opened("opening the checkpoint", names, open_alone, hub_kwargs)
+        checkpoint = opened("opening the checkpoint", names, open_it, hub_kwargs)
         is_adapter = {"is an adapter": checkpoint.adapter is not None}
         refuse_other_contents(checkpoint.index, checkpoint.config, checkpoint.generation_config, is_adapter)
         if checkpoint.adapter_state is not None:
@@ -153,13 +150,13 @@ def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike
 
 
 def _open_alone(
-    source: Source, config: Any, peft_config: Any, trust_remote_code: bool, allow_pickle: bool
+    name: str, config: Any, peft_config: Any, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> Checkpoint:
-    """The checkpoint of a source, or the base of its adapter. No rank communicates."""
+    """The checkpoint of a name, or the base of its adapter. No rank communicates."""
     if config is not None and not isinstance(config, PreTrainedConfig):
         config = load_config(config, trust_remote_code=trust_remote_code)
     files = partial(_open_files, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    source, base = _find_base(source)
+    source, base = _find_base(Source(name, hub_kwargs))
     home = base or source
     checkpoint = files(home)
     state = None if base else checkpoint.adapter_state
@@ -207,8 +204,7 @@ def _content_of(folder: Path) -> str:
     """
     has_values = any(folder.glob("adapter_model.*"))
     if (folder / CONFIG).is_file():
-        is_pickled = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
-        is_model = is_pickled or has_safetensors(folder)
+        is_model = has_safetensors(folder) or any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
         return ("model and adapter" if is_model else "adapter") if has_values else "model"
     of_states = (METADATA, MODEL_FOLDERS, ACCELERATE_PICKLED)
     is_state = not has_values and any(path for pattern in of_states for path in folder.glob(pattern))
@@ -232,8 +228,8 @@ def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig
         raise CheckpointError(
             f"{source.name!r} is the state of a PeftModel ({len(state.index.tensors)} tensors of an adapter, as "
             f"{quoted(min(state.index.tensors))}), and neither it nor the two folders above have an {ADAPTER_CONFIG}. "
-            "Pass peft_config=, the config that it was trained with, or put that file there; without the base's "
-            "weights beside the adapter's, base_model_name_or_path in it must name the base."
+            "Pass peft_config=, the config that it was trained with, or put that file there; where the base's weights "
+            "are not in the state, it must name the base."
         )
     if state.holds_base and config is not None:
         return None
@@ -258,39 +254,35 @@ def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_p
     with watched(Path(source.name)):
         near = source.holding(CONFIG)
     home = None if near is None else replace(source, name=near)
-    read = partial(_open_as_is, source, home, config, trust_remote_code, allow_pickle)
-    return read_settled(home.path, read) if home and home.path else read()
 
-
-def _open_as_is(
-    source: Source, home: Source | None, config: Any, trust_remote_code: bool, allow_pickle: bool
-) -> Checkpoint:
-    """What `_open_files` opens, with the config from its `home`."""
-    hub = dict(source.hub)
-    if home is not None and (config is None or home.path is None):  # of a hub name, this fixes the commit
-        own = load_config(home.name, trust_remote_code=trust_remote_code, **hub)
-        hub["revision"] = own._commit_hash or hub.get("revision")
-        config = own if config is None else config
-    index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **hub)
-    hub["revision"] = index.commit or hub.get("revision")
-    base, adapter = index.split_adapter(adapter_prefixes)
-    if config is None and adapter is None:
-        raise CheckpointError(
-            f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config=, the name or folder of the "
-            "model that was saved, or copy its config.json there."
+    def read() -> Checkpoint:
+        hub, used_config = dict(source.hub), config
+        if home is not None and (config is None or home.path is None):  # of a hub name, this fixes the commit
+            own = load_config(home.name, trust_remote_code=trust_remote_code, **hub)
+            hub["revision"] = own._commit_hash or hub.get("revision")
+            used_config = own if config is None else config
+        index = CheckpointIndex.open(source.name, allow_pickle=allow_pickle, **hub)
+        hub["revision"] = index.commit or hub.get("revision")
+        base, adapter = index.split_adapter(adapter_prefixes)
+        if used_config is None and adapter is None:
+            raise CheckpointError(
+                f"No {CONFIG} in {source.name!r} or in the two folders above. Pass config=, the name or folder of the "
+                "model that was saved, or copy its config.json there."
+            )
+        state = None
+        if adapter is not None:
+            state = AdapterState(index=adapter, config=source.holding(ADAPTER_CONFIG), holds_base=base is not None)
+        settings = Source(home.name if home else source.name, hub)
+        if settings.path is None:  # they were fetched with the config if they exist
+            hub["local_files_only"] = True
+        return Checkpoint(
+            name=source.name,
+            config=used_config,
+            index=cast(CheckpointIndex, base),
+            generation_config=load_generation_config(settings.folder()[0]),
+            adapter=None,
+            adapter_state=state,
+            hub_kwargs=source.hub,
         )
-    state = None
-    if adapter is not None:
-        state = AdapterState(index=adapter, config=source.holding(ADAPTER_CONFIG), holds_base=base is not None)
-    settings = Source(home.name if home else source.name, hub)
-    if settings.path is None:  # they were fetched with the config if they exist
-        hub["local_files_only"] = True
-    return Checkpoint(
-        name=source.name,
-        config=config,
-        index=cast(CheckpointIndex, base),
-        generation_config=load_generation_config(settings.folder()[0]),
-        adapter=None,
-        adapter_state=state,
-        hub_kwargs=source.hub,
-    )
+
+    return read_settled(home.path, read) if home and home.path else read()

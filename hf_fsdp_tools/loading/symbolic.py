@@ -183,8 +183,22 @@ def _squeeze(t: PieceTensor, dims: int | Sequence[int] | None = None) -> PieceTe
     return _drop_dims(t, [d % t.dim() for d in wanted if t.shape[d] == 1])
 
 
-def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor | None:
-    return _stack([t], dim)
+def _unsqueeze(t: PieceTensor, dim: int) -> PieceTensor:
+    """Add a dimension of length one."""
+    dim %= t.dim() + 1
+
+    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim:])
+
+    pieces = [
+        Piece(
+            box=Box(start=put(p.box.start, 0), length=put(p.box.length, 1)),
+            source=p.source,
+            view=View(offset=p.view.offset, length=put(p.view.length, 1), strides=put(p.view.strides, 0)),
+        )
+        for p in t.pieces or ()
+    ]
+    return _moved(t, put(t.shape, 1), pieces)
 
 
 def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
@@ -207,25 +221,9 @@ def _cat(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
 
 def _stack(tensors: Sequence[PieceTensor], dim: int = 0) -> PieceTensor | None:
     """Lay tensors of one shape one after another along a new dimension."""
-    shape, dtype = tensors[0].shape, tensors[0].dtype
-    if any(not isinstance(t, PieceTensor) or t.dtype != dtype or t.shape != shape for t in tensors):
-        return None  # torch itself says what is wrong with the shapes
-    at = dim % (len(shape) + 1)
-
-    def put(values: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*values[:at], value, *values[at:])
-
-    pieces = [
-        Piece(
-            box=Box(start=put(p.box.start, i), length=put(p.box.length, 1)),
-            source=p.source,
-            view=View(offset=p.view.offset, length=put(p.view.length, 1), strides=put(p.view.strides, 0)),
-        )
-        for i, t in enumerate(tensors)
-        for p in t.pieces or ()
-    ]
-    sources = frozenset[str]().union(*(t.sources for t in tensors))
-    return PieceTensor(put(shape, len(tensors)), dtype, pieces, sources)
+    if not all(isinstance(t, PieceTensor) for t in tensors):
+        return None
+    return _cat([_unsqueeze(t, dim) for t in tensors], dim)
 
 
 def _reshape(t: PieceTensor, shape: Sequence[int]) -> PieceTensor | None:

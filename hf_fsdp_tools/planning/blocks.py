@@ -18,13 +18,7 @@ from hf_fsdp_tools.text import listed, listed_lines, show_count, table
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStack:
-    """Blocks that repeat.
-
-    Example:
-        >>> stack = detect_blocks(build_meta_model("checkpoint")).stacks[0]
-        >>> isinstance(stack, BlockStack), stack.fqn, stack.count, stack.class_names
-        (True, 'model.layers', 2, ('LlamaDecoderLayer',))
-    """
+    """Blocks that repeat."""
 
     fqn: str
     """Place of the stack; `*` stands for the indices of stages ("encoder.layers.*.blocks")."""
@@ -64,13 +58,7 @@ class ModulePart:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBlocks:
-    """The stacks of blocks of a model and the modules around them, as data; the same on every rank.
-
-    Example:
-        >>> blocks = detect_blocks(build_meta_model("checkpoint"))
-        >>> isinstance(blocks, ModelBlocks), blocks.head.fqn
-        (True, 'lm_head')
-    """
+    """The stacks of blocks of a model and the modules around them, as data; the same on every rank."""
 
     model_class: str
     """Class of the model."""

@@ -16,13 +16,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class WrapUnit:
-    """Modules whose parameters FSDP gathers in one collective and frees together.
-
-    Example:
-        >>> unit = make_wrap_plan(build_meta_model("checkpoint")).units[1]
-        >>> isinstance(unit, WrapUnit), unit.modules, unit.reshard_after_forward, unit.reason
-        (True, ('model.layers.0',), True, 'block LlamaDecoderLayer')
-    """
+    """Modules whose parameters FSDP gathers in one collective and frees together."""
 
     modules: tuple[str, ...]
     """Fqns of the modules, in the order of first use; `("",)` is the root. More than one: `fully_shard([a, b])`."""

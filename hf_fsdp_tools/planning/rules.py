@@ -40,11 +40,6 @@ def check_wrap_plan(model: nn.Module, plan: WrapPlan) -> tuple[str, ...]:
 
     Raises:
         BlockDetectionError: the model has no parameters, or lazy ones.
-
-    Example:
-        >>> model = build_meta_model("checkpoint")
-        >>> check_wrap_plan(model, make_wrap_plan(model))
-        ()
     """
     tree = ModuleTree(model)
     return broken_rules(tree, find_blocks(tree), plan)
@@ -77,7 +72,10 @@ def broken_rules(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPla
                 f"Rule 2: unit {_name(plan, index)} gathers {size:,} parameters; the bound is {bound:,}, twice the "
                 "largest block or the largest set of parameters on one module."
             )
-    broken += _broken_blocks(tree, stacks, plan, unit_of, replicated)
+    in_root = {node for node, index in unit_of.items() if index == len(plan.units) - 1 and has_forward(node.module)}
+    in_root = {node for node in in_root if not replicated.issuperset(node.own)}
+    if left := [block.fqn for block in major_blocks(tree, stacks) if not in_root.isdisjoint(block.walk())]:
+        broken.append(f"Rule 1: {len(left)} blocks are left in the root unit: {listed(left, 3)}.")
     broken += _broken_containers(tree, stacks, plan)
     for index, weights in held.items():
         dtypes = sorted({str(weight.dtype) for weight in weights if weight.requires_grad})
@@ -133,26 +131,6 @@ def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
         if index in held or unit.modules == ("",)
     ]
     return replace(plan, units=tuple(units), num_params=tree.num_params)
-
-
-def _broken_blocks(
-    tree: ModuleTree,
-    stacks: list[list[ModuleNode]],
-    plan: WrapPlan,
-    unit_of: dict[ModuleNode, int],
-    replicated: set[Weight],
-) -> list[str]:
-    """Rule 1 for blocks: no part of a block that runs may be left in the root unit."""
-    root = len(plan.units) - 1
-    left = [
-        block.fqn
-        for block in major_blocks(tree, stacks)
-        if any(
-            unit_of[node] == root and has_forward(node.module) and not replicated.issuperset(node.own)
-            for node in block.walk()
-        )
-    ]
-    return [f"Rule 1: {len(left)} blocks are left in the root unit: {listed(left, 3)}."] if left else []
 
 
 def _broken_containers(tree: ModuleTree, stacks: list[list[ModuleNode]], plan: WrapPlan) -> list[str]:

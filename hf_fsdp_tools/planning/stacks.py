@@ -108,11 +108,8 @@ def _opened(children: Iterable[ModuleNode]) -> Iterator[ModuleNode]:
 
 
 def _repeating(members: list[ModuleNode], *, nested: bool, keep_all: bool, allow_one: bool) -> list[ModuleNode]:
-    """The members that repeat, which have classes that occur more than once.
-
-    Only composite members count, if they hold most of the parameters.
-    """
-    composite = [member for member in members if _num_matrices(member, at_most=2) > 1]
+    """The members whose classes occur more than once; only those of several matrices count, if they hold the most."""
+    composite = [m for m in members if sum(any(weight.ndim > 1 for weight in below.own) for below in m.walk()) > 1]
     if sum(m.extent for m in composite) * 2 >= sum(m.extent for m in members):
         members = composite
     elif nested:
@@ -147,16 +144,6 @@ def _distinct(nodes: Iterable[ModuleNode]) -> list[ModuleNode]:
     for node in nodes:
         first.setdefault(node.module, node)
     return list(first.values())
-
-
-def _num_matrices(node: ModuleNode, *, at_most: int) -> int:
-    """How many modules at or below `node` register a weight of two or more dimensions, counted up to `at_most`."""
-    count = 0
-    for below in node.walk():
-        count += any(weight.ndim > 1 for weight in below.own)
-        if count >= at_most:
-            break
-    return count
 
 
 def _is_experts(container: ModuleNode) -> bool:

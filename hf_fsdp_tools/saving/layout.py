@@ -1,7 +1,6 @@
 """The layout of a checkpoint before it is written: file, offset and dtype of every tensor, equal on every rank."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,6 @@ from hf_fsdp_tools.loading.weight_files import WEIGHTS
 from hf_fsdp_tools.text import dtype_name, listed
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-_UNITS = {
-    "": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-"""Bytes of each unit, by its name in capitals."""
-
-_SIZE = re.compile(rf"(?P<number>\d+(\.\d+)?)\s*(?P<unit>{'|'.join(_UNITS)})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +103,15 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
         RanksError: the process group of a sharded model has ended.
     """
     refuse_ended(model)
-    most_bytes = _shard_bytes(max_shard_size)
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
     _refuse_unnamed(dtypes)
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
-    split = split_torch_state_dict_into_shards(
-        blanks, filename_pattern=WEIGHTS.replace(".", "{suffix}."), max_shard_size=most_bytes
-    )
+    try:
+        pattern = WEIGHTS.replace(".", "{suffix}.")
+        split = split_torch_state_dict_into_shards(blanks, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size of a file: {error}") from None
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
@@ -141,18 +134,6 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
     return Layout(places=places, headers=headers, sizes=sizes)
-
-
-def _shard_bytes(size: int | str) -> int:
-    """A size in bytes, of "5GB", "1.5 GiB" or a number; "b" is no bit."""
-    match = _SIZE.fullmatch(str(size).strip())
-    num_bytes = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
-    if num_bytes < 1 or isinstance(size, bool):
-        raise ConfigError(
-            f"max_shard_size={size!r} is no size of a file. Give a number of bytes, or one with a unit "
-            f'({", ".join(filter(None, _UNITS))}), as in "5GB".'
-        )
-    return num_bytes
 
 
 def _refuse_unnamed(dtypes: Mapping[str, torch.dtype]) -> None:

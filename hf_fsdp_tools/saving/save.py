@@ -77,7 +77,7 @@ def save_pretrained(
         tokenizer: saved beside the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
-        max_shard_size: largest weight file, in bytes or as "5GB", "500 MiB"; a larger tensor has a file of its own.
+        max_shard_size: largest weight file, in bytes or as "5GB"; a larger tensor has a file of its own.
         staging_bytes: bound of host memory used for casting and scattering.
         merge_adapters: write the base of a PEFT model with the active adapters merged into it, equal to PEFT's
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and

@@ -25,20 +25,17 @@ from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, re
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:
     """Add a PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state, for any number
-    of ranks. Adapters are fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole adapter
-    for a moment (LoRA of rank 16 on all linear layers of an 8B model: 170 MB), and its shards of the base.
+    The adapter's values are those that `get_peft_model` gives on one process from rank 0's random state. Adapters are
+    fp32, as PEFT makes them; the frozen base keeps its dtype. Each rank holds the whole adapter for a moment.
 
     Args:
-        model: sharded by `shard_model` and loaded; changed in place. Modules that PEFT trains whole (`modules_to_save`)
-            are copied shard by shard.
+        model: sharded by `shard_model` and loaded; changed in place.
         peft_config: of PEFT, for example `LoraConfig(r=16, target_modules="all-linear")`, or a dict of its arguments
             (`{"r": 16}`; LoRA where it names no `peft_type`).
         adapter_name: name of the adapter in PEFT.
         seed: of the adapter's initial values, as in `torch.manual_seed`; None takes the random state of rank 0.
 
-    Every rank must call, with equal arguments. The ranks exchange errors, and digests of the arguments and the plan;
-    rank 0 sends the adapter's values.
+    Every rank must call, with equal arguments. The ranks exchange errors and digests; rank 0 sends the values.
 
     Raises:
         ConfigError: the adapter needs whole weights of the base, PEFT cannot make it (it fits no module, …), or
@@ -66,7 +63,7 @@ def load_adapter(
 ) -> Any:
     """Add a saved PEFT adapter to a sharded, loaded model; return the `PeftModel`, sharded in the units of its base.
 
-    PEFT reads the adapter; each rank holds all of it for a moment, then its shards.
+    Each rank holds the whole adapter for a moment, then its shards.
 
     Args:
         model: as for `add_adapter`.
@@ -74,8 +71,8 @@ def load_adapter(
         is_trainable: whether the adapter is trainable; it is frozen otherwise, as in `PeftModel.from_pretrained`.
         hub_kwargs: `revision`, `token`, `cache_dir`, `subfolder`.
 
-    Every rank must call, with equal arguments but for the name of a folder. The ranks exchange errors, and digests of
-    the adapter's config and of the plan; rank 0 sends the adapter's values.
+    Every rank must call, with equal arguments but for the name of a folder. The ranks exchange errors and digests;
+    rank 0 sends the values.
 
     Raises:
         CheckpointError: there is no such adapter, the hub does not give it, or it is damaged; the same on every rank.
@@ -139,11 +136,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _made_alike(config: Any) -> AbstractContextManager[None]:
-    """A block in which PEFT makes an adapter on all ranks or on none.
-
-    DoRA's norms are computed by collectives, which must not run in such a block: there a rank that fails alone leaves
-    the others waiting for as long as the process group does.
-    """
+    """A block in which PEFT makes an adapter on all ranks or on none; not for DoRA, whose norms take collectives."""
     return nullcontext() if getattr(config, "use_dora", False) else agreed("making the adapter")
 
 

@@ -65,8 +65,8 @@ def laid_over(plan: WrapPlan, base: nn.Module) -> WrapPlan:
 def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Iterator[WrapUnit]:
     """Yield the units inside the wrappers of a unit's modules that PEFT trains as copies.
 
-    The frozen original is a unit, so that it is gathered only if it runs. Where the original is tied to another module,
-    it stays in their common unit, and the copies are units; copies that are tied too are one unit.
+    The frozen original is a unit, so that it is gathered only if it runs. Where it is tied to another module, the
+    copies are units instead; copies that are tied too are one.
     """
     tied: dict[nn.Parameter, list[str]] = {}
     for name in names:
@@ -97,9 +97,8 @@ def _trained_whole(names: Iterable[str], unit: WrapUnit, base: nn.Module) -> Ite
 def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Shard adapters and heads that were added to a sharded model, in place, in the units of its plan.
 
-    Added trainable weights become fp32 where computation is in a lower precision (master weights) or where their dtypes
-    differ; on a 4-bit base, whose adapters TRL casts to bf16, they become fp32 with the rounded values. Parameters that
-    PEFT keeps outside the base (prompt encoders) stay whole on every rank, with averaged gradients.
+    Added trainable weights become fp32 where computation is in a lower precision, where their dtypes differ, and on a
+    4-bit base. Parameters that PEFT keeps outside the base (prompt encoders) stay whole, with averaged gradients.
 
     Args:
         model: a model that `shard_model` sharded, or a model around it; nothing is done for any other model. Do not
@@ -113,13 +112,6 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     Raises:
         ConfigError: what was added shares memory, or is complex; or 4-bit weights were cast.
         WrapPlanError: the ranks added different modules.
-
-    Example:
-        >>> from peft import LoraConfig, get_peft_model
-        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
-        >>> adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-        >>> len(shard_added(adapted))
-        4
     """
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:
@@ -155,13 +147,20 @@ def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]
     check_parameters(base, plan.replicated)
     same_on_all_ranks("sharding what was added", ranks=sorted(sharding.mesh.mesh.flatten().tolist()), plan=plan)
     release(base)
-    _make_buffers_whole(base)
+    for module in base.modules():  # PEFT makes some buffers of an embedding's shard, which FSDP2 refuses
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = gather_on_device(buffer)
     kept = {base.get_parameter(name) for name in plan.replicated}
-    dtypes = _dtypes(set(base.parameters()) - kept - managed, sharding)
+    added = set(base.parameters()) - kept - managed
+    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
+    is_low = sharding.mp_policy.param_dtype not in (None, torch.float32)
+    is_fp32 = is_low or len({parameter.dtype for parameter in trained}) > 1
 
     def fill(old: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
         return old if old in managed else _shard_of(old, made, sharding.device)
 
+    dtypes = dict.fromkeys(trained, torch.float32) if is_fp32 else {}
     shards = apply_again(base, replace(sharding, plan=plan), fill, dtypes=dtypes)
     return {old: shard for old, shard in shards.items() if old is not shard}
 
@@ -176,37 +175,13 @@ def _bring_to_device(model: nn.Module, base: nn.Module, device: torch.device) ->
                     tensor.data = tensor.data.to(device)
 
 
-def _make_buffers_whole(base: nn.Module) -> None:
-    """Put whole tensors in the place of buffers that are shards, which PEFT makes of rows of an embedding's shard.
-
-    FSDP2 would have to move them to its device, and refuses. Every rank must call; each buffer is gathered.
-    """
-    for module in base.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, DTensor):
-                module._buffers[name] = gather_on_device(buffer)
-
-
 def _undo_casts(base: nn.Module) -> None:
-    """Cast trainable shards back to fp32.
-
-    TRL casts the adapters of a quantised model to bf16 by `parameter.data`. FSDP2 does not notice and goes on gathering
-    the fp32 shards, so the optimizer would step tensors that no forward pass uses.
-    """
+    """Cast trainable shards back to fp32: TRL casts them to bf16 by `parameter.data`, which FSDP2 does not notice."""
     cast = [p for p in base.parameters() if p.requires_grad and isinstance(p, DTensor) and p.dtype != torch.float32]
     for parameter in cast:
         parameter.data = parameter.data.to(torch.float32)
     if cast:
         renew(base)
-
-
-def _dtypes(added: set[nn.Parameter], sharding: Sharding) -> dict[nn.Parameter, torch.dtype]:
-    """New dtypes of added trainable weights: fp32 where computation is in a lower precision, or their dtypes differ."""
-    trained = [parameter for parameter in added if parameter.requires_grad and parameter.is_floating_point()]
-    low = sharding.mp_policy.param_dtype not in (None, torch.float32)
-    if low or len({parameter.dtype for parameter in trained}) > 1:
-        return dict.fromkeys(trained, torch.float32)
-    return {}
 
 
 def _shard_of(old: nn.Parameter, like: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -25,28 +25,11 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
     No rank communicates.
     """
-    swap(model, _allocated(model, device, dtype))
-    renew(model)
-
-
-def renew(model: nn.Module) -> None:
-    """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
-
-    FSDP2 keeps a reference to each shard and renews it in `_apply`, also for a function that changes nothing; but not
-    where the new parameter is on meta.
-    """
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
-    forget_memory(model)
-    mark_weights(model)
-
-
-def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.Tensor]:
-    """The new tensor for each tensor on meta; tied ones stay one tensor."""
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     # CPU offload is for shards alone: whole tensors are on the mesh's device.
     whole_on = torch.device(mesh.device_type) if mesh is not None else device
     of_units = new_memory(model)
-    return {
+    made = {
         tensor: with_storage(
             tensor,
             device=device if isinstance(tensor, DTensor) else whole_on,
@@ -55,6 +38,18 @@ def _allocated(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         )
         for tensor in dict.fromkeys(tensor for _, _, tensor in slots(model) if tensor.is_meta)
     }
+    swap(model, made)
+    renew(model)
+
+
+def renew(model: nn.Module) -> None:
+    """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
+
+    FSDP2 renews its references to shards in `_apply`, but not where the new parameter is on meta.
+    """
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
+    forget_memory(model)
+    mark_weights(model)
 
 
 def with_storage(

@@ -1,7 +1,5 @@
 """Describe the sharding of a model as text: its plan, mesh and precisions, and this rank's memory."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -58,8 +56,13 @@ def describe_sharding(model: nn.Module) -> str:
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
         num_bytes = sum(local_tensor(p).nbytes for p in group)
         lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")
-    for dim, names in _other_dims(model, sharding.mesh.ndim):
-        lines.append(f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks: {names}")
+    split: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == sharding.mesh.ndim:
+            split.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
+    for dim in sorted(split.keys() - {0}):
+        why = f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks"
+        lines += [f"{why}: {names}" for names in merge_alike(split[dim])]
     lines += [
         f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
@@ -68,12 +71,3 @@ def describe_sharding(model: nn.Module) -> str:
     if sharding.compile is not None:
         lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")
     return "\n".join(lines)
-
-
-def _other_dims(model: nn.Module, ndim: int) -> Iterator[tuple[int, str]]:
-    """Yield dimensions other than 0 along which parameters are split, each with names of such parameters."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == ndim:
-            names_of.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
-    yield from ((dim, names) for dim in sorted(names_of) if dim for names in merge_alike(names_of[dim]))

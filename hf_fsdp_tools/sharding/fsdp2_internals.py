@@ -1,14 +1,8 @@
 """Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
-torch has no public way to ask which unit gathers a parameter, to take `fully_shard` off a model, or to give a unit a
-parameter of another shape. The private names are those of torch 2.11 to 2.15: `_fsdp_state.py`,
-`_fsdp_param_group.py` and `_fsdp_param.py` of `torch/distributed/fsdp/_fully_shard`, and `_composable/contract.py`.
-
-Words, as in torch's own files:
-
-    state    torch's record of one unit; all modules of `fully_shard([a, b])` have the same one
-    group    the parameters that a unit gathers together
-    entry    torch's record of one parameter of a group (`FSDPParam`)
+They are those of torch 2.11 to 2.15, in `torch/distributed/fsdp/_fully_shard` and `_composable/contract.py`. A "state"
+is torch's record of one unit, which all modules of `fully_shard([a, b])` share; a "group" the parameters that it
+gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
@@ -23,7 +17,6 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
 
@@ -148,33 +141,6 @@ def make_gathered_memory(module: FSDPModule) -> None:
                 )
 
 
-def use_frozen_in_place(module: FSDPModule) -> None:
-    """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
-
-    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. Call it
-    before each forward pass: where a shard has other memory than before, it is taken up.
-    """
-    state = _state_of(module)
-    state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
-    for group in _groups_of(state):
-        if group._all_gather_process_group.size() > 1 or isinstance(group.offload_policy, CPUOffloadPolicy):
-            continue
-        for entry in group.fsdp_params:
-            data = entry._sharded_param_data
-            is_used = any(each is data for each in entry.all_gather_outputs)
-            is_extension = hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
-            can_be = not entry.sharded_param.requires_grad and data.dtype == (entry.param_dtype or entry.orig_dtype)
-            if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_extension:
-                continue
-            entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
-            entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
-            entry.free_unsharded_param = _free_nothing
-
-
-def _free_nothing() -> None:
-    """Take the place of what would free the memory of a shard after its use."""
-
-
 def complete_unit(module: FSDPModule, output: Any) -> Any:
     """End the forward pass of a unit with modules that have not run, as its last module would; return the output."""
     state = _state_of(module)
@@ -190,11 +156,10 @@ def complete_unit(module: FSDPModule, output: Any) -> Any:
 def new_memory(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.device, torch.dtype], torch.Tensor]]:
     """For each shard that a unit gathers, a function that makes uninitialised memory for it, and tells FSDP2.
 
-    FSDP2 gathers from memory of the length of the longest shard, and under CPU offload from pinned memory. Memory that
-    is neither, it copies: then a rank has its share twice, and writes each page once more than it must.
+    FSDP2 gathers from memory of the length of the longest shard, pinned under CPU offload; it would copy any other.
 
-    The functions are called with device and dtype; on the CPU the memory is pinned if the unit's policy says so. They
-    return this rank's part, which is the beginning of the memory along the dimension that is split.
+    The functions take device and dtype, and return this rank's part: the beginning of the memory along the dimension
+    that is split.
     """
     return {shard: partial(_memory_of, entry, shard) for entry, shard in _registered(model)}
 
@@ -233,8 +198,8 @@ def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: tor
 def release(model: nn.Module) -> None:
     """Take FSDP2 off `model` and all modules below it, in place; the parameters stay this rank's shards, as DTensors.
 
-    The modules get their own classes back and lose FSDP2's hooks. Settings that a user made on the units after
-    `fully_shard` are lost. Do not call between a forward and its backward pass. Nothing is communicated.
+    Settings that a user made on the units after `fully_shard` are lost. Do not call between a forward and its backward
+    pass. Nothing is communicated.
     """
     reshard_units(model)
     for state in _states(model):
@@ -260,12 +225,9 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
-    """Replace a parameter inside its unit by a new one on meta of another shape, under all names of the old one.
+    """Replace a parameter inside its unit, which keeps its settings, by a new one on meta of another shape.
 
-    The unit keeps every setting that a user made on it. `release` and `fully_shard` would lose those that are no
-    arguments of `fully_shard` (prefetching, gradient synchronisation, divide factors, own collectives).
-
-    Nothing is communicated.
+    The new one has all names of the old one. Nothing is communicated.
     """
     entries = (
         (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -17,7 +16,6 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
@@ -25,12 +23,10 @@ from hf_fsdp_tools.text import listed
 def mark_for_transformers(model: nn.Module) -> None:
     """Give a model with all its units the class names, marks and methods that other libraries look at.
 
-    - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend. By class name the Trainer
-      decides whether to shift labels under label smoothing, and writes model cards.
+    - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend, by which the Trainer
+      decides whether to shift labels under label smoothing.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
-    - Methods that need whole weights work on shards (`answer_for_shards`).
-    - `generate` runs encoders, of images or of text, before the model's own forward pass: what no other unit holds is
-      gathered for them.
+    - `generate` runs encoders before the model's own forward pass: what no other unit holds is gathered for them.
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
     for module in model.modules():
@@ -131,7 +127,6 @@ def _save_pretrained(
             )
         if not state_dict or not kwargs.get("is_main_process", True):
             return None
-        _refuse_other_kind(model, Path(save_directory))
         with original_classes(model), with_cache_as_found(model):
             return plain(save_directory, state_dict=state_dict, **kwargs)
     options = {name: value for name, value in kwargs.items() if name in _HONOURED}
@@ -146,16 +141,6 @@ def _save_pretrained(
             "Leave that out; to change what is saved, save first, then open the folder with plain transformers or PEFT."
         )
     return _public("save_pretrained")(model, save_directory, **options)
-
-
-def _refuse_other_kind(model: nn.Module, folder: Path) -> None:
-    """Refuse a folder with files of another kind of model, which would be opened with what plain methods write."""
-    names = ("config.json",) if is_adapted(model) else ("adapter_config.json", "adapter_model.safetensors")
-    if present := [name for name in names if (folder / name).is_file()]:
-        raise ConfigError(
-            f"{str(folder)!r} holds another kind of model, whose {listed(present)} would be opened with what is saved "
-            "there. Leave state_dict out and call it on every rank, which puts them aside, or give another folder."
-        )
 
 
 def _push_to_hub(model: nn.Module, plain: Any, repo_id: str = "", *args: Any, **kwargs: Any) -> None:
@@ -185,9 +170,8 @@ def _cut_whole_tensors(
 ) -> None:
     """Put this rank's part in the place of each whole tensor that is to be loaded into a shard of a module's own.
 
-    Parts are views of the whole tensors, on their devices, and torch copies them into the shards. With `assign=True`
-    they become the shards: new memory on the device of the old ones. A tensor of another shape stays as it is, for
-    torch's error.
+    Parts are views, which torch copies into the shards; with `assign=True` they become the shards, in new memory. A
+    tensor of another shape stays as it is, for torch's error.
     """
     reshard_units(module)  # FSDP2's own hook does so too late, after this one
     is_kept = local_metadata.get("assign_to_params_buffers", False)

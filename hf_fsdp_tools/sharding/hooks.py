@@ -1,20 +1,8 @@
 """Hooks of a sharded model beside FSDP2's own.
 
-- before a unit, in inference mode: make the memory of gathered parameters outside of it
-- before a unit, on one rank: use frozen weights where they lie
-- before modules that compute with shards, under mixed precision: cast their inputs. FSDP2 itself would cast the inputs
-  of the root, with labels, token counts and masks
-- around the root, under mixed precision: autocast, which computes losses in fp32, but not in the modules that compute
-  with shards; after it, outputs in fp32
-- around modules with replicated parameters, under mixed precision: weights in the dtype of computation; around batch
-  norms in that of their running statistics
-- around modules that PEFT trains whole in another dtype, without mixed precision: inputs and outputs in the right one
-- after a unit that returns its own weights (a table of positions): copy them, before FSDP2 frees their memory
-- after a list of experts: make every expert part of the result, so that all ranks reduce the same gradients
-- after a forward pass without gradients: reshard the units
-- before the root: count the pass (`distributed.liveness`)
-- before torch 2.13: complete units with a module that did not run. These versions run FSDP2's hooks at the first and
-  the last module of a unit; 2.13 runs them at each (delete this with the support of 2.11 and 2.12)
+Under mixed precision the modules that compute with shards get inputs in their dtype, and the root runs in autocast,
+which computes losses in fp32: FSDP2 itself would cast what enters the root, with labels, token counts and masks. The
+other hooks keep memory, outputs and gradients right where FSDP2 leaves a gap; each says below which one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,12 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
 from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.fsdp2_internals import (
-    complete_unit,
-    gathers,
-    make_gathered_memory,
-    use_frozen_in_place,
-)
+from hf_fsdp_tools.sharding.fsdp2_internals import complete_unit, gathers, make_gathered_memory
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -54,7 +37,7 @@ def add_hooks(
     experts: Mapping[nn.Module, nn.Module] | None = None,
     shard_ranks: Sequence[int] = (),
 ) -> None:
-    """Give a model with all its units the hooks named above; those of an earlier call are removed."""
+    """Give a model with all its units these hooks; those of an earlier call are removed."""
     for handle in note_of(model).hooks:
         handle.remove()
     units = {module for module in model.modules() if isinstance(module, FSDPModule)}
@@ -65,8 +48,6 @@ def add_hooks(
             hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
         # before FSDP2's own hook, which gathers
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
-        if len(shard_ranks) == 1:
-            hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
@@ -96,11 +77,13 @@ def add_casts(
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
     casting = dict.fromkeys(_first_with_shards(model, units, replicated))
+    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}
     for module in model.modules():
+        names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
                 hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
-        elif names := _whole_weights(module, replicated):
+        elif names:
             hooks += _around(module, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
@@ -118,18 +101,14 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
     """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
     for wrapper in model.modules():
         original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
-        stored = _dtype_of(original)
-        for copy in copies.children() if copies is not None else ():
-            own = _dtype_of(copy)
+        if original is None or copies is None:
+            continue
+        for copy in copies.children():
+            floats = ([p.dtype for p in each.parameters() if p.is_floating_point()] for each in (original, copy))
+            stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
                 yield copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
-                yield copy.register_forward_hook(partial(_cast_output, dtype=stored))
-
-
-def _dtype_of(module: nn.Module | None) -> torch.dtype | None:
-    """The dtype of a module's first floating-point parameter; None where it has none."""
-    parameters = module.parameters() if module is not None else ()
-    return next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), None)
+                yield copy.register_forward_hook(lambda _module, _args, output, dtype=stored: _cast(output, dtype))
 
 
 def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
@@ -144,27 +123,18 @@ def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
 def _make_gathered_memory(module: nn.Module, args: object) -> None:
     """Make the memory into which a unit gathers outside of inference mode.
 
-    FSDP2 (torch 2.11 to 2.13) makes this memory when a unit is gathered for the first time. Memory made in inference
-    mode fails in the first training step ("Inplace update to inference tensor outside InferenceMode"). On one GPU, and
-    with parameters split along another dimension than 0, even the forward pass fails ("Inference tensors do not track
-    version counter").
+    FSDP2 (torch 2.11 to 2.13) makes it when a unit is gathered for the first time. Made in inference mode, it fails in
+    the first training step; on one GPU, and with parameters split along another dimension than 0, in the forward pass.
     """
     if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
         with torch.inference_mode(False):
             make_gathered_memory(module)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _use_frozen_in_place(module: nn.Module, args: object) -> None:
-    if isinstance(module, FSDPModule):
-        use_frozen_in_place(module)
-
-
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
-    """After a forward pass without gradients, reshard the units that FSDP2 keeps gathered for backward (tail and root).
+    """After a forward pass without gradients, reshard what FSDP2 keeps gathered for backward (tail and root).
 
-    No backward pass follows, and `model.parameters()` would be the gathered tensors: an optimizer made after an
-    evaluation would train copies that FSDP2 throws away.
+    An optimizer made after an evaluation would train the gathered copies, which FSDP2 throws away.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -202,7 +172,7 @@ def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Cast floating-point inputs, also in tuples and lists, to the dtype in which a module's weights are gathered.
 
     Rotary tables beside hidden states that have this dtype already are left alone: a model that makes them in fp32
-    rotates in fp32. Made a hook of the modules that compute with shards. Nothing is communicated.
+    rotates in fp32.
     """
     floats = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())
     hidden = next(floats, None)
@@ -228,11 +198,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
-    """Cast what a module returns, as `cast_inputs` casts what it takes."""
-    return _cast(output, dtype)
-
-
 def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
     """Run the forward passes of a module in a context; yield the handles of the two hooks that enter and leave it."""
     entered: list[AbstractContextManager[Any]] = []
@@ -254,8 +219,7 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
     """Return outputs in fp32, of which a script may compute its own loss, as Accelerate does under DDP.
 
-    Logits of a language model that has computed its loss stay as they are: a copy would take 4 bytes for each token and
-    word of the vocabulary, and as a rule nobody reads it.
+    Logits of a language model that has computed its loss stay as they are: a copy would be large, and nobody reads it.
     """
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
     has_loss = isinstance(loss, torch.Tensor) and not loss.dim()
@@ -275,22 +239,9 @@ def _in_fp32(value: Any) -> Any:
     return value
 
 
-def _whole_weights(module: nn.Module, replicated: Collection[torch.Tensor]) -> tuple[str, ...]:
-    """The names of the floating-point parameters of a module's own that every rank holds whole."""
-    return tuple(
-        name
-        for name, weight in module._parameters.items()
-        if weight is not None and weight in replicated and weight.is_floating_point() and weight.dim()
-    )
-
-
 @contextmanager
 def _weights_in(module: Any, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
-    """Give a module its weights of these names in another dtype for a block.
-
-    None for a batch norm: the dtype of its running statistics, which no other dtype goes with. As autocast does it,
-    inputs and outputs are in the lower precision, weights and statistics are not.
-    """
+    """Give a module its weights of these names in another dtype for a block; None: that of its running statistics."""
     wanted = dtype or module.running_mean.dtype
     own = {name: weight for name in names if (weight := module._parameters[name]) is not None}
     module._parameters.update({name: weight.to(wanted) for name, weight in own.items()})

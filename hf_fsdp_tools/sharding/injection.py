@@ -118,8 +118,8 @@ def _kind(config: Any) -> str:
 def errors_of_peft(config: Any) -> Iterator[None]:
     """Translate errors of PEFT, while it makes an adapter, to a `ConfigError`.
 
-    Errors of the device and of communication pass unchanged; gloo and the CPU's allocator raise plain `RuntimeError`s,
-    so that of these only those that speak of shards or shapes are PEFT's.
+    Errors of the device and of communication pass unchanged; of plain `RuntimeError`s only those that speak of shards
+    or shapes are PEFT's.
     """
     try:
         yield

@@ -31,9 +31,8 @@ def split_dim(shape: Sequence[int], num_bytes: int, ranks: int) -> int:
     """The dimension to split: 0, or, where that pads much, the first one that `ranks` divide; the same on every rank.
 
     Fused experts have one index of dimension 0 per expert: 8 experts on 64 ranks would be whole on 8 ranks, and every
-    all-gather and reduction would carry 8 times their bytes. FSDP2 splits dimensions other than 0 only evenly. Early
-    dimensions load faster: of the last one, a rank's columns are so short in the file that it reads its neighbours'
-    too.
+    all-gather would carry 8 times their bytes. FSDP2 splits other dimensions only evenly. Early ones load faster, in
+    longer runs of the file.
     """
     if len(shape) < 2 or not num_bytes:
         return 0
@@ -49,18 +48,14 @@ def is_much_padding(num_bytes: int, ratio: float) -> bool:
 
 
 def padded_ratio(size: int, ranks: int) -> float:
-    """The number of indices that FSDP2 stores and sends for a dimension, over its `size`.
-
-    FSDP2 pads every shard to the longest one (`padded_sharded_param_size` in torch's `_fsdp_param.py`).
-    """
+    """The number of indices that FSDP2, which pads every shard to the longest, stores for a dimension over its size."""
     return -(-size // ranks) * ranks / size if size else 1.0
 
 
 def check_partial_resharding(tree: ModuleTree, plan: WrapPlan, ranks: int) -> None:
     """Refuse a unit that is to be resharded over fewer ranks with a parameter that is split along another dimension.
 
-    FSDP2 reshards over fewer ranks along dimension 0 only: with a parameter that is split along another one, the
-    backward pass fails (torch 2.13: an IndexError in `foreach_all_gather_copy_out` of its `_fsdp_collectives.py`).
+    FSDP2's backward pass would fail (torch 2.13: an IndexError in `foreach_all_gather_copy_out`).
     """
     unit_of = units_by_node(tree, plan)
     replicated = {tree.weight(name) for name in plan.replicated}

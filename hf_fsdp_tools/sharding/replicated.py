@@ -48,10 +48,6 @@ class WholeGradient(torch.Tensor):
         args, kwargs = tree_map_only(WholeGradient, lambda gradient: _replicated(gradient, mesh), operands)
         return func(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor."""
-        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
@@ -71,13 +67,10 @@ def average_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.
 
     All gradients of one backward pass are sent at its end: small ones together, in fp32 where they are in a lower
     precision. A parameter with another hook on its gradient (an optimizer that steps in the backward pass) is averaged
-    before that hook runs. `torch.optim` then steps these parameters in one group with shards.
+    before that hook runs. Averaging after every micro-batch is right under accumulation too: the average of sums that
+    are equal on all ranks is the same sum.
 
-    Averaging after every micro-batch is right under accumulation too: the sum of earlier micro-batches is equal on all
-    ranks, and the average of equal values is the same value.
-
-    Nothing is communicated before the next backward pass. There every rank of the groups must give the same parameters
-    a gradient.
+    Nothing is communicated before the next backward pass, in which all ranks must give the same parameters a gradient.
     """
     average = _Averaging(groups)
     for parameter in parameters:
@@ -167,9 +160,8 @@ _PARTED: WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = WeakKeyDictionary
 def step_kinds_apart() -> None:
     """Let optimizers that hold replicated parameters step these and shards one after the other, from now on.
 
-    torch's fused and foreach steps, which it prefers on GPUs, take a group in one call. The groups of such an optimizer
-    are parted for the time of a step: a scheduler, a state dict and a user see the groups as they were made. Other
-    optimizers step as before.
+    torch's fused and foreach steps take a group in one call. The groups of such an optimizer are parted for the time of
+    a step: a scheduler, a state dict and a user see the groups as they were made.
     """
     register_optimizer_step_pre_hook(_part)
     register_optimizer_step_post_hook(_join)

@@ -5,12 +5,14 @@ the counts are of one rank's process.
 """
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.accelerator import side_stream_for
@@ -22,9 +24,9 @@ from hf_fsdp_tools.loading.io.files import (
     write_transfers,
 )
 from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.regions import row_major_strides
 from tests._dist import num_gpus, run_ranks
 from tests._transfers import read_transfers
-from tests.gpu_stand_in.count import CASES, make_llama, move_counted, transfers_of
 
 try:
     import fakegpu
@@ -41,6 +43,56 @@ pytestmark = [
 
 MIB = 2**20
 BF16, FP32 = torch.bfloat16, torch.float32
+
+CASES: dict[str, tuple[list[tuple[int, ...]], torch.dtype, torch.dtype, int]] = {
+    # shapes, stored dtype, dtype in memory, one column in so many is wanted
+    "tensors of 16 MiB": ([(2048, 4096)] * 16, BF16, BF16, 1),
+    "tensors of 32 KiB": ([(64, 256)] * 8000, BF16, BF16, 1),
+    "fp32 to bf16": ([(2048, 4096)] * 8, FP32, BF16, 1),
+}
+
+
+def transfers_of(file: Path, case: str, device: torch.device) -> list[Transfer]:
+    """Transfers of tensors that lie one after the other in a file, which is made."""
+    shapes, of_file, of_memory, columns = CASES[case]
+    found, start = [], 0
+    for shape in shapes:
+        kept = (*shape[:-1], shape[-1] // columns)
+        memory = torch.empty(kept, dtype=of_memory, device=device)
+        found.append(Transfer(file=file, start=start, dtype=of_file, strides=row_major_strides(shape), memory=memory))
+        start += torch.Size(shape).numel() * of_file.itemsize
+    with open(file, "wb") as stream:
+        stream.truncate(start)
+    return found
+
+
+def move_counted(move: Callable[[], object], num_bytes: int) -> dict[str, float]:
+    """Calls of a move: copies, kernels and waits per GB; calls that set device 0, pinned allocations."""
+    torch.cuda.synchronize()
+    fakegpu.reset()
+    move()
+    found = fakegpu.stats()
+
+    def per_gb(*prefixes: str) -> float:
+        return 1e9 * sum(count for key, count in found.items() if key.startswith(prefixes)) / num_bytes
+
+    return {
+        "H2D": per_gb("copy H2D"),
+        "D2H": per_gb("copy D2H"),
+        "D2D": per_gb("copy D2D"),
+        "kernels": 1e9 * found.get("kernel", 0) / num_bytes,
+        "waits": per_gb("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
+        "pageable": per_gb("copy H2D pageable", "copy D2H pageable"),
+        "sets device 0": found.get("cudaSetDevice 0", 0),
+        "pinned blocks": found.get("cudaHostAlloc", 0),
+    }
+
+
+def make_llama(folder: Path) -> None:
+    """A Llama of 50 MB in several files."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(num_hidden_layers=4, vocab_size=8001, tie_word_embeddings=False, **shape)
+    LlamaForCausalLM(config).to(BF16).save_pretrained(folder, max_shard_size="20MB")
 
 
 # ---- whole loads and saves ----

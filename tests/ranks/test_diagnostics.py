@@ -73,17 +73,9 @@ def _healthy(kind: str) -> str:
     return str(diagnosis.units)
 
 
-def empty_shards() -> None:
-    model = make_model("vit")
-    # one row and one bias, beside the class token and the positions: rank 1 has nothing of them
-    model.classifier = nn.Linear(48, 1)
-    diagnosis = diagnose(_sharded(model=model))
-    _expect(diagnosis, "empty-shards", "info", r"^4 of \d+ shards are empty, most on rank 1 \(4\)", r"Nothing")
-
-
 def test_healthy_models_of_every_kind_have_no_error_and_no_warning():
     cases = {kind: partial(_healthy, kind) for kind in KINDS}
-    first, second = run_ranks(run_cases, 2, cases | {"empty shards": empty_shards})
+    first, second = run_ranks(run_cases, 2, cases)
     assert first == second
     assert re.search(r"LlamaForCausalLM: [\d.]+ K parameters in \d units \(FSDP2\)", first["llama"])
     assert re.search(r"\(root\)  LlamaForCausalLM", first["llama"])
@@ -200,17 +192,14 @@ def added_after_sharding() -> None:
     diagnosis = diagnose(model)
     _expect(diagnosis, "meta-parameters", "error", r"2 of \d+ parameters .*q_proj\.adapter\.weight", r"load_weights")
     _expect(diagnosis, "unmanaged-parameters", "error", r"2 trainable .*q_proj\.adapter\.weight", r"shard the whole")
-    adapter.to_empty(device="cpu").requires_grad_(False)
-    _expect(diagnose(model), "replicated-frozen", "info", r"2 frozen .* 9\.4 kB", r"quantised")
 
 
-def two_dtypes_in_a_unit() -> None:
+def weights_in_low_precision() -> None:
     mixed = make_model("llama")
     mixed.model.layers[0].input_layernorm.bfloat16()
     diagnosis = diagnose(_by_hand(mixed))
-    _expect(diagnosis, "mixed-dtypes", "error", r"model\.layers\.0 \(8 float32, 1 bfloat16\)", r"one dtype")
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
-        mixed(input_ids=BATCH)
+        mixed(input_ids=BATCH)  # no finding is needed
     _expect(diagnosis, "low-precision-masters", "info", r"^48 of .* are kept in bfloat16", r"dtype=torch\.float32")
 
 
@@ -224,7 +213,7 @@ def nan() -> None:
 
 
 def test_wrong_parameters_are_named():
-    run_ranks(run_cases, 2, [added_after_sharding, two_dtypes_in_a_unit, nan])
+    run_ranks(run_cases, 2, [added_after_sharding, weights_in_low_precision, nan])
 
 
 def tie_broken_by_to_empty() -> None:

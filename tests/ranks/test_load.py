@@ -54,9 +54,8 @@ def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
     return rows
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str, Path], world_size: int) -> None:
-    for rows in zip(*run_ranks(load_every_kind, world_size, folders), strict=True):
+def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str, Path]) -> None:
+    for rows in zip(*run_ranks(load_every_kind, 3, folders), strict=True):
         kind = rows[0][0]
         for _, ratio, _ in rows:
             assert ratio <= 1.01, (kind, ratio)
@@ -145,10 +144,8 @@ ALONE = (
 )
 OTHERWISE: dict[str, Callable[..., None]] = {
     **{case.__name__: case for case in ALONE},
-    **{f"{kind} over two axes": partial(over_two_axes, kind) for kind in ("llama", "tied", "gpt2", "mixtral")},
-    **{
-        f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2", "llama")
-    },
+    **{f"{kind} over two axes": partial(over_two_axes, kind) for kind in ("tied", "mixtral")},
+    **{f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2")},
 }
 
 

@@ -53,7 +53,7 @@ def load_train_and_save(folder: Path, to: Path, replicas: int) -> str:
     assert here < 1.2 / mesh.size(-1) * sum(parameter.numel() for parameter in plain.parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(full(parameter), plain.get_parameter(name)), name
-    assert not [f for f in diagnose(model).findings if f.code in ("empty-shards", "padded-shards")]
+    assert not [f for f in diagnose(model).findings if f.code == "padded-shards"]
     batches = torch.randint(3, 131, (2, dist.get_world_size(), 9), generator=torch.Generator().manual_seed(1))
     text = describe_sharding(model)
     model = two_steps(model, [batch[dist.get_rank()][None] for batch in batches], accelerator)

@@ -1,6 +1,5 @@
 """Parameters that every rank holds whole train beside shards, in a plain loop too: gradients, clipping, optimizers."""
 
-import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -148,7 +147,7 @@ def gradients_are_sent_together(folder: Path) -> None:
         assert calls.sizes == [sum(sizes)], f"one call for micro-batch {number}"
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-6
     norm = model.model.norm.weight
-    assert type(norm.grad) is WholeGradient and type(pickle.loads(pickle.dumps(norm.grad))) is torch.Tensor
+    assert type(norm.grad) is WholeGradient
 
     model = from_pretrained(folder, policy=WHOLE, activation_checkpointing=True).train()
     with pytest.MonkeyPatch.context() as patch:

@@ -26,7 +26,7 @@ from tests._checkpoints import assert_same_model, full, make_model, sharded_meta
 from tests._dist import run_cases, run_ranks
 from tests._training import train
 
-KINDS = ("llama", "tied", "gpt2", "bert", "t5")
+KINDS = ("llama", "tied", "bert", "t5")
 SIZES = (140, 132, 77)
 """Of 131 tokens: a few more, fewer more than there are ranks, and less."""
 

@@ -1,7 +1,7 @@
 """Launch recipes as a user does: `accelerate launch`, two processes on CPUs, a folder of their own.
 
-Starting takes 8 s, nearly all of it imports. So what differs in options and data only is run in a series after one
-start: `launch_series` calls the recipe's `main` for each run, and notes the logits of each trained model on its shards.
+Starting takes 8 s, nearly all of it imports. So `launch_series` starts once for several runs of several recipes: it
+calls `main` for each, and notes the logits of each trained model on its shards.
 """
 
 import importlib.util
@@ -27,71 +27,88 @@ HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
 SERIES = """
-import os, runpy, sys
+import os, runpy, sys, time
+from functools import cache
 from json import dumps, loads
 from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from hf_fsdp_tools import FSDPToolsError
+from hf_fsdp_tools import FSDPToolsError, scripting
+
+root, probe, runs, late = sys.argv[1], *map(loads, sys.argv[2:])
+is_first = os.environ["RANK"] == "0"
+environment = dict(os.environ)
+PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
 
 
 class Noting(TrainerCallback):
     def on_log(self, args, state, control, logs, **keywords):
-        if state.is_world_process_zero:
+        if is_first:
             with open(Path(args.output_dir, "noted.jsonl"), "a") as file:
                 file.write(dumps(logs) + "\\n")
 
 
 INTEGRATION_TO_CALLBACK["noting"] = Noting  # as --report_to names it
-recipe, probe, *series, wrong = sys.argv[1:]
-names = runpy.run_path(recipe)
-scope = names["main"].__globals__  # runpy returns a copy
-environment = dict(os.environ)
-PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
-ending = "finish" if "scripting" in scope else "save_pretrained"
-finish = scope["scripting"].finish if "scripting" in scope else scope["save_pretrained"]
 
 
-def noting_finish(last, where, *rest, **keywords):
-    model, folder = (last.model, where.output_dir) if ending == "finish" else (last, where)
-    model.eval()
-    inputs = {name: torch.tensor(value) for name, value in loads(probe).items()}
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
-    if os.environ["RANK"] == "0":
-        print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)
-    finish(last, where, *rest, **keywords)
-    if os.environ["RANK"] == "0":
-        torch.save(logits, Path(folder, "logits.pt"))
+def noting(save, model_and_folder):
+    def noting_save(*arguments, **keywords):
+        model, folder = model_and_folder(*arguments)
+        model.eval()
+        with torch.no_grad():
+            logits = model(**{name: torch.tensor(value) for name, value in probe.items()}).logits
+        compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
+        if is_first:
+            print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)
+        save(*arguments, **keywords)
+        if is_first:
+            torch.save(logits, Path(folder, "logits.pt"))
+
+    return noting_save
 
 
-if "scripting" in scope:
-    scope["scripting"].finish = noting_finish
-else:
-    scope["save_pretrained"] = noting_finish
-for name, arguments, is_refused in map(loads, series):
-    sys.argv = [recipe, *arguments]
-    if os.environ["RANK"] == "0":
+@cache
+def main_of(recipe):
+    main = runpy.run_path(f"{root}/recipes/{recipe}.py")["main"]
+    if recipe == "accelerate_loop":
+        save = main.__globals__["save_pretrained"]
+        main.__globals__["save_pretrained"] = noting(save, lambda model, folder: (model, folder))
+    return main
+
+
+scripting.finish = noting(scripting.finish, lambda trainer, training, *_: (trainer.model, training.output_dir))
+for name, (recipe, *options), is_refused in runs:
+    sys.argv = [recipe, *options]
+    if is_first:
         print(f"=== {name}", flush=True)
     try:
-        scope["main"]()
+        main_of(recipe)()
     except FSDPToolsError as error:
         if not is_refused:
             raise
-        if os.environ["RANK"] == "0":
+        if is_first:
             print(f"error: {error}")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.clear()
     os.environ.update(environment)
-    if os.environ["RANK"] == "0":
+    if is_first:
         print("=== done", flush=True)
-if loads(wrong) is not None:
-    sys.argv = [recipe, *loads(wrong)]
-    runpy.run_path(recipe, run_name="__main__")
+
+
+def main_of_late():
+    try:
+        main_of(late[0])()
+    except FSDPToolsError:
+        time.sleep(2 * is_first)
+        raise
+
+
+if late:
+    sys.argv = late
+    scripting.run(main_of_late, late[0])
 sys.stdout.flush()
 os._exit(0)  # as recipes do
 """
@@ -127,14 +144,11 @@ class Series:
         before, after = map(float, match.groups())
         return before, after
 
-    def state(self, name: str) -> dict[str, Any]:
-        """The `trainer_state.json` of a run."""
-        return json.loads((self.folder / name / "trainer_state.json").read_text())
-
     def log(self, name: str, key: str) -> list[float]:
         """Every value of that name in a run's log."""
         self.of(name)
-        return [entry[key] for entry in self.state(name)["log_history"] if key in entry]
+        history = json.loads((self.folder / name / "trainer_state.json").read_text())["log_history"]
+        return [entry[key] for entry in history if key in entry]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """All tensors that a run has saved."""
@@ -159,15 +173,15 @@ class Series:
             logits = model.eval()(**{key: torch.tensor(value) for key, value in self.probe.items()}).logits
         torch.testing.assert_close(logits, self.logits(name), rtol=1e-4, atol=1e-4)
 
-    def check_resumed(self) -> None:
-        """The run "resumed" of `two_runs` began in the middle, and its end is that of "trained" to the bit, as is its
-        log."""
-        saved = {name: {p.name for p in (self.folder / name).glob("checkpoint-*")} for name in ("trained", "resumed")}
-        assert len(saved["trained"]) == 2 and len(saved["resumed"]) == 1, f"it did not begin in the middle: {saved}"
-        resumed = self.weights("resumed")
-        for name, weight in self.weights("trained").items():
-            assert torch.equal(weight, resumed[name]), name
-        assert self.log("resumed", "loss") == self.log("trained", "loss")
+    def check_resumed(self, name: str) -> None:
+        """The second of `two_runs` began in the middle; its end is that of the first to the bit, as is its log."""
+        resumed = f"{name}-resumed"
+        saved = {run: len([*(self.folder / run).glob("checkpoint-*")]) for run in (name, resumed)}
+        assert saved == {name: 2, resumed: 1}, "it did not begin in the middle"
+        weights = self.weights(resumed)
+        for key, weight in self.weights(name).items():
+            assert torch.equal(weight, weights[key]), key
+        assert self.log(resumed, "loss") == self.log(name, "loss")
 
 
 def launch(
@@ -190,45 +204,42 @@ def launch(
 
 def launch_series(
     folder: Path,
-    recipe: str,
     runs: dict[str, list[str]],
     *,
     refused: dict[str, list[str]] | None = None,
     probe: dict[str, Any] | None = None,
-    wrong: list[str] | None = None,
+    late: list[str] | None = None,
 ) -> Series:
-    """Run a recipe several times after one start, and note the logits for the keywords `probe` at the end of each run.
+    """Run recipes one after the other after one start, each given by its name and its options.
 
-    Runs of `refused` end in an error of this package, and `wrong` has the options of a last run that ends so as a
-    process of its own would.
+    The logits for the keywords `probe` are noted at the end of each run. Runs of `refused` end in an error of this
+    package. `late` is a last run that ends so as a process of its own would, with an error that rank 0 meets 2 s after
+    the other.
     """
     script = folder / "series.py"
     script.write_text(SERIES)
     entries = [
-        (name, [*options, "--output_dir", str(folder / name)], part is refused)
+        (name, [*words, "--output_dir", str(folder / name)], part is refused)
         for part in (runs, refused or {})
-        for name, options in part.items()
+        for name, words in part.items()
     ]
-    last = None if wrong is None else [*wrong, "--output_dir", str(folder / "wrong")]
-    arguments = [str(ROOT / "recipes" / recipe), *map(json.dumps, [probe or PROBE, *entries, last])]
-    done = launch(folder, *arguments, script=script)
+    done = launch(folder, str(ROOT), *map(json.dumps, [probe or PROBE, entries, late]), script=script)
     printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
     return Series(folder, printed, done.stderr, done.returncode, probe or PROBE)
 
 
-def two_runs(folder: Path, steps: int, *options: str, learning_rate: float) -> dict[str, list[str]]:
-    """Two runs: "trained", and "resumed" from the middle of the first."""
-    trained = [*options, "--max_steps", str(steps), "--save_steps", str(steps // 2)]
-    trained += ["--learning_rate", str(learning_rate)]
-    middle = folder / "trained" / f"checkpoint-{steps // 2}"
-    return {"trained": trained, "resumed": [*trained, "--resume_from_checkpoint", str(middle)]}
+def two_runs(folder: Path, name: str, steps: int, *words: str, learning_rate: float) -> dict[str, list[str]]:
+    """Two runs: of that name, and "…-resumed" from the middle of the first."""
+    whole = [*words, "--max_steps", str(steps), "--save_steps", str(steps // 2), "--learning_rate", str(learning_rate)]
+    middle = folder / name / f"checkpoint-{steps // 2}"
+    return {name: whole, f"{name}-resumed": [*whole, "--resume_from_checkpoint", str(middle)]}
 
 
-def write_split(folder: Path, rows: list[dict[str, Any]]) -> str:
-    """Write a dataset of which the same rows are trained on and evaluated; return its folder as an option's value."""
+def write_split(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None) -> str:
+    """Write a dataset, which is evaluated on the same rows where no others are given; return its folder."""
     folder.mkdir(parents=True)
-    for name in ("train.jsonl", "test.jsonl"):
-        write_lines(folder / name, rows)
+    write_lines(folder / "train.jsonl", rows)
+    write_lines(folder / "test.jsonl", held_out or rows)
     return str(folder)
 
 

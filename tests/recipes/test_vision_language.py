@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_vision_model
-from tests.recipes._launch import Series, launch_series, two_runs
+from tests.recipes._launch import Series, launch_series
 
 pytest.importorskip("trl")
 
@@ -36,31 +36,35 @@ def runs(tmp_path_factory) -> Series:
     blind = Path(shutil.copytree(model, folder / "blind"))
     for name in ("processor_config.json", "preprocessor_config.json"):
         (blind / name).unlink(missing_ok=True)
-    bare = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
-    pictures = ["--dataset_name", str(folder / "pictures")]
-    common = [*bare, "--model_name_or_path", str(model), "--max_length", "64"]
-    runs = two_runs(folder, 6, *common, *pictures, learning_rate=1e-2)
-    short = ["--max_steps", "2", "--learning_rate", "1e-2", "--eval_strategy", "no"]
-    messages = ["--dataset_name", str(folder / "messages.parquet")]
-    runs["whole"] = [*common, *messages, *short, "--freeze_vision_tower", "false"]
+    bare = ["vision_language", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--learning_rate", "1e-2"]
+    bare += ["--lr_scheduler_type", "constant", "--max_length", "64", "--model_name_or_path"]
+    common = [*bare, str(model), "--dataset_name"]
+    pictures = [*common, str(folder / "pictures")]
+    short = ["--max_steps", "2", "--eval_strategy", "no"]
     lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear", "--merge_adapters"]
-    runs["lora"] = [*common, *pictures, *short, *lora]
-    runs["some"] = [*common, "--dataset_name", str(folder / "some.parquet"), "--per_device_train_batch_size", "1"]
-    runs["some"] += ["--max_steps", "6", "--learning_rate", "1e-2", "--per_device_eval_batch_size", "1"]
-    refused = {
-        "blind": [*bare, *pictures, "--model_name_or_path", str(blind), "--max_length", "64"],
-        "cut": [*common, *pictures, "--max_length", "12"],
-        "unanswered": [*common, *pictures, "--max_length", "30"],
-        "packed": [*common, *pictures, "--packing"],
+    one_each = ["--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1"]
+    runs = {
+        "trained": [*pictures, "--max_steps", "6"],
+        "whole": [*common, str(folder / "messages.parquet"), *short, "--freeze_vision_tower", "false"],
+        "lora": [*pictures, *short, *lora],
+        "some": [*common, str(folder / "some.parquet"), "--max_steps", "6", *one_each],
     }
-    return launch_series(folder, "vision_language.py", runs, refused=refused, probe=probe)
+    refused = {
+        "blind": [*bare, str(blind), "--dataset_name", str(folder / "pictures")],
+        "cut": [*pictures, "--max_length", "12"],
+        "unanswered": [*pictures, "--max_length", "30"],
+        "packed": [*pictures, "--packing"],
+    }
+    return launch_series(folder, runs, refused=refused, probe=probe)
 
 
-def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs):
-    before, after = runs.losses("trained")
-    assert before > 6.5 and after < 5.5
-    runs.check_opened("trained", AutoModelForImageTextToText.from_pretrained(runs.folder / "trained"))
-    assert AutoProcessor.from_pretrained(runs.folder / "trained").image_processor.crop_size["height"] == 32
+@pytest.mark.parametrize("name", ["trained", "some"])
+def test_the_loss_falls_and_the_result_opens_in_plain_transformers(runs, name):
+    """Rows of "some" have images on one rank and none on the other."""
+    before, after = runs.losses(name)
+    assert after < before - (1.0 if name == "trained" else 0.5)
+    runs.check_opened(name, AutoModelForImageTextToText.from_pretrained(runs.folder / name))
+    assert AutoProcessor.from_pretrained(runs.folder / name).image_processor.crop_size["height"] == 32
 
 
 @pytest.mark.parametrize("name", ["trained", "lora"])
@@ -78,10 +82,6 @@ def test_the_sample_is_what_plain_transformers_generates(runs, name):
     assert re.search(r"^sample +(.*)$", runs.of(name), re.MULTILINE)[1] == repr(text)
 
 
-def test_a_run_resumed_in_the_middle_has_the_same_end(runs):
-    runs.check_resumed()
-
-
 def test_a_frozen_tower_is_as_it_was_and_a_trained_one_is_not(runs):
     start = load_file(runs.folder / "model" / "model.safetensors")
     tower = [name for name in start if name.startswith(TOWER)]
@@ -95,12 +95,6 @@ def test_an_adapter_opens_in_peft_and_merged_without(runs):
     base = AutoModelForImageTextToText.from_pretrained(runs.folder / "model")
     runs.check_opened("lora", PeftModel.from_pretrained(base, runs.folder / "lora"))
     runs.check_opened("lora", AutoModelForImageTextToText.from_pretrained(runs.folder / "lora" / "merged"))
-
-
-def test_ranks_with_and_without_images_train_together(runs):
-    before, after = runs.losses("some")
-    assert after < before - 0.5
-    runs.check_opened("some", AutoModelForImageTextToText.from_pretrained(runs.folder / "some"))
 
 
 @pytest.mark.parametrize(

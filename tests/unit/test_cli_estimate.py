@@ -25,8 +25,8 @@ from tests._dist import imitate_gpus
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """Configuration of a model that is larger than a GPU: no weights are needed."""
-    folder = tmp_path_factory.mktemp("models") / "llama-3b"
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 3, "num_attention_heads": 64}
+    folder = tmp_path_factory.mktemp("models") / "llama-2b"
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "num_attention_heads": 64}
     config = LlamaConfig(vocab_size=32000, num_key_value_heads=64, max_position_embeddings=8192, **sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
@@ -49,32 +49,27 @@ ON_EIGHT = ("--num-processes", "8", "--max-length", "2048")
 
 
 def test_estimate_prints_what_the_functions_say(capsys, llama):
-    memory = estimate_memory(llama, **EIGHT)
+    """With the figure of the other kind of loss, and a row for each of what takes most at the peak."""
+    memory, whole = estimate_memory(llama, **EIGHT), estimate_memory(llama, loss="full", **EIGHT)
     time = throughput_of(memory)
-    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT)
+    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--explain", "--tokens", "1e9", "--price", "2.5")
     assert (code, err) == (0, "")
     words = " ".join(out.split())
     assert words.startswith(" ".join(str(memory).split())) and " ".join(str(time).split()) in words
-    assert all(len(line) <= 100 for line in out.splitlines())
-    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json")[1])
-    assert value["memory"]["total"] == memory.total
-    assert value["throughput"]["mfu"] == time.mfu
-
-
-def test_estimate_says_what_it_assumed_and_how_far_it_may_be_off(capsys, llama):
-    """With the figure of the other kind of loss, and a row for each of what takes most at the peak."""
-    _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--explain")
-    memory, whole = estimate_memory(llama, **EIGHT), estimate_memory(llama, loss="full", **EIGHT)
-    words = " ".join(out.split())
+    assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert f"assumed: {memory.setup.words}" in words and "adamw on fp32" in memory.setup.words
     assert f"with whole logits (--loss full) {show_bytes(whole.total)} in all" in words
     assert f"up to {show_bytes(round(memory.total * (1 + MARGIN)))} on a real GPU" in words
-    table = out[out.index("largest at the peak") :].split("\n\n")[0].splitlines()
-    rows = memory.largest(10**6)
+    before, _, explained = out.partition("largest at the peak")
+    assert all(len(line) <= 100 for line in before.splitlines()[:-1])
+    table, rows = explained.split("\n\n")[0].splitlines(), memory.largest(10**6)
     assert len(table) == 11 and rows[0][3] in table[1]
-    assert any(unit.startswith("model.layers.") and source == "mlp.act_fn aten.silu" for *_, unit, source in rows)
+    assert ("model.layers.0", "input_layernorm aten._to_copy") in [row[2:] for row in rows]
     workspace = memory.at_peak["cuBLAS workspace"] + memory.at_peak["rounding"]
     assert sum(num_bytes for num_bytes, *_ in rows) == memory.peak_allocated - workspace
+    value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json")[1])
+    assert value["memory"]["total"] == memory.total
+    assert value["throughput"]["mfu"] == time.mfu
 
 
 def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
@@ -83,28 +78,30 @@ def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
     assert "does not fit" in words and "what fits: with activation checkpointing." in words
 
 
-def test_one_question_has_one_answer(capsys, llama):
-    """`config` recommends a setting, and `estimate` of that setting says the same memory and speed."""
-    words = ("--gpu", "h100-80gb", *ON_EIGHT)
-    value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
-    found = value["recommendation"]
-    setup = {name: found["setup"][name] for name in SEARCHED}
-    memory = estimate_memory(llama, num_gpus=8, seq_len=2048, **setup)
-    assert memory.setup.loss == found["setup"]["loss"] == "chunked" and memory.total == found["peak_bytes"]
-    assert throughput_of(memory).step_seconds == pytest.approx(found["step_seconds"])
-    assert estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **setup)) == memory
-    assert "fits" in value["reasons"]["activation_checkpointing"], "why the search chose it"
+def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_same_of_it(capsys, llama):
+    words = "--gpu h100-80gb --no-reshard-after-forward --per-device-train-batch-size 2 --mixed-precision fp16 --json"
+    value = json.loads(run(capsys, "config", llama, *ON_EIGHT, *words.split())[1])
+    found, setup = value["recommendation"], value["recommendation"]["setup"]
+    assert (setup["batch_size"], setup["precision"]) == (2, "fp16")
+    assert not value["config"]["reshard_after_forward"] and not setup["reshard_after_forward"]
     assert value["launch"].startswith("hf-fsdp finetune --config_file FILE ")
+    assert "fits" in value["reasons"]["activation_checkpointing"], "why the search chose it"
+    chosen = {name: setup[name] for name in (*SEARCHED, "precision")}
+    memory = estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **chosen))
+    assert memory.setup.loss == setup["loss"] == "chunked" and memory.total == found["peak_bytes"]
+    assert throughput_of(memory).step_seconds == pytest.approx(found["step_seconds"])
 
 
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
     words = ["--gpu", "h100-80gb", "--num-processes", "16", "--per-device-train-batch-size", "1"]
-    words += ["--max-length", "512", "--recipe", "pretrain"]
-    value = json.loads(run(capsys, "config", llama, *words, "--optimizer", "adamw_8bit", "--json")[1])
+    words += ["--max-length", "512", "--recipe", "pretrain", "--activation-checkpointing", "--no-reshard-after-forward"]
+    words += ["--optimizer", "adamw_8bit", "--lora-r", "8"]
+    value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
     assert (value["config"]["num_machines"], value["recommendation"]["setup"]["gpus_per_node"]) == (2, 8)
     assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
     assert "machines  2 of 8 GPUs each, assumed" in value["yaml"]
-    assert value["launch"].startswith("hf-fsdp pretrain ") and value["launch"].endswith("--optim adamw_torch_8bit")
+    assert value["launch"].startswith("hf-fsdp pretrain ") and " --optim adamw_torch_8bit" in value["launch"]
+    assert " --use_peft --lora_r 8 --lora_target_modules all-linear" in value["launch"]
     path = tmp_path / "two.yaml"
     code, out, _ = run(capsys, "config", "--gpu", "h100-80gb", "--num-processes", "16", "--slurm", "--output", path)
     assert code == 0 and out.splitlines()[-1] == f"launch  sbatch {path.with_suffix('.sbatch')}"
@@ -118,9 +115,8 @@ def test_every_option_reaches_the_setup(capsys, llama):
         "--activation-checkpointing --no-reshard-after-forward --offload-params --link-gb-s 20 --no-sync-each-batch "
         "--loss chunked --attn-implementation eager --torch-compile --json"
     )
-    value = json.loads(run(capsys, "estimate", llama, *words.split())[1])
-    said = value["memory"]["setup"]
-    meant = TrainingSetup(
+    setup = json.loads(run(capsys, "estimate", llama, *words.split())[1])["memory"]["setup"]
+    expected = dict(
         num_gpus=16,
         gpu="a100-40gb",
         gpus_per_node=4,
@@ -136,7 +132,7 @@ def test_every_option_reaches_the_setup(capsys, llama):
         reduce_dtype="fp16",
         optimizer="sgd",
         lora_r=4,
-        lora_target_modules=("q_proj", "v_proj"),
+        lora_target_modules=["q_proj", "v_proj"],
         activation_checkpointing=True,
         reshard_after_forward=False,
         offload=True,
@@ -144,9 +140,7 @@ def test_every_option_reaches_the_setup(capsys, llama):
         attn_implementation="eager",
         compile=True,
     )
-    values = {name: getattr(meant, name) for name in said if name != "policy"}
-    values["lora_target_modules"] = ["q_proj", "v_proj"]
-    assert {name: said[name] for name in values} == values
+    assert {name: setup[name] for name in expected} == expected
 
 
 def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
@@ -164,123 +158,77 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
     assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
 
 
-def test_estimate_draws_what_the_file_is_called(capsys, llama, tmp_path):
+def test_a_page_holds_all_pictures(capsys, llama, tmp_path):
     pytest.importorskip("matplotlib")
-    page, picture = tmp_path / "page.html", tmp_path / "memory.svg"
+    page = tmp_path / "page.html"
     code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--output", page)
     assert code == 0 and f"wrote {page}" in out
     text = page.read_text()
     for caption in ("memory of a step", "ways to wrap the model", "speed over the number of GPUs"):
         assert f'alt="{caption}"' in text
-    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture)[0] == 0
-    assert "<svg" in picture.read_text() and "LlamaForCausalLM" in picture.read_text()
 
 
-def test_schedule_writes_a_trace_and_draws_a_real_step_below(capsys, llama, tmp_path):
+def test_the_schedule_is_a_line_per_kind_of_unit_and_a_trace_beside_a_measured_one(capsys, llama, tmp_path):
     """The written trace has the simulation's times; a trace of torch's profiler is drawn in the same picture."""
-    pytest.importorskip("matplotlib")
-    trace, picture, recorded = tmp_path / "step.json", tmp_path / "step.svg", tmp_path / "recorded.json.gz"
-    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", trace)[0] == 0
-    rows = json.loads(trace.read_text())["traceEvents"]
-    bars = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]
-    seconds = max(bar["end_s"] for bar in bars)
-    assert max(row["ts"] + row["dur"] for row in rows) == pytest.approx(1e6 * seconds, rel=1e-6)
-    label = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "FSDP::pre_forward (layers.0)", "ts": 0, "dur": 1}
-    operation = {"ph": "X", "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 2, "dur": 7e6}
-    recorded.write_bytes(gzip.compress(json.dumps({"traceEvents": [label, operation]}).encode()))
-    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture, "--measured", recorded)[0] == 0
-    assert "measured" in picture.read_text()
-
-
-def test_schedule_has_a_line_per_kind_of_unit(capsys, llama):
     code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")
     assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
-    (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..2}"))
     bars = [Bar(**bar) for bar in json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]]
     computing = [
         bar.end_s - bar.start_s
         for bar in bars
         if (bar.operation, bar.phase) == ("compute", "forward") and bar.unit.startswith("model.layers.")
     ]
-    assert float(line.split()[2]) == pytest.approx(1e3 * sum(computing) / 3, rel=0.01)
-    assert f"{1e3 * max(bar.end_s for bar in bars):,.0f} ms" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..1}"))
+    assert float(line.split()[2]) == pytest.approx(1e3 * sum(computing) / 2, rel=0.01)
+    seconds = max(bar.end_s for bar in bars)
+    assert f"{1e3 * seconds:,.0f} ms" in out
+
+    trace, picture, recorded = tmp_path / "step.json", tmp_path / "step.svg", tmp_path / "recorded.json.gz"
+    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", trace)[0] == 0
+    rows = json.loads(trace.read_text())["traceEvents"]
+    assert max(row["ts"] + row["dur"] for row in rows) == pytest.approx(1e6 * seconds, rel=1e-6)
+    pytest.importorskip("matplotlib")
+    label = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "FSDP::pre_forward (layers.0)", "ts": 0, "dur": 1}
+    operation = {"ph": "X", "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 2, "dur": 7e6}
+    recorded.write_bytes(gzip.compress(json.dumps({"traceEvents": [label, operation]}).encode()))
+    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", picture, "--measured", recorded)[0] == 0
+    assert "measured" in picture.read_text() and "LlamaForCausalLM" in picture.read_text()
 
 
 def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
-    words = words.split()
-    code, out, err = run(capsys, "config", llama, *words, "--output", path)
+    words += " --no-reshard-after-forward --activation-checkpointing"
+    code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
     assert (code, err) == (0, "")
-    fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024}
-    found = recommend_config(llama, global_batch_size=8, batch_size=2, **fields)
-    setup = found.setup
-    said = yaml.safe_load(path.read_text())["fsdp_config"]
-    assert said["fsdp_offload_params"] is setup.offload is True
-    assert said["fsdp_activation_checkpointing"] is setup.activation_checkpointing
-    assert said["fsdp_reshard_after_forward"] is setup.reshard_after_forward
+    fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "batch_size": 2}
+    fields |= {"reshard_after_forward": False, "activation_checkpointing": True}
+    found = recommend_config(llama, global_batch_size=8, **fields)
+    setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
+    assert written["fsdp_offload_params"] is setup.offload is True
+    assert written["fsdp_activation_checkpointing"] is setup.activation_checkpointing
+    assert written["fsdp_reshard_after_forward"] is setup.reshard_after_forward
     comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment[0].startswith(f"Generated by: hf-fsdp config {llama} --gpu rtx-4090")
     assert [line.strip() for line in str(found).splitlines()] == comment[4:]
     assert [finding.code for finding in FSDPConfig.check_file(path)] == ["few-devices"]  # it is for another machine
-    launch = out.splitlines()[-1]
-    assert f"--per_device_train_batch_size {setup.batch_size} " in launch
-    assert launch.endswith(f"--gradient_accumulation_steps {setup.gradient_accumulation_steps}")
-    assert f"hf-fsdp finetune --config_file {path} --model_name_or_path {llama} " in launch
-    assert comment[2] == f"Start it with: {launch.removeprefix('launch').strip()}"
-
-
-def test_config_keeps_what_is_asked_for(capsys, llama):
-    words = (
-        "--gpu h100-80gb --num-processes 8 --activation-checkpointing --per-device-train-batch-size 2 --lora-r 8 "
-        "--mixed-precision fp16 --json"
-    )
-    code, out, _ = run(capsys, "config", llama, *words.split())
-    value = json.loads(out)
-    setup = value["recommendation"]["setup"]
-    assert code == 0 and (setup["batch_size"], setup["lora_r"], setup["precision"]) == (2, 8, "fp16")
-    assert value["config"]["activation_checkpointing"] and setup["activation_checkpointing"]
-    assert setup["seq_len"] == 4096
-    assert value["launch"].endswith("--use_peft --lora_r 8 --lora_target_modules all-linear")
+    command = out.splitlines()[-1].removeprefix("launch").strip()
+    assert command.startswith(f"hf-fsdp finetune --config_file {path} --model_name_or_path {llama} ")
+    assert f"--per_device_train_batch_size {setup.batch_size} " in command
+    assert f" --gradient_accumulation_steps {setup.gradient_accumulation_steps} " in command
+    assert comment[2] == f"Start it with: {command}"
 
 
 def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     imitate_gpus(monkeypatch, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
-    value = json.loads(run(capsys, "config", llama, "--per-device-train-batch-size", "1", "--json")[1])
+    words = ["--per-device-train-batch-size", "1", "--activation-checkpointing", "--no-reshard-after-forward", "--json"]
+    value = json.loads(run(capsys, "config", llama, *words)[1])
     setup = value["recommendation"]["setup"]
     assert (setup["gpu"], setup["num_gpus"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "Abacus 3000")
     code, _, err = run(capsys, "config", llama)
     assert code == 1 and "'Abacus 3000' is not in the table" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "cure"),
-    [
-        ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
-        ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
-        ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
-        ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
-        ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {llama} --output memory.jpg", "pictures end in .html"),
-        ("estimate {llama} --output /nowhere/memory.png", "make it first"),
-        ("estimate {llama} --units --output .", ". is a folder; name a file"),
-        ("estimate {llama} --units --measured {llama}/config.json", "torch.profiler"),
-        ("estimate {llama} --units --measured {tmp}/none.json --output {tmp}/step.svg", "No such file"),
-        ("estimate {llama} --measured {tmp}/none.json", "give --units too"),
-        ("estimate {tmp}/nothing", "nothing"),
-        ("config {llama}", "--gpu h100-80gb"),
-        ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --num-processes 8 --longest --max-length 512", "leave one of them out"),
-    ],
-)
-def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
-    code, out, err = run(capsys, *words.format(llama=llama, tmp=tmp_path).split())
-    assert (code, out) == (1, "")
-    assert err.startswith("hf-fsdp: error: ") and cure in err and "Traceback" not in err
-    assert len(err.splitlines()) == 1
 
 
 def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):

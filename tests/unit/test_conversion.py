@@ -18,7 +18,7 @@ from transformers import core_model_loading as ops
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, map_saving, persistent_tensors
+from hf_fsdp_tools.loading.conversion import LoadMap, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
@@ -36,11 +36,8 @@ CONVERTED = [  # stored in another layout than the model has
     "qwen3_vl_moe", "olmo_hybrid", "nomic_bert", "gte", "dinov2", "sapiens2",
 ]
 RENAMED = [  # stored as the model has it, some keys renamed
-    "llama", "gpt2", "gpt_oss", "llama4_text", "qwen2_vl", "gemma3", "llava",
-    "clip", "whisper", "bart", "t5", "vit", "opt", "bloom",
-    "falcon", "mllama", "mistral", "qwen2", "qwen3", "gemma2", "phi3",
-    "bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "wav2vec2", "gpt_neox",
-    "electra", "deberta-v2", "siglip", "marian",
+    "gpt2", "gpt_oss", "llama4_text", "qwen2_vl", "gemma3", "llava", "clip", "whisper", "t5", "vit", "bloom", "mllama",
+    "bert", "wav2vec2", "deberta-v2",
 ]
 # fmt: on
 
@@ -229,21 +226,6 @@ def test_a_conversion_that_computes_is_run_on_whole_tensors_and_counted(
     assert "read whole" in str(report)
 
 
-@pytest.mark.parametrize("computing_conversion", [Doubled], indirect=True)
-def test_a_conversion_that_computes_is_reverted_on_gathered_tensors_and_counted(
-    computing_conversion: None, tmp_path: Path
-) -> None:
-    folder = make_checkpoint("llama", tmp_path / "stored")
-    model = build_meta_model(folder, auto_class=type(make_model("llama")))
-    load_weights(model, folder)
-    report = save_pretrained(model, tmp_path / "saved")
-    assert report.gathered_bytes == sum(
-        t.num_bytes for k, t in CheckpointIndex.open(folder).tensors.items() if "down_proj" in k
-    )
-    stored, saved = stored_tensors(folder), stored_tensors(tmp_path / "saved")
-    assert all(torch.equal(saved[k], t) for k, t in stored.items())
-
-
 def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path) -> None:
     """Experts of different shapes cannot be stacked."""
     folder = make_checkpoint("mixtral", tmp_path)
@@ -252,12 +234,3 @@ def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path)
     tensors[key] = replace(tensors[key], shape=(3, 3))
     with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
         loading_map(make_model("mixtral"), tensors)
-
-
-def test_maps_need_no_storage(tmp_path: Path) -> None:
-    """Both directions are worked out on a meta model."""
-    folder = make_checkpoint("mixtral", tmp_path)
-    model = build_meta_model(folder)
-    index = CheckpointIndex.open(folder)
-    assert loading_map(model, index.tensors).tensors.keys() == model.state_dict().keys()
-    assert map_saving(model).keys() == index.tensors.keys()

@@ -101,7 +101,7 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
     for name, value in sizes.items():
         setattr(config, name, value)
     diagnosis = rehearse(build_meta_model(config, auto_class=auto_class))
-    assert {finding.code for finding in diagnosis.findings} <= {"empty-shards"}, diagnosis
+    assert not diagnosis.findings, diagnosis
     blocks = [line for line in str(diagnosis.units).splitlines() if " × " in line]
     assert 1 <= len(blocks) <= 4, "equal units share a line"
     assert not dist.is_initialized()
@@ -139,8 +139,6 @@ def test_parameters_that_are_real_even_on_meta_are_no_fault_of_a_rehearsal():
 def test_a_rehearsal_refuses_what_it_cannot_do(fake_group):
     with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
         rehearse(make_model("llama"))
-    with pytest.raises(ConfigError, match=r"num_processes is 100,000,000; .* at most 65,536"):
-        rehearse(make_model("llama"), num_processes=10**8)
 
 
 def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):

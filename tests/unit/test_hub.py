@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -14,7 +13,6 @@ from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.hub import HubTarget, local_path, upload_errors
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.text import first_line
 from tests._checkpoints import make_checkpoint
 
 
@@ -48,19 +46,6 @@ def test_a_name_may_be_in_the_home_folder_and_not_empty(home: Path) -> None:
             use("")
         with pytest.raises(CheckpointError, match=r"No such folder.*absent"):
             use("~/absent")
-
-
-def test_a_model_in_the_home_folder_is_the_model(home: Path) -> None:
-    model, expected = from_pretrained("~/model"), AutoModelForCausalLM.from_pretrained(home / "model")
-    state = model.state_dict()
-    for key, tensor in expected.state_dict().items():
-        assert torch.equal(state[key].full_tensor(), tensor), key
-    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-
-
-def test_the_first_line_of_an_error() -> None:
-    assert first_line(ValueError("\n  It is wrong.\nAt length.")) == "It is wrong"
-    assert first_line(EOFError()) == "EOFError"
 
 
 @pytest.mark.parametrize(

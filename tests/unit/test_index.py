@@ -64,10 +64,11 @@ def test_a_single_file_opens_by_folder_and_by_name(tmp_path: Path, name: str) ->
     assert set(CheckpointIndex.open(tmp_path).tensors) == set(TENSORS)
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d != torch.float8_e8m0fnu])
-def test_every_dtype_is_named_as_safetensors_names_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_file({"x": torch.zeros(3, dtype=dtype)}, tmp_path / "model.safetensors")
-    assert CheckpointIndex.open(tmp_path).tensors["x"].dtype == dtype
+def test_every_dtype_is_named_as_safetensors_names_it(tmp_path: Path) -> None:
+    tensors = {str(d): torch.zeros(3, dtype=d) for d in DTYPES.values() if d != torch.float8_e8m0fnu}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = CheckpointIndex.open(tmp_path).tensors
+    assert {key: tensor.dtype for key, tensor in found.items()} == {key: t.dtype for key, t in tensors.items()}
 
 
 def test_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
@@ -104,30 +105,24 @@ BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
         "dtype F4 is not supported; supported: BOOL",
     ),
     "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "SafetensorError"),
+    "nothing": (None, b"", "cannot be read as safetensors"),
+    "git-lfs": (None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs.*Run `git lfs pull`"),
+    "endless": (None, (2**63).to_bytes(8, "little"), "cannot be read as safetensors"),
 }
+"""Header (None: the file is the second alone), data, and what the error says."""
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
 def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
     header, data, message = BAD_HEADERS[name]
-    file = write(tmp_path / "model.safetensors", header, data)
+    file = tmp_path / "model.safetensors"
+    if header is None:
+        file.write_bytes(data)
+    else:
+        write(file, header, data)
     with pytest.raises(CheckpointError, match=message) as caught:
         CheckpointIndex.open(tmp_path)
     assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "cannot be read as safetensors"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a pointer of git-lfs.*Run `git lfs pull`"),
-        ((2**63).to_bytes(8, "little"), "cannot be read as safetensors"),
-    ],
-)
-def test_a_header_that_does_not_fit_the_file(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        CheckpointIndex.open(tmp_path)
 
 
 def test_a_key_in_two_files(tmp_path: Path) -> None:
@@ -246,16 +241,6 @@ def test_a_save_that_ends_while_the_folder_is_opened_is_opened_instead(
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_damage_is_told_at_once_where_no_save_came_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    next(folder.glob("*-00002-of-*")).write_bytes(b"damaged")
-    parse, calls = index_module.parse_header, []
-    monkeypatch.setattr(index_module, "parse_header", lambda file: calls.append(file) or parse(file))
-    with pytest.raises(CheckpointError, match="00002-of"):
-        CheckpointIndex.open(folder)
-    assert len(calls) == len(set(calls)), "read once"
-
-
 def name_weights(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
@@ -322,7 +307,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4).map(lambda h: json.dumps(h).encode())
     | st.binary(max_size=60),
@@ -337,18 +322,3 @@ def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: byte
         return
     assert start == 8 + len(header)
     assert sum(t.num_bytes for t in tensors) == len(data)
-
-
-@settings(max_examples=200)
-@given(position=st.integers(0, 400), value=st.integers(0, 255))
-def test_one_changed_byte_of_a_good_file_never_crashes(tmp_path: Path, position: int, value: int) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file(TENSORS, file)
-    content = bytearray(file.read_bytes())
-    content[position % len(content)] = value
-    file.write_bytes(content)
-    try:
-        tensors, start = parse_header(file)
-    except CheckpointError:
-        return
-    assert all(start <= t.offset <= t.offset + t.num_bytes <= len(content) for t in tensors)

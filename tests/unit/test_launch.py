@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.cpu_backend import (
     loopback_address,
 )
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, shared_devices
+from hf_fsdp_tools.distributed.mesh import ensure_process_group
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.scripting import arguments
 from tests._checkpoints import make_model
@@ -158,13 +158,6 @@ def test_the_device_of_a_process(variables, count, current, index):
 def test_a_process_without_a_device_of_its_own_is_refused(variables, said):
     with pytest.raises(MeshError, match=said):
         device_index(variables, count=2, kind="cuda")
-
-
-def test_processes_on_one_device_are_found():
-    none = "00000000-0000-0000-0000-000000000000"
-    assert shared_devices([(name, "3b") for name in "abacb"]) == ["ranks 0, 2", "ranks 1, 4"]
-    assert shared_devices([("a", "3b"), ("a", "5e")]) == [], "a driver that gives all devices one name"
-    assert shared_devices([("a", ""), ("b", "")]) == shared_devices([("", ""), ("", ""), (none, ""), (none, "")]) == []
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     BertForSequenceClassification,
     LlamaForCausalLM,
     LlamaModel,
@@ -54,10 +53,8 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] 
     # name: (kind of checkpoint, what is changed, class that loads it, arguments)
     "nothing wrong": ("llama", same, AutoModelForCausalLM, {}),
     "another head": ("llama", same, AutoModelForSequenceClassification, {"num_labels": 5}),
-    "another head, BERT": ("bert", same, BertForSequenceClassification, {}),
     "head to base": ("llama", same, AutoModel, {}),
     "base to head": ("base", same, AutoModelForCausalLM, {}),
-    "base to another head": ("base", same, AutoModelForTokenClassification, {}),
     "tied, embedding missing": ("tied", drop("embed_tokens"), AutoModelForCausalLM, {}),
     "a layer missing, keys too many": (
         "llama",

@@ -6,34 +6,13 @@ from collections.abc import Callable
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hf_fsdp_tools.distributed.boxes import Box, local_boxes
 from hf_fsdp_tools.loading.regions import Piece, View, slice_piece, slice_view
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
-
-
-def put_together(shape: list[int], placements: list[Placement], mesh_shape: list[int]) -> torch.Tensor:
-    """How often the ranks hold each element, all replicas counted."""
-    count = torch.zeros(shape, dtype=torch.int64)
-    for coordinate in (
-        torch.cartesian_prod(*(torch.arange(n) for n in mesh_shape)).reshape(-1, len(mesh_shape)).tolist()
-    ):
-        for box, _ in local_boxes(shape, placements, mesh_shape, coordinate):
-            count[box.slices] += 1
-    return count
-
-
-@given(data=st.data(), shape=shapes, mesh_shape=st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_the_ranks_together_hold_each_element_once_per_replica(
-    data: st.DataObject, shape: list[int], mesh_shape: list[int]
-) -> None:
-    choice = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
-    placements = [data.draw(choice) for _ in mesh_shape]
-    replicas = math.prod(n for n, p in zip(mesh_shape, placements, strict=True) if p.is_replicate())
-    assert (put_together(shape, placements, mesh_shape) == replicas).all()
 
 
 @given(shape=shapes, ranks=st.integers(1, 6), data=st.data())

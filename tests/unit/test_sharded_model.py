@@ -132,14 +132,6 @@ def test_a_reused_folder_opens_as_what_was_saved_last(folder: Path, tmp_path: Pa
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_gathered_state_dict_is_not_put_beside_another_kind_of_model(folder: Path, tmp_path: Path) -> None:
-    full, adapted = from_pretrained(folder), lora_of(folder)
-    save_pretrained(adapted, tmp_path)
-    with pytest.raises(ConfigError, match=r"holds another kind of model, whose adapter_config\.json.*Leave state_dict"):
-        full.save_pretrained(tmp_path, state_dict=full_state(full))
-    assert not (tmp_path / "config.json").exists()
-
-
 class ShardedTrainer(FSDPTrainerMixin, Trainer):
     """A Trainer on shards."""
 

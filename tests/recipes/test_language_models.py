@@ -1,0 +1,215 @@
+"""Language models as a user trains them: `finetune`, `pretrain` and the loop without a Trainer, on two ranks."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._hub import fake_hub
+from tests.recipes._launch import (
+    HAS_BITSANDBYTES,
+    ROOT,
+    Series,
+    launch,
+    launch_series,
+    two_runs,
+    write_lines,
+    write_split,
+)
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
+    for n in range(40)
+]
+ALPACA = [{"instruction": "Count.", "input": f"to {n}", "output": f"{n}."} for n in range(40)]
+TEXT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 5)} for n in range(60)]
+EIGHT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 4)} for n in range(8)]
+"""Rows of 4 to 20 tokens: as many as two ranks take in a step, in two micro-batches of two rows each."""
+
+STEPS = 4
+
+
+def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
+    options = ["--max_steps", "10", "--per_device_train_batch_size", "4", "--max_length", "96", "--save_steps", "5"]
+    options += ["--push_to_hub", "true", "--hub_model_id", "me/tuned"]
+    with fake_hub({}, root=tmp_path / "hub") as hub:
+        reached = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1"}
+        done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+        uploaded = hub.files("me/tuned")
+    for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
+        assert shown in done.stdout, shown
+    assert re.search(r"step 5 of 10: loss \d\.\d+, [\d,]+ tokens/s, learning rate \S+, \d\.\d GB", done.stdout)
+    assert not re.search(r"(it|examples)/s", done.stderr), "no bars where standard error is no terminal"
+    output = tmp_path / "outputs" / "finetune"
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    step = next(entry for entry in log if "loss" in entry)
+    assert {"loss", "tokens_per_second", "peak_memory_gb", "learning_rate", "num_tokens"} <= set(step)
+    assert (output / "checkpoint-5").is_dir() and not list(output.glob("*demo*"))
+    assert (output / "loss.png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
+    assert f"uploaded         {hub.url}/me/tuned\n" in done.stdout and b"SFT" in uploaded["README.md"]
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert uploaded[name] == (output / name).read_bytes(), name
+    start, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "outputs/demo/model", output))
+    text = AutoTokenizer.from_pretrained(output)("The assert statement is a convenient way", return_tensors="pt")
+    before, after = (model(**text, labels=text["input_ids"]).loss.item() for model in (start, trained))
+    assert after < before - 0.3, "what was saved is what was trained"
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("series")
+    model = make_demo_model(folder / "demo", hidden_size=64, num_layers=2)
+    ours = ["--model_name_or_path", str(model), "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+
+    files = {"chats": CHATS, "alpaca": ALPACA, "text": TEXT}
+    data = {name: write_lines(folder / f"{name}.jsonl", rows) for name, rows in files.items()}
+    tuned = ["finetune", *ours, "--max_length", "64", "--lr_scheduler_type", "constant"]
+    tuned += ["--eval_strategy", "steps", "--eval_steps", "4"]
+    chats = [*tuned, "--dataset_name", data["chats"], "--assistant_only_loss"]
+    runs = two_runs(folder, "chats", 4, *chats, learning_rate=1e-2)
+    runs["stopped"] = [*chats, "--max_steps", "8", "--learning_rate", "0", "--early_stopping_patience", "1"]
+    runs["stopped"] += ["--eval_steps", "1"]
+    adapter = [*tuned, "--use_peft", "--max_steps", "4", "--learning_rate", "1e-2"]
+    every = ["--lora_target_modules", "all-linear"]
+    runs["lora"] = [*adapter, *every, "--dataset_name", data["alpaca"], "--merge_adapters", "--report_to", "noting"]
+    if HAS_BITSANDBYTES:
+        runs["qlora"] = [*adapter, *every, "--dataset_name", data["text"], "--load_in_4bit", "--use_bnb_nested_quant"]
+        runs["qlora"] += ["--bnb_4bit_quant_storage", "float32"]
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder / "bf16")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "bf16")
+    runs["bf16"] = [*adapter, "--dataset_name", data["text"], "--lora_modules_to_save", "lm_head,embed_tokens"]
+    runs["bf16"] += ["--model_name_or_path", str(folder / "bf16")]
+
+    documents = folder / "documents"  # three files: rows are divided among two ranks
+    documents.mkdir()
+    for number in range(3):
+        rows = [{"text": f"{n} and then {n + number}. " * (1 + n % 9)} for n in range(30)]
+        write_lines(documents / f"train-{number}.jsonl", rows)
+    write_lines(documents / "test.jsonl", [{"text": f"{n} and then {n}. " * 3} for n in range(100, 108)])
+    packed = ["pretrain", *ours, "--dataset_name", str(documents), "--max_length", "48"]
+    stream = [*packed, "--dataset_streaming", "--lr_scheduler_type", "constant"]
+    runs |= two_runs(folder, "stream", 4, *stream, learning_rate=1e-2)
+    runs["drawn"] = [*packed, "--from_scratch", "--max_steps", "3", "--learning_rate", "1e-2", "--seed", "7"]
+
+    loop = ["accelerate_loop", *ours, "--gradient_accumulation_steps", "2", "--dataset_name"]
+    # epochs of five steps, of which six are done: the middle lies within an epoch, and the end in the next
+    many = write_split(folder / "many", TEXT[:40], TEXT[40:43])
+    runs |= two_runs(folder, "loop", 6, *loop, many, learning_rate=2e-2)
+    runs["compared"] = [
+        *loop,
+        write_split(folder / "eight", EIGHT),
+        "--max_steps",
+        str(STEPS),
+        "--learning_rate",
+        "1e-2",
+    ]
+
+    wrong = write_lines(folder / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)
+    done = launch_series(folder, runs, late=[*tuned, "--dataset_name", wrong])
+    assert done.code == 1, done.stderr[-4000:]
+    return done
+
+
+def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(series):
+    """The launcher ends all processes a moment after one of them has ended."""
+    errors = [line for line in series.stderr.splitlines() if line.startswith("finetune: error:")]
+    assert len(errors) == 1
+    assert "columns question, reply" in errors[0] and "--dataset_text_field" in errors[0]
+    assert 'finetune.py", line' not in series.stderr, "no traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("name", "fall"), [("chats", 0.5), ("lora", 0.0), ("qlora", 0.0), ("stream", 1.0), ("drawn", 0.5), ("loop", 1.0)]
+)
+def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, name, fall):
+    if name == "qlora" and not HAS_BITSANDBYTES:
+        pytest.skip("bitsandbytes is not installed (pip install bitsandbytes)")
+    before, after = series.losses(name)
+    assert after < before - fall
+    opened = AutoModelForCausalLM.from_pretrained(series.folder / name)  # an adapter with its base, by PEFT
+    if name != "qlora":  # whose base is plain here
+        series.check_opened(name, opened)
+    if "lora" in name:
+        assert re.search(r"trained +float32, .*% of the parameters", series.of(name))
+    assert len(AutoTokenizer.from_pretrained(series.folder / name)) == opened.config.vocab_size
+    if name == "lora":
+        series.check_opened(name, AutoModelForCausalLM.from_pretrained(series.folder / name / "merged"))
+
+
+@pytest.mark.parametrize("name", ["chats", "stream"])
+def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series, name):
+    series.check_resumed(name)
+    assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of(f"{name}-resumed"), flags=re.M)
+
+
+def test_a_run_that_no_longer_gets_better_is_stopped(series):
+    before, after = series.losses("stopped")
+    assert after == before and series.log("stopped", "step")[-1] < 8
+    assert "after, which is no better" in series.of("stopped")
+    assert re.search(r"stopped early at step \d: no lower .*; kept ", series.of("stopped"))
+
+
+def test_copies_in_fp32_are_trained_on_a_base_in_bf16_without_mixed_precision(series):
+    assert re.search(r"frozen +bfloat16.*\ntrained +float32", series.of("bf16"))
+    assert series.logits("bf16").dtype == torch.bfloat16 and "sample" in series.of("bf16")
+    before, after = series.losses("bf16")
+    assert after < before + 0.1
+
+
+def test_who_is_reported_to_gets_all_figures(series):
+    noted = [json.loads(line) for line in (series.folder / "lora" / "noted.jsonl").read_text().splitlines()]
+    steps = [line for line in noted if "loss" in line]
+    assert [line["loss"] for line in steps] == series.log("lora", "loss") and len(steps) == 4
+    assert all({"learning_rate", "peak_memory_gb", "num_tokens"} <= set(line) for line in steps)
+    assert "tokens_per_second" in steps[-1] and any("eval_loss" in line for line in noted)
+
+
+def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
+    assert "new weights, drawn with the seed 7" in series.of("drawn") and "rank 0 read" not in series.of("drawn")
+    assert series.log("drawn", "eval_loss")[0] != pytest.approx(series.log("stream", "eval_loss")[0], rel=1e-3)
+
+
+# ---- the loop without a Trainer ----
+
+
+def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:
+    """The mean over all tokens of all rows, by one process."""
+    batch = tokenizer([row["text"] + tokenizer.eos_token for row in rows], padding=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_the_loop_trains_as_plain_pytorch_does_on_all_rows_at_once(series):
+    """Rows of unequal lengths in micro-batches on two ranks: the gradient of the mean over all of their tokens."""
+    model = AutoModelForCausalLM.from_pretrained(series.folder / "demo").train()
+    tokenizer = AutoTokenizer.from_pretrained(series.folder / "demo")
+    with torch.no_grad():  # rows that fill up the last batch count once
+        assert series.losses("loop")[0] == pytest.approx(plain_loss(model, tokenizer, TEXT[40:43]).item(), abs=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    scheduler = get_scheduler("cosine", optimizer, 10, STEPS)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = plain_loss(model, tokenizer, EIGHT)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    printed = re.findall(r"loss (\S+)  grad_norm (\S+)  tokens_per_second [\d.]+", series.of("compared"))
+    assert [float(loss) for loss, _ in printed] == pytest.approx(losses, rel=1e-4)
+    assert [float(norm) for _, norm in printed] == pytest.approx(norms, rel=1e-3), "which AdamW would not show"
+    series.check_opened("compared", model)
+
+
+def test_a_loop_resumed_within_an_epoch_ends_as_the_one_that_was_not_stopped(series):
+    torch.testing.assert_close(series.logits("loop-resumed"), series.logits("loop"), rtol=1e-5, atol=1e-6)
+    losses = {run: re.findall(r"^(\d)/6  loss (\S+)", series.of(run), re.MULTILINE) for run in ("loop", "loop-resumed")}
+    assert losses["loop-resumed"] == losses["loop"][3:], "the same rows in each step"
