@@ -66,8 +66,7 @@ class CachingAllocator:
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
         self.allocated = 0  # Bytes of the blocks in use (`allocated_bytes.all.current`)
         self.reserved = 0  # Bytes of all segments (`reserved_bytes.all.current`)
-        self.retries: list[int] = []
-        """How many cached segments were given back each time that the device was full (`num_alloc_retries`)."""
+        self.retries: list[int] = []  # Segments that were given back each time that the device was full
         self._limit = limit
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
@@ -183,9 +182,8 @@ class Replay:
     """What the allocator did with a list of events."""
 
     allocated: Sequence[int]
-    """Bytes in use after each event."""
+    """Bytes in use after each event, as those taken from the driver."""
     reserved: Sequence[int]
-    """Bytes taken from the driver after each event."""
     retried: tuple[tuple[int, int], ...]
     """Where the device was full: index of the event, and how many cached segments were given back for it."""
     out_of_memory_at: int | None
@@ -193,12 +191,10 @@ class Replay:
 
     @property
     def peak_allocated(self) -> int:
-        """`torch.cuda.max_memory_allocated` over the events."""
         return max(self.allocated, default=0)
 
     @property
     def peak_reserved(self) -> int:
-        """`torch.cuda.max_memory_reserved` over the events."""
         return max(self.reserved, default=0)
 
 

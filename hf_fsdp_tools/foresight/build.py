@@ -27,10 +27,7 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trus
 def build(
     name_or_model: str | PathLike[str] | PreTrainedConfig | nn.Module, setup: TrainingSetup, **model_kwargs: Any
 ) -> tuple[nn.Module, WrapPlan]:
-    """The model of a training on meta, and the plan of its units.
-
-    Any rank may call; nothing is communicated.
-    """
+    """The model of a training on meta, and the plan of its units."""
     own = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if own is None else own
     if setup.freeze_vision_tower:

@@ -83,13 +83,7 @@ _traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, Trainin
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
-    """The events of one optimizer step of a training.
-
-    The model and its trace are kept in this process, so that another number of GPUs, another optimizer, accumulation,
-    offload or resharding takes less than a second.
-
-    Any rank may call; nothing is communicated, and no accelerator is used.
-    """
+    """The events of one optimizer step of a training; the model and its trace are kept in this process for the next."""
 
     # The source is kept too, so that no other object gets its address.
     def built() -> tuple[object, nn.Module, WrapPlan]:

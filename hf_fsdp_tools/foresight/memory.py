@@ -17,8 +17,7 @@ from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""cuBLAS' workspace, which PyTorch takes from its allocator at the first matmul and keeps (`parseChosenWorkspaceSize`
-in `aten/src/ATen/cuda/CublasHandlePool.cpp`) …"""
+"""cuBLAS' workspace, taken at the first matmul (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`) …"""
 _WORKSPACES = {
     "h100": 32 * 2**20,
     "b200": 32 * 2**20,
@@ -29,14 +28,12 @@ _WORKSPACES = {
 }
 """… by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
 
-_CONTEXT = 500 * 2**20
-"""CUDA context with the kernels of PyTorch and cuBLAS that are loaded. (assumed; 0.4 to 0.6 GiB are usual)"""
+_CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _COMPILED = (
     "torch.compile is not followed in memory: compiled blocks keep fewer activations. Of published peaks this is 7 to "
     "25 % more without checkpointing, and 1 to 6 % with it (docs/foresight.md)."
 )
-_NCCL_CHANNEL = 10 * 2**20
-"""NCCL's buffer of one channel in one direction: sizes of allocations in NVIDIA/nccl issue 1685."""
+_NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
 _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
@@ -69,7 +66,6 @@ class MemoryEstimate:
     at_peak: Mapping[str, int]
     """`peak_allocated` by kind; "rounding" is what blocks are longer than what was asked for."""
     peak_phase: str
-    """The part of the step in which the peak stands."""
     peak_unit: str
     """The unit that computes at the peak: fqn of its first module, "" for the root."""
     outside: Mapping[str, int]
@@ -77,7 +73,7 @@ class MemoryEstimate:
     peak_event: int
     """Index of the event of the step after which the peak stands."""
     limit_bytes: int
-    """Memory of the GPU that the training may use: all, as the driver reports it, or what `memory_of` was told."""
+    """Memory of the GPU that the training may use."""
     retried: tuple[tuple[int, int], ...]
     """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
     index of the event, number of segments; () where there is room."""
@@ -131,7 +127,6 @@ class MemoryEstimate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The memory over the course of the step."""
         step = self.forecast.step
         return memory_timeline(step.events, step.resident, reserved=self.replay.reserved)
 
@@ -255,8 +250,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
 
 def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
     """A late step of a forecast in the allocator, which has what CUDA and NCCL leave of so much memory."""
-    room = limit_bytes - sum(_outside(forecast.setup).values())
-    return _replayed(forecast.step, forecast.setup, limit=room)
+    return _replayed(forecast.step, forecast.setup, limit=limit_bytes - sum(_outside(forecast.setup).values()))
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:

@@ -34,8 +34,7 @@ above what is foreseen (`docs/foresight.md`)."""
 
 _NOT_FORESEEN = "tokens/s are not foreseen: of this GPU no published training is known. They compare settings."
 
-LONGEST = 131_072
-"""Tokens per sequence up to which the longest is looked for where a model has no limit. (assumed)"""
+LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
 
 
 def recommend_config(
@@ -254,11 +253,8 @@ def _verdict(num_bytes: int, slower: float, job: Job) -> str:
     return f"fits, {speed if abs(slower) > 0.0005 else 'as fast'}, takes {show_bytes(num_bytes)}"
 
 
-SHORTEST = 512
-"""Tokens per sequence below which none are proposed. (assumed)"""
-
-MOST_GPUS = 4096
-"""GPUs up to which more are proposed. (assumed)"""
+SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
+MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 
 
 def _proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:

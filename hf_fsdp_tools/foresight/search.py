@@ -17,10 +17,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
-GAIN = 0.01
-"""Relative gain in speed below which two settings count as equally fast, and the one with less memory is taken: a
-fifth of the error of estimates of the step time. (assumed)"""
-
+GAIN = 0.01  # Relative gain in speed below which settings count as equally fast: less memory wins. (assumed)
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Micro-batches that are tried where no global batch is set. (assumed)"""
 
@@ -30,8 +27,7 @@ class Cost:
     """What one setting needs on each GPU."""
 
     num_bytes: int
-    """Of the GPU's memory, at the peak, where the allocator has what may be used; more than that where the step does
-    not run in it."""
+    """Of the GPU's memory, at the peak; more than may be used where the step does not run in it."""
     seconds: float
     """Of one optimizer step."""
     floor_seconds: float = 0.0
@@ -39,7 +35,7 @@ class Cost:
     host_bytes: int = 0
     """Of host memory, per GPU, under offload."""
     retries: int = 0
-    """How often in a step the allocator is full and gives cached memory back; `seconds` has the time for it."""
+    """How often in a step the allocator is full and gives cached memory back."""
     loss: Literal["full", "chunked", None] = None
     notes: tuple[str, ...] = ()
 
@@ -71,8 +67,7 @@ class Space:
     accumulation: Mapping[int, int]
     """Micro-batches in ascending order, and the accumulation steps that go with each."""
     values: Mapping[str, tuple[Any, ...]]
-    """Of the other fields of a point, in the order in which they are tried; where False is among those of
-    `sync_each_batch`, it counts for micro-batches that are accumulated."""
+    """Of the other fields of a point, in the order in which they are tried."""
 
     @classmethod
     def of(cls, setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> "Space":
@@ -194,8 +189,7 @@ class Search:
     def best(self) -> Point | None:
         """The fastest point that fits, or one with less memory that is about as fast (`GAIN`); None if nothing fits.
 
-        Offloading is tried where nothing fits without: each step then moves all shards to the GPU and back, and the
-        optimizer runs on the host.
+        Offloading, which is slow, is tried where nothing fits without.
         """
         for offload in self.space.values["offload"]:
             families = self.space.families(offload)

@@ -81,7 +81,6 @@ class TrainingSetup:
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"
     """`root`: one unit for the whole model; `none`: no FSDP, every rank holds all (DDP)."""
     policy: HybridPolicy = field(default_factory=HybridPolicy)
-    """For the hybrid plan."""
     offload: bool = False
     """Keep shards, gradients and optimizer state in host memory."""
     compile: bool = False

@@ -19,8 +19,7 @@ from hf_fsdp_tools.text import show_count
 
 _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
-successor. (assumed. The FSDP paper, arXiv 2304.11277, saw the backward pass of GPT-175B with batches of 2 on 128 GPUs
-take 86 % of a step instead of 67 %: about 0.3 s more for each of 96 blocks, that is of 150 such segments)"""
+successor. (assumed; from the backward pass of GPT-175B in the FSDP paper, arXiv 2304.11277)"""
 
 _TRAINER = (0.62, 0.88)
 """What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
@@ -218,16 +217,16 @@ def throughput_of(
     steps = setup.gradient_accumulation_steps
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
-    one, *two = (
-        simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=_allocator_stalls(each))
-        for each in memories
-    )
+    timings = []
+    for each in memories:
+        stalls = {} if each.is_full else {index: count * _SEGMENT_SECONDS for index, count in each.retried}
+        timings.append(simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=stalls))
+    timing = timings[0] if len(timings) == 1 else timings[0].continued(timings[1], steps)
     memory, notes = memories[-1], trace.notes
     if memory.is_full:
         notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
     elif memory.retried:
         notes += (f"the memory is full {len(memory.retried)} times in a step, for which the GPU stands still",)
-    timing = one.continued(two[0], steps) if two else one
     late = straggling(setup, efficiency) * timing.seconds
     repeated_flops = sum(work.flops for work in trace.events if isinstance(work, Work) and work.again)
     return ThroughputEstimate(
@@ -255,11 +254,6 @@ def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
         return replace(memory, forecast=few)
     tight = replayed_in_gpu(few, memory.limit_bytes)
     return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
-
-
-def _allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
-    """Seconds for which a full GPU stands still, by index of the event before which it does (`simulate`)."""
-    return {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
 
 
 def straggling(setup: TrainingSetup, efficiency: Efficiency) -> float:

@@ -39,9 +39,7 @@ class ScalingCurve:
     """Throughput of one model on one kind of GPU over the number of GPUs."""
 
     name: str
-    """For the legend: "GPT-175B, A100-80GB"."""
     num_gpus: tuple[int, ...]
-    """Numbers of GPUs, growing."""
     values: tuple[float | None, ...]
     """Per GPU at each number; None where the model does not fit."""
     published: tuple[tuple[int, float], ...] = ()
@@ -49,7 +47,6 @@ class ScalingCurve:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """Number of GPUs and value, where there is one."""
         return [(n, value) for n, value in zip(self.num_gpus, self.values, strict=True) if value is not None]
 
 

@@ -83,10 +83,9 @@ def draw_comparison(timelines: Mapping[str, Timeline], *, model: str, limit_byte
     figure = new_figure(finding[0].upper() + finding[1:], 4.6)
     axes = figure.add_subplot(title=model)
     reference, highest = list(timelines.values())[-1], peaks[-1][0]
-    free = iter(role for role in LINE_ROLES if role not in ("root-only", "hybrid"))
+    others = iter(LINE_ROLES[2:])
     for peak, name in reversed(peaks):
-        line = timelines[name]
-        color = COLORS[name if name in ("root-only", "hybrid") else next(free, "other")]
+        line, color = timelines[name], COLORS[name if name in LINE_ROLES[:2] else next(others, "other")]
         x, y = _places(line, reference), line.allocated
         axes.fill_between(x, y, step="post", color=color, alpha=0.2, linewidth=0, rasterized=True)
         axes.step(x, y, where="post", color=color, linewidth=1.2, label=f"{name}: {show_bytes(peak)}")

@@ -144,9 +144,8 @@ def _draw_window(axes: "Axes", schedule: Schedule, window: _Window) -> None:
             name, room = short_unit(bar.unit), (bar.end_s - bar.start_s) / length
             is_whole = begin <= bar.start_s and bar.end_s <= finish
             if is_whole and room > _LETTER * len(name):
-                axes.text(
-                    (bar.start_s + bar.end_s) / 2, centre, name, fontsize=7, ha="center", va="center", color="#101214"
-                )
+                middle = (bar.start_s + bar.end_s) / 2
+                axes.text(middle, centre, name, fontsize=7, ha="center", va="center", color="#101214")
     centre, height = _ROWS["exposed"]
     spans = [(start, end - start) for start, end in schedule.exposed]
     axes.broken_barh(spans, (centre - height / 2, height), color=COLORS["exposed"], linewidth=0.4)

@@ -71,6 +71,8 @@ def test_a_full_device_gets_cached_segments_back():
     assert done.out_of_memory_at is None
     assert done.reserved == [20 * MIB, 40 * MIB, 60 * MIB, 60 * MIB, 60 * MIB, 60 * MIB]
     assert replay(events).retried == () and replay(events).peak_reserved == 100 * MIB
+    full = replay(events, limit=50 * MIB)
+    assert (full.out_of_memory_at, full.peak_allocated) == (2, 40 * MIB)
 
 
 def test_a_segment_with_a_block_in_use_stays():
@@ -81,12 +83,6 @@ def test_a_segment_with_a_block_in_use_stays():
     allocator.take(5 * MIB)  # lies in the segment of 20 MiB, so that this cannot be given back
     with pytest.raises(OutOfMemory):
         allocator.take(30 * MIB)
-
-
-def test_the_place_is_told_where_nothing_fits():
-    done = replay([Alloc(1, MIB, "activations", ""), Alloc(2, 30 * MIB, "activations", "")], limit=20 * MIB)
-    assert done.out_of_memory_at == 1
-    assert done.peak_allocated == MIB
 
 
 def test_expandable_segments_grow_where_others_would_be_added():

@@ -174,16 +174,3 @@ def test_a_margin_is_a_part():
     with pytest.raises(ConfigError, match=r"use 0\.1 for 10 %"):
         choose("toy", TrainingSetup(), Toy(), margin=10)
     assert choose("toy", TrainingSetup(), Toy(1e9), margin=0.5).peak_bytes <= 0.5 * GPU
-
-
-def test_the_largest_micro_batch_that_fits_is_found_between_powers_of_two():
-    """Where gathers take longer than the computation, each sequence more is faster."""
-    toy = Toy(activation=2.2e6, gather=60.0)
-    best = choose(
-        "toy",
-        TrainingSetup(num_gpus=8, activation_checkpointing=True),
-        toy,
-        fixed=["activation_checkpointing", "dp_replicate_size"],
-    )
-    fitting = [batch for batch in BATCHES if toy(replace(best.setup, batch_size=batch)).num_bytes <= 0.9 * GPU]
-    assert best.setup.batch_size == max(fitting) == 48

@@ -63,13 +63,6 @@ def test_many_micro_steps_are_like_the_second() -> None:
     assert result.hardware_flops == result.model_flops == 5 * trace.model_flops
 
 
-def test_replicas_inside_which_shards_stay_save_a_slow_network() -> None:
-    fields = {"num_gpus": 64, "network_gbit_s": 100, "reduce_dtype": "bf16"}
-    flat, hybrid = (estimate(dp_replicate_size=replicas, **fields) for replicas in (1, 8))
-    # through the cards of a machine go 6 bytes per parameter, or 2 x 7/8 x 2 for the sum over replicas alone
-    assert hybrid.exposed_seconds < 0.7 * flat.exposed_seconds
-
-
 def test_a_full_allocator_stops_the_gpu() -> None:
     memory = memory_of(forecast())
     assert not memory.retried

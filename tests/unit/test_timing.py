@@ -91,21 +91,17 @@ def test_groups_lie_as_ranks_fill_machines(
 )
 def test_a_gpu_is_found_by_any_usual_name(name: str, key: str) -> None:
     assert gpu_named(name) is GPUS[key]
+    by_hand = TrainingSetup(gpu=replace(GPUS[key], name="half")).gpu
+    assert gpu_named(by_hand) is by_hand and f"{by_hand}" == "half"
 
 
-@pytest.mark.parametrize("name", ["h100-40gb", "h10", "t4", "nvidia", ""])
+@pytest.mark.parametrize("name", ["h100-40gb", "t4", ""])
 def test_an_unknown_gpu_is_an_error_that_names_the_nearest_or_all(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         gpu_named(name)
     message = str(error.value)
     assert message.startswith(f"GPU {name!r} is not in the table")
     assert "did you mean h100-" in message if name == "h100-40gb" else all(known in message for known in GPUS)
-
-
-def test_a_gpu_is_described_by_hand() -> None:
-    half = replace(GPUS["a100-40gb"], name="a100-half", memory_bytes=20 * 2**30)
-    setup = TrainingSetup(gpu=half)
-    assert gpu_named(setup.gpu) is half and f"{setup.gpu}" == "a100-half"
 
 
 def test_the_rate_follows_from_the_dtype() -> None:

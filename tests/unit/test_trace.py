@@ -313,7 +313,6 @@ def test_nothing_is_changed_by_a_dry_run():
     ("config", "said"),
     [
         (lambda: hf.Mamba2Config(hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2), "Mamba2Mixer is fore"),
-        (lambda: hf.Qwen3NextConfig(num_hidden_layers=4, hidden_size=64), "Qwen3NextGatedDeltaNet is foreseen as"),
         (lambda: hf.MptConfig(n_layers=2), "MptForCausalLM has eager attention alone"),
         (lambda: CONFIGS["vision"](2), "Scratch memory of convolutions"),
         (lambda: CONFIGS["llama"](2), None),

@@ -94,8 +94,7 @@ def simulate(
 ) -> Timing:
     """The timing of a list of events (`Step.events`) on the setup's GPUs and links.
 
-    `stalls`: by index of an event, before which the host waits for the GPU and then for so many seconds, as when the
-    allocator gives memory back to the driver.
+    `stalls`: by index of an event, before which the host waits for the GPU and then for so many seconds.
     """
     gpu, stalls = gpu_named(setup.gpu), stalls or {}
     durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
@@ -315,7 +314,13 @@ class _Simulation:
         """Let time pass, and end what ends then."""
         passed, rate = until - self._now, self._rate()
         if self._queues["compute"].running is None:
-            self._idle(passed)
+            running = [queue.running for queue in self._queues.values() if queue.running is not None]
+            if any(task.group for task in running):
+                self.exposed += passed
+            elif any(task.is_copy for task in running):
+                self.exposed_copies += passed
+            else:
+                self.host_bound += passed
         self._now = until
         for stream, queue in self._queues.items():
             if (task := queue.running) is None:
@@ -328,16 +333,6 @@ class _Simulation:
                 self._turn[task.group] = task.ticket
                 self._taken.discard(task.link)
             self._note(task)
-
-    def _idle(self, passed: float) -> None:
-        """Count the time in which the compute stream has nothing to do."""
-        running = [queue.running for queue in self._queues.values() if queue.running is not None]
-        if any(task.group for task in running):
-            self.exposed += passed
-        elif any(task.is_copy for task in running):
-            self.exposed_copies += passed
-        else:
-            self.host_bound += passed
 
     def _note(self, task: _Task) -> None:
         """Remember when a task's work ran; what slowed the task is spread over all of it."""
