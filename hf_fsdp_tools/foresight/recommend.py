@@ -1,5 +1,6 @@
 """Recommend the settings of a training: the fastest that fit, why, and what was rejected by how much."""
 
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike, fspath
@@ -199,11 +200,7 @@ def choose(
 def _longest_that_fits(job: Job, most: int) -> int:
     """The longest sequence that fits at some setting, of powers of two and `most`; the shortest of these if none."""
     lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < most] + [most]
-    low, high = 0, len(lengths)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if job.fits(seq_len=lengths[middle]) else (low, middle)
-    return lengths[low]
+    return lengths[bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length))]
 
 
 def _choices(search: Search, best: Point, job: Job) -> Iterator[Choice]:
