@@ -12,6 +12,7 @@ from hf_fsdp_tools.cli.options import (
     add_model,
     add_sharding_options,
     add_training_options,
+    amount,
     prepare_model,
     progress,
     setup_of,
@@ -51,6 +52,8 @@ def add_estimate(commands: Any) -> None:
     about = "makes units by the plan (default), one for the whole model, or no FSDP"
     shard("--wrapping", choices=tuple(_WRAPPINGS), help=about)
     show = parser.add_argument_group("what is shown").add_argument
+    show("--tokens", type=amount, metavar="N", help="adds the hours and the cost of so many tokens, such as 1e9")
+    show("--price", type=amount, metavar="X", help="sets the price of one GPU for one hour, for the cost of --tokens")
     show("--explain", action="store_true", help="adds what takes most memory at the peak: module and operator of each")
     show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
     about = "shows one step unit by unit instead: gathers, computation and reductions, hidden or exposed"
@@ -67,6 +70,8 @@ def _estimate(options: argparse.Namespace) -> None:
         return show_units(options)
     if options.measured is not None:
         raise ConfigError("--measured is drawn below the step that --units shows: give --units too")
+    if (options.price is not None) != (options.tokens is not None):
+        raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
     check_picture(options.output)
     setup, kwargs = setup_of(options), prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
@@ -99,9 +104,12 @@ def _estimate(options: argparse.Namespace) -> None:
     if options.explain:
         print("", *_explained(first), sep="\n")
     if options.compare:
-        print("", *_table(shown), sep="\n")
+        print("", *_table(shown, options), sep="\n")
     else:
-        print(f"\n{within(shown[setup.wrapping].time, 100)}")
+        time = shown[setup.wrapping].time
+        print(f"\n{within(time, 100)}")
+        if options.tokens:
+            print(f"  {_cost_words(time, options)}")
     if options.output:
         print(f"wrote {options.output}")
 
@@ -159,10 +167,20 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
     value: dict[str, Any] = {}
     for wrapping, each in estimates.items():
         value[wrapping] = {"memory": json.loads(each.memory.to_json()), "throughput": json.loads(each.time.to_json())}
+        if options.tokens:
+            cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
+            value[wrapping] |= {"tokens": options.tokens, **cost}
     return value if options.compare else next(iter(value.values()))
 
 
-def _table(estimates: Mapping[Any, Estimate]) -> list[str]:
+def _cost_words(time: "ThroughputEstimate", options: argparse.Namespace) -> str:
+    cost, hours = time.cost(options.tokens, options.price), time.hours(options.tokens)
+    return (
+        f"{options.tokens:,.0f} tokens take {hours:,.1f} hours and cost {cost:,.0f} at {options.price:g} per GPU hour"
+    )
+
+
+def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:
     """One row per figure, one column per wrapping."""
     every = list(estimates.values())
     kinds = dict.fromkeys(kind for each in every for kind in each.memory.at_peak)
@@ -182,4 +200,6 @@ def _table(estimates: Mapping[Any, Estimate]) -> list[str]:
     row("exposed communication", lambda each: f"{each.time.exposed_seconds:,.2f} s", only_fitting=True)
     row("tokens/s per GPU", lambda each: f"{each.time.tokens_per_second_per_gpu:,.0f}", only_fitting=True)
     row("MFU", lambda each: f"{100 * each.time.mfu:.1f} %", only_fitting=True)
+    if options.tokens:
+        row("cost", lambda each: f"{each.time.cost(options.tokens, options.price):,.0f}", only_fitting=True)
     return table(rows, right=range(1, len(rows[0])))

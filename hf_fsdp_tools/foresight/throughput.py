@@ -126,6 +126,14 @@ class ThroughputEstimate:
         """Communication that no computation hides."""
         return self.parts["communication"]
 
+    def hours(self, tokens: float) -> float:
+        """Hours in which all GPUs together see so many tokens."""
+        return tokens / (self.tokens_per_second_per_gpu * self.setup.num_gpus) / 3600
+
+    def cost(self, tokens: float, price_per_gpu_hour: float) -> float:
+        """What so many tokens cost, in the currency of the price."""
+        return self.hours(tokens) * self.setup.num_gpus * price_per_gpu_hour
+
     def to_json(self) -> str:
         """All fields, and what follows from them, as JSON text."""
         rates = ("tokens_per_second_per_gpu", "range", "trainer_range", "tflops_per_gpu", "peak_flops")

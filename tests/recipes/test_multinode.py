@@ -53,13 +53,6 @@ os._exit(0)
 """
 
 
-def one_process(folder: Path) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    return train(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(make_rows(STEPS * 4), batch_size=4), clip=0.5
-    )
-
-
 def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """One machine: its own launcher, its own working directory, the address of machine 0 as the network gives it."""
     folder.mkdir()
@@ -95,7 +88,9 @@ def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(
         for machine in machines:
             machine.kill()
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(error[-3000:] for _, error in printed)
-    expected = torch.tensor(one_process(source))
+    plain = AutoModelForCausalLM.from_pretrained(source).train()
+    optimizer, rows = torch.optim.AdamW(plain.parameters(), lr=1e-2), DataLoader(make_rows(STEPS * 4), batch_size=4)
+    expected = torch.tensor(train(plain, optimizer, rows, clip=0.5))
     for rank, (out, _) in enumerate(printed):
         assert f"WHERE {rank} 0 1 2 127.0.0.2" in out, "one process on each of two machines"
         losses = torch.tensor([float(loss) for loss in re.findall(r"LOSS (\S+)", out)])

@@ -65,13 +65,6 @@ def base(tmp_path_factory) -> Path:
     return make_demo_model(tmp_path_factory.mktemp("parity") / "model", hidden_size=64, num_layers=2)
 
 
-def run_recipe(recipe: str, model: str, data: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SETTINGS | {"max_length": LENGTH, "model_name_or_path": model, "dataset_name": data}
-    options = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-    monkeypatch.setattr(sys, "argv", [recipe, *options, "--output_dir", str(folder)])
-    runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["main"]()
-
-
 def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = load_dataset("json", data_files=data, cache_dir=str(folder / "cache"))["train"]
@@ -101,7 +94,11 @@ def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, mon
         AutoModelForSequenceClassification.from_pretrained(base, num_labels=NUM_LABELS[recipe]).save_pretrained(model)
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
     data = write_lines(tmp_path / "rows.jsonl", demo_rows(KINDS[recipe])[:512:32])
-    run_recipe(recipe, model, data, tmp_path / "ours", monkeypatch)
+    source = {"model_name_or_path": model, "dataset_name": data}
+    settings = SETTINGS | source | {"max_length": LENGTH, "output_dir": "ours"}
+    options = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    monkeypatch.setattr(sys, "argv", [recipe, *options])
+    runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["main"]()
     alone()
     trainer = plain_trainer(recipe, model, data, tmp_path / "plain")
     trainer.train()

@@ -52,10 +52,11 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     """With the figure of the other kind of loss, and a row for each of what takes most at the peak."""
     memory, whole = estimate_memory(llama, **EIGHT), estimate_memory(llama, loss="full", **EIGHT)
     time = throughput_of(memory)
-    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--explain")
+    code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--explain", "--tokens", "1e9", "--price", "2.5")
     assert (code, err) == (0, "")
     words = " ".join(out.split())
     assert words.startswith(" ".join(str(memory).split())) and " ".join(str(time).split()) in words
+    assert f"{time.hours(1e9):,.1f} hours and cost {time.cost(1e9, 2.5):,.0f} at 2.5 per GPU hour" in out
     assert f"assumed: {memory.setup.words}" in words and "adamw on fp32" in memory.setup.words
     assert f"with whole logits (--loss full) {show_bytes(whole.total)} in all" in words
     assert f"up to {show_bytes(round(memory.total * (1 + MARGIN)))} on a real GPU" in words
@@ -230,6 +231,8 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     assert code == 1 and "'Abacus 3000' is not in the table" in err
 
 
+<<<<<<< HEAD
+=======
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
@@ -239,6 +242,7 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
+        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
         ("estimate {llama} --output memory.jpg", "pictures end in .html"),
         ("estimate {llama} --output /nowhere/memory.png", "make it first"),
         ("estimate {llama} --units --output .", ". is a folder; name a file"),
@@ -258,6 +262,7 @@ def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
     assert len(err.splitlines()) == 1
 
 
+>>>>>>> main
 def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")[2]

@@ -3,7 +3,6 @@
 import doctest
 import inspect
 import json
-import os
 import sys
 import warnings
 
@@ -47,12 +46,9 @@ def beside_a_script(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def accelerate_as_found():
     """An Accelerator that an example makes is the only one of its process."""
-    found = dict(os.environ)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    os.environ.clear()
-    os.environ.update(found)
 
 
 def runs(name, names, folder, monkeypatch):
@@ -60,12 +56,12 @@ def runs(name, names, folder, monkeypatch):
     text = inspect.getdoc(names[name]) or ""
     (example,) = [doctest.DocTestParser().get_doctest(text, names, name, None, 0)]
     assert any(name in each.source for each in example.examples), f"{name} has no example in its docstring"
-    said = []
+    output = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        failed, _ = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.append)
-    assert not failed, "".join(said)
+        failed, _ = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=output.append)
+    assert not failed, "".join(output)
 
 
 @pytest.mark.parametrize("name", hf_fsdp_tools.__all__)

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,12 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from tests._checkpoints import make_checkpoint
 
 
-class Terminal(io.StringIO):
-    """What is written to a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setattr(progress, "_DELAY_S", 0)
-    yield Terminal()
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    yield stream
     enable_progress_bars()
     logging.enable_progress_bar()
 
@@ -43,7 +38,7 @@ def shown(stream: io.StringIO, **options: Any) -> str:
     return stream.getvalue()[start:]
 
 
-def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: Terminal) -> None:
+def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: io.StringIO) -> None:
     text = shown(terminal)
     assert "Loading weights (rank 0 of 8): 100%" in text and "4.00G/4.00G" in text and "B/s" in text
     assert "Loading weights: 100%" in shown(terminal, world_size=1)
@@ -51,7 +46,7 @@ def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: Terminal) -> N
     assert shown(terminal, progress=False) == ""
 
 
-def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: Terminal) -> None:
+def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: io.StringIO) -> None:
     logging.disable_progress_bar()
     assert shown(terminal) == "" and "100%" in shown(terminal, progress=True)
     logging.enable_progress_bar()
@@ -65,20 +60,14 @@ def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: Terminal) -> 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_the_bar_ends_at_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Every byte is counted once: fused experts, transposed layers, tied weights."""
-    totals: list[int] = []
-    arrived: list[int] = []
+    totals, arrived = [], []
 
-    class Bar:
-        def __init__(self, num_bytes: int, **_: Any) -> None:
-            totals.append(num_bytes)
+    @contextmanager
+    def bar(num_bytes: int, **_: Any) -> Iterator[Any]:
+        totals.append(num_bytes)
+        yield arrived.append
 
-        def __enter__(self) -> Any:
-            return arrived.append
-
-        def __exit__(self, *_: object) -> None:
-            """Nothing to close."""
-
-    monkeypatch.setattr(fill, "loading_bar", Bar)
+    monkeypatch.setattr(fill, "loading_bar", bar)
     folder = make_checkpoint(kind, tmp_path)
     load_weights(build_meta_model(folder), folder)
     assert totals == [sum(arrived)] == [CheckpointIndex.open(folder).num_bytes]

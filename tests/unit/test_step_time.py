@@ -196,6 +196,8 @@ def test_figures_of_an_estimate_follow_from_its_step() -> None:
     assert result.range == pytest.approx((0.9 * 4096 / seconds, 1.1 * 4096 / seconds))
     assert result.mfu == pytest.approx(6e13 / seconds / 312e12)
     assert result.hfu == pytest.approx(result.mfu + 2 * COMPUTE / seconds), "one unit is computed again"
+    assert result.hours(1e9) * 3600 == pytest.approx(1e9 / 8 * seconds / 4096)
+    assert result.cost(1e9, 2.5) == pytest.approx(result.hours(1e9) * 8 * 2.5)
     twice = estimate(steps, dataclasses.replace(SETUP, gradient_accumulation_steps=2))
     assert (twice.tokens_per_step, twice.model_flops) == (2 * 4096, 2 * 6e13), "the events are those of all micro-steps"
     values = json.loads(result.to_json())

@@ -7,14 +7,10 @@ from hf_fsdp_tools.text import dtype_name, listed, listed_lines, merge_alike, sh
 
 
 def test_a_few_of_many_are_followed_by_the_number_of_the_others() -> None:
-    assert listed([]) == ""
+    assert listed([]) == listed_lines([]) == ""
     assert listed(iter("abcd")) == "a, b, c, d"
     assert listed(range(16)) == "0, 1, 2, 3 and 12 more"
     assert listed("abcd", 3, separator=" + ") == "a + b + c and 1 more"
-
-
-def test_a_few_of_many_lines() -> None:
-    assert listed_lines([]) == ""
     assert listed_lines("ab", 2) == "- a\n- b"
     assert listed_lines("abc", 2, head="") == "a\nb\n… and 1 more"
 
