@@ -231,38 +231,6 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     assert code == 1 and "'Abacus 3000' is not in the table" in err
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize(
-    ("words", "cure"),
-    [
-        ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
-        ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
-        ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
-        ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
-        ("estimate {llama} --max-length 16384", "beyond the 8,192 positions"),
-        ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
-        ("estimate {llama} --output memory.jpg", "pictures end in .html"),
-        ("estimate {llama} --output /nowhere/memory.png", "make it first"),
-        ("estimate {llama} --units --output .", ". is a folder; name a file"),
-        ("estimate {llama} --units --measured {llama}/config.json", "torch.profiler"),
-        ("estimate {llama} --units --measured {tmp}/none.json --output {tmp}/step.svg", "No such file"),
-        ("estimate {llama} --measured {tmp}/none.json", "give --units too"),
-        ("estimate {tmp}/nothing", "nothing"),
-        ("config {llama}", "--gpu h100-80gb"),
-        ("config {llama} --cpu", "leave"),
-        ("config {llama} --gpu h100-80gb --num-processes 8 --longest --max-length 512", "leave one of them out"),
-    ],
-)
-def test_mistakes_are_one_message(capsys, llama, tmp_path, words, cure):
-    code, out, err = run(capsys, *words.format(llama=llama, tmp=tmp_path).split())
-    assert (code, out) == (1, "")
-    assert err.startswith("hf-fsdp: error: ") and cure in err and "Traceback" not in err
-    assert len(err.splitlines()) == 1
-
-
->>>>>>> main
 def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")[2]
