@@ -219,11 +219,6 @@ CASES = (
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
     Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
-    Case(
-        name="every second block checkpointed",
-        config=_llama,
-        settings=dict(activation_checkpointing=True, checkpoint_every=2),
-    ),
     Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),
     Case(name="root only", config=_llama, settings=dict(wrapping="root")),
     Case(

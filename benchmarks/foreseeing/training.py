@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
 from hf_fsdp_tools import ParallelDims, add_adapter, build_meta_model, make_wrap_plan, shard_model
@@ -28,7 +27,6 @@ class Training:
         self.setup = case.sized(size, num_gpus)
         self.device = device
         self.model: Any = _model(case, SIZES[size], self.setup, device)
-        _keep_between(self.model, self.setup.checkpoint_every)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = _optimizer(self.setup, self.trained)
         base = self.model.get_base_model() if self.setup.lora_r else self.model
@@ -94,13 +92,6 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         model.gradient_checkpointing_enable({"use_reentrant": False})
     apply_sharding(model, Sharding(plan=replace(plan, units=(root,)), **how))
     return model
-
-
-def _keep_between(model: nn.Module, every: int) -> None:
-    """Let all blocks but every n-th keep what they compute, as a user does: block by block."""
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for number, block in enumerate(blocks, 1):
-        block.gradient_checkpointing = block.gradient_checkpointing and number % every == 0
 
 
 def _fill(model: nn.Module) -> None:

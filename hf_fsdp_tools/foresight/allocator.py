@@ -1,8 +1,7 @@
 """PyTorch's caching allocator for CUDA as a model: what a list of allocations takes from the GPU.
 
 The allocator rounds every request, cuts it out of segments that it asks the driver for, and gives a freed block to the
-same stream only. So it holds more than is in use (`torch.cuda.memory_reserved` over `memory_allocated`), and near the
-limit it must give segments back and ask again, for which the GPU stands still (`num_alloc_retries`).
+same stream only. Near the limit it must give segments back and ask again, for which the GPU stands still.
 
 Source of all rules and constants: `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.11
 to 2.14 (`round_size`, `get_pool`, `get_free_block`, `should_split`, `get_allocation_size`, `free_block`,
@@ -22,9 +21,6 @@ _SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: size of the small pool's segments
 _LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment for requests below `kMinLargeAlloc`
 _LARGE = 10 * 2**20  # `kMinLargeAlloc`: requests from here on get a segment of their own size …
 _LARGE_UNIT = 2 * 2**20  # `kRoundLarge`: … rounded up to a multiple of this
-
-
-_FreeBlocks = list[tuple[tuple[str, bool], list[tuple[int, int]]]]
 
 
 class OutOfMemory(Exception):
@@ -59,7 +55,7 @@ class _Pool:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def take_best(self, size: int) -> _Block | None:
-        """The smallest free block that holds `size` bytes, of these the one at the lowest address; None without one."""
+        """The smallest free block that holds `size` bytes, of these the one at the lowest address."""
         at = bisect_left(self.free, (size,))
         return self.free.pop(at)[2] if at < len(self.free) else None
 
@@ -94,8 +90,8 @@ class CachingAllocator:
         return block
 
     @property
-    def free_blocks(self) -> _FreeBlocks:
-        """(size, address) of the free blocks of each stream and pool."""
+    def free_blocks(self) -> list[object]:
+        """The free blocks of each stream and pool, to compare."""
         return [(key, [(size, address) for size, address, _ in pool.free]) for key, pool in self._pools.items()]
 
     def give_back(self, block: _Block) -> None:
@@ -217,7 +213,7 @@ def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool =
     reserved: list[int] = []
     retried: list[tuple[int, int]] = []
     full_at = None
-    before: tuple[Iterable[Event], _FreeBlocks] | None = None
+    before: tuple[Iterable[Event], list[object]] | None = None
     for events in lists:
         now = (events, allocator.free_blocks)
         if before is not None and before[0] is events and before[1] == now[1]:

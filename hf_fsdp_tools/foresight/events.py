@@ -1,12 +1,15 @@
 """The events of a training step on one rank, in the order in which the host issues them.
 
-Memory and time are two readings of one list: `Alloc` and `Free` are what a caching allocator sees, `Work`, `Record` and
-`Wait` what the streams of a GPU see. A dry run of the model gives the events of a forward and a backward pass without
-FSDP, with a `Mark` wherever FSDP acts (`trace`); the schedule of FSDP2 is laid over these (`step`).
+`Alloc` and `Free` are what a caching allocator sees, `Work`, `Record` and `Wait` what the streams of a GPU see. A dry
+run of the model gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
+
+import torch
 
 Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload"]
 """The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), and the copies of CPU offload."""
@@ -37,10 +40,8 @@ Operation = Literal[
 link to the host."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-"""Operations between GPUs."""
 
 COPIES = ("host_to_device", "device_to_host")
-"""Operations between a GPU and its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ class Alloc:
     unit: str
     """The plan's unit in which it is taken: fqn of the unit's first module, "" for the root."""
     stream: Stream = "compute"
-    """The stream that owns it: an allocator gives freed memory to the same stream only."""
     source: str = ""
     """What makes it: the module inside of its unit, with "*" for numbers, and the operator; "" for memory of FSDP."""
 
@@ -101,7 +101,6 @@ class Mark:
     """`before_backward`: the gradient of the output is there; `after_backward`: those of the inputs are (never, where
     no input has one)."""
     module: str
-    """Fqn, as in the plan."""
     again: bool = False
     """Whether this is a forward pass of activation checkpointing, inside the backward pass."""
 
@@ -121,7 +120,6 @@ class Record:
 
     event: int
     stream: Stream
-    """The stream whose earlier work it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +131,134 @@ class Wait:
 
 
 Event = Alloc | Free | Work | Mark | Gradient | Record | Wait
+
+
+class EventWriter:
+    """A list of events that grows."""
+
+    def __init__(self, first_block: int = 0) -> None:
+        self.events: list[Event] = []  # What was written
+        self.phase: Phase = "forward"  # The part of the step that new work belongs to
+        self.unit = ""  # The unit that new memory and work belong to
+        self._block = first_block
+        self._event = 0
+
+    def new_block(self) -> int:
+        self._block += 1
+        return self._block
+
+    def alloc(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> Alloc:
+        """Memory with a number of its own, which is not written."""
+        return Alloc(self.new_block(), num_bytes, kind, self.unit, stream)
+
+    def take(self, num_bytes: int, kind: Kind, stream: Stream = "compute") -> int:
+        self.events.append(self.alloc(num_bytes, kind, stream))
+        return self._block
+
+    def free(self, *blocks: int) -> None:
+        self.events.extend(Free(block) for block in blocks)
+
+    def work(
+        self,
+        operation: Operation,
+        num_bytes: float,
+        stream: Stream = "compute",
+        *,
+        dtype_bytes: int = 2,
+        ranks: int = 1,
+    ) -> None:
+        """A copy or a collective."""
+        self.events.append(
+            Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks)
+        )
+
+    def record(self, stream: Stream = "compute") -> int:
+        """A CUDA event on a stream; its number."""
+        self._event += 1
+        self.events.append(Record(self._event, stream))
+        return self._event
+
+    def wait(self, event: int, *streams: Stream) -> None:
+        self.events.extend(Wait(event, stream) for stream in streams)
+
+    def wait_stream(self, waiting: Stream, other: Stream) -> None:
+        """A stream waits for all that another one was given so far."""
+        self.wait(self.record(other), waiting)
+
+    def wait_on_host(self, event: int) -> None:
+        self.events.append(Wait(event, "host"))
+
+    def extend_renumbered(self, events: Iterable[Event]) -> None:
+        """Events of memory and work from elsewhere, whose blocks get numbers of their own here."""
+        numbers: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Alloc):
+                numbers[event.block] = self.new_block()
+                event = replace(event, block=numbers[event.block])
+            elif isinstance(event, Free):
+                event = Free(numbers.pop(event.block))
+            self.events.append(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSize:
+    """How large a tensor is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter(TensorSize):
+    """One parameter of the model, whole, in the dtype in which it is gathered, or kept whole on every rank."""
+
+    fqn: str
+    """Its first name."""
+    other_names: tuple[str, ...] = ()
+    """Its other names, where it is tied."""
+    requires_grad: bool
+    """Whether it is trained."""
+    is_whole: bool = False
+    """Whether every rank holds it whole, because the plan replicates it or nothing is wrapped."""
+    packed_values: int = 0
+    """Of a 4-bit weight: how many values its elements hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One micro-step (forward, loss, backward) of a model without FSDP, with marks where FSDP acts."""
+
+    events: tuple[Event, ...]
+    """In the order of their issue. Memory of parameters and buffers is in none of them; whole gradients are taken and
+    never freed."""
+    parameters: tuple[Parameter, ...]
+    """In the order of `named_parameters`."""
+    buffer_bytes: int
+    """Of all buffers; every rank holds them."""
+    model_flops: float
+    """Of forward and backward pass by the usual count (`Work.model_flops`)."""
+    tokens: int
+    """Tokens of the micro-step on one rank."""
+    notes: tuple[str, ...] = ()
+    """Remarks for a reader: what was assumed, what could not be followed."""
+    repeated: int = 0
+    """How many blocks have events that were repeated, and not recorded."""
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, tied ones once, 4-bit ones as values."""
+        return sum(each.packed_values or each.numel for each in self.parameters)
+
+
+def modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

@@ -5,22 +5,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 Value = TypeVar("Value")
-Loss: TypeAlias = Literal["full", "chunked"]
 
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
@@ -42,9 +41,7 @@ _NOT_TRACED = (
 )
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
-_MOST_TRACES = 16
-"""How many models with their traces are kept, as many as a search looks at; one of a large model takes some tens of MB.
-(assumed)"""
+_MOST_TRACES = 16  # Kept in this process; one of a large model takes some tens of MB. (assumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +49,14 @@ class Forecast:
     """A training before it runs."""
 
     setup: TrainingSetup
-    """What was asked for; `loss` is that of the model where none was named."""
+    """`loss` is that of the model where none was named."""
     plan: WrapPlan
-    """The model's units."""
     trace: Trace
-    """One micro-step of the model."""
     step: Step
     """One optimizer step under FSDP2; of more than three micro-steps three, since those after the second are alike."""
 
     @property
     def model_class(self) -> str:
-        """Name of the model's class."""
         return self.plan.model_class
 
     @cached_property
@@ -77,7 +71,6 @@ _NOT_BUILT = (
     "images",
     "image_size",
     "activation_checkpointing",
-    "checkpoint_every",
     "compile",
     "loss",
 )
@@ -86,7 +79,7 @@ _NOT_BUILT = (
 _MOST_MODELS = 2  # How many models on meta are kept. (assumed)
 
 _models: "OrderedDict[tuple[object, ...], tuple[object, nn.Module, WrapPlan]]" = OrderedDict()
-_traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, Loss]]" = OrderedDict()
+_traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, TrainingSetup]]" = OrderedDict()
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
@@ -102,15 +95,15 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     def built() -> tuple[object, nn.Module, WrapPlan]:
         return (name_or_model, *build(name_or_model, setup, **model_kwargs))
 
-    def traced() -> tuple[object, WrapPlan, Trace, Loss]:
+    def traced() -> tuple[object, WrapPlan, Trace, TrainingSetup]:
         key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
         _, model, plan = _kept(_models, key, _MOST_MODELS, built)
-        loss: Loss = setup.loss or ("chunked" if predicts_words(model) else "full")
-        return name_or_model, plan, trace_model(model, plan, replace(setup, loss=loss)), loss
+        settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
+        return name_or_model, plan, trace_model(model, plan, settled), settled
 
     key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
-    _, plan, trace, loss = _kept(_traces, key, _MOST_TRACES, traced)
-    setup = replace(setup, loss=loss)
+    _, plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
+    setup = replace(setup, loss=settled.loss)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 

@@ -1,6 +1,6 @@
-"""A real training step over its course, read from a trace of torch's profiler: its memory and its schedule.
+"""A real training step over its course, read from what torch's profiler exports with `profile_memory=True`.
 
-The trace is what `torch.profiler.profile(profile_memory=True).export_chrome_trace` writes. It names what is needed:
+The trace names what is needed:
 
     [memory]                      each allocation and free, with the totals of the allocator
     FSDP::pre_forward (fqn), …    FSDP2's own labels: which unit the host is at
@@ -20,8 +20,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES
 from hf_fsdp_tools.foresight.timeline import Bar, Schedule, Timeline, extremes, make_schedule
 
-_LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")
-"""`_with_fqn` in torch's `_fsdp_param_group.py`; of several modules of a unit the label names all, by ", "."""
+_LABEL = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*)?$")  # names all modules of a unit, by ", "
 
 _Record = Mapping[str, Any]
 
@@ -111,7 +110,7 @@ def read_schedule(trace: _Record) -> Schedule:
         "measured",
         (
             replace(bar, start_s=(bar.start_s - began) / 1e6, end_s=(bar.end_s - began) / 1e6)
-            for bar in (*read(records, host), *_frees(records, host))
+            for bar in read(records, host)
         ),
     )
 
@@ -192,15 +191,3 @@ def _intervals(records: Sequence[_Record]) -> list[tuple[float, float, str]]:
 def _communicated(labels: Sequence[tuple[float, float, str]], time: float, computing: str) -> str:
     """The unit for which FSDP2 launched a collective at a time; the one that was computing where FSDP2 did not."""
     return next((unit for start, end, unit in reversed(labels) if start <= time <= end), computing)
-
-
-def _frees(records: Sequence[_Record], host: _Host) -> Iterator[Bar]:
-    """Yield where units gave up their gathered parameters, times in microseconds."""
-    freed = [r["ts"] for r in records if r["name"] == "[memory]" and r["args"]["Bytes"] < 0]
-    for record in records:
-        label, unit = _label(record)
-        if label not in ("post_forward", "post_backward_reshard"):
-            continue
-        i = bisect_right(freed, record["ts"])
-        if i < len(freed) and freed[i] <= record["ts"] + record["dur"]:
-            yield Bar("compute", "free", unit, host.at(record["ts"])[0], freed[i], freed[i])

@@ -49,16 +49,6 @@ _SETTLED = 3
 blocks the next one reuses. (2 or 3 in the trainings of `benchmarks/results/foresight_memory.md`)"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
-    """Memory of the GPU that PyTorch's allocator does not know of."""
-
-    name: str
-    num_bytes: int
-    source: str
-    """How this is known."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """The memory of a training on the GPU that takes most, in steps after the first.
@@ -82,8 +72,8 @@ class MemoryEstimate:
     """The part of the step in which the peak stands."""
     peak_unit: str
     """The unit that computes at the peak: fqn of its first module, "" for the root."""
-    outside: tuple[Outside, ...]
-    """What else is on the GPU."""
+    outside: Mapping[str, int]
+    """Bytes that PyTorch's allocator does not know of: of the CUDA context and of NCCL."""
     peak_event: int
     """Index of the event of the step after which the peak stands."""
     limit_bytes: int
@@ -96,15 +86,13 @@ class MemoryEstimate:
     host_bytes: int = 0
     """Host memory of one process under CPU offload: shards, gradients, optimizer state."""
     notes: tuple[str, ...] = ()
-    """Remarks: what was assumed or could not be followed."""
     forecast: Forecast = field(repr=False, compare=False)
     replay: Replay = field(repr=False, compare=False)
-    """What this was read from: the step, and the step in the allocator."""
 
     @property
     def total(self) -> int:
         """Bytes of the GPU's memory that the training wants: reserved, and outside of the allocator."""
-        return self.peak_reserved + sum(each.num_bytes for each in self.outside)
+        return self.peak_reserved + sum(self.outside.values())
 
     @property
     def fits(self) -> bool:
@@ -150,8 +138,8 @@ class MemoryEstimate:
     def to_json(self) -> str:
         """This estimate as JSON text, without the timeline, which has a `to_json` of its own."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("forecast", "replay")}
-        own |= {"setup": asdict(self.setup), "outside": [asdict(each) for each in self.outside]}
-        return json.dumps(own | {"total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}, default=repr)
+        own |= {"setup": asdict(self.setup), "total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}
+        return json.dumps(own, default=repr)
 
     def __str__(self) -> str:
         setup = self.setup
@@ -164,7 +152,7 @@ class MemoryEstimate:
             ("other", self.peak_allocated - sum(num_bytes for _, num_bytes in large)),
             ("allocated at the peak", self.peak_allocated),
             ("cached by the allocator", cached),
-            *((each.name, each.num_bytes) for each in self.outside),
+            *self.outside.items(),
             ("in all", self.total),
         ]
         width = max(len(name) for name, _ in rows)
@@ -235,7 +223,6 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     """The memory of a forecast on a GPU of which it may use `limit_bytes`; None is all."""
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
-    outside = _outside(setup)
     limit_bytes = gpu.memory_bytes if limit_bytes is None else limit_bytes
     used = tight = replayed_in_gpu(forecast, limit_bytes)
     if is_full := tight.out_of_memory_at is not None:
@@ -255,7 +242,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         peak_phase="optimizer" if coming is None else coming.phase,
         peak_unit=unit,
         peak_event=at,
-        outside=outside,
+        outside=_outside(setup),
         limit_bytes=limit_bytes,
         retried=tight.retried,
         is_full=is_full,
@@ -268,7 +255,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
 
 def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
     """A late step of a forecast in the allocator, which has what CUDA and NCCL leave of so much memory."""
-    room = limit_bytes - sum(each.num_bytes for each in _outside(forecast.setup))
+    room = limit_bytes - sum(_outside(forecast.setup).values())
     return _replayed(forecast.step, forecast.setup, limit=room)
 
 
@@ -279,15 +266,9 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
     return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
 
 
-def _outside(setup: TrainingSetup) -> tuple[Outside, ...]:
+def _outside(setup: TrainingSetup) -> dict[str, int]:
     """What the driver and NCCL take."""
-    context = Outside(name="CUDA context", num_bytes=_CONTEXT, source="assumed; 0.4 to 0.6 GiB are usual")
     is_replicated = setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
-    if not (groups := (setup.dp_shard_size > 1) + is_replicated):
-        return (context,)
-    nccl = Outside(
-        name="NCCL's buffers",
-        num_bytes=groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL,
-        source=f"{groups} groups × 2 directions × {_NCCL_CHANNELS} channels × 10 MiB: NVIDIA/nccl issues 986 and 1685",
-    )
-    return (context, nccl)
+    groups = (setup.dp_shard_size > 1) + is_replicated
+    nccl = {"NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL} if groups else {}
+    return {"CUDA context": _CONTEXT, **nccl}

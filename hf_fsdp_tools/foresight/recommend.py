@@ -55,9 +55,8 @@ def recommend_config(
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
     otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
     machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated, and, where nothing fits
-    without, CPU offload. What the model learns from, and how its sums are rounded, is as told and never searched: LoRA
-    or all parameters, precision, optimizer, sequence length (unless it is None). Faster settings of that kind are named
-    (`Recommendation.proposals`).
+    without, CPU offload. LoRA or all parameters, precision, optimizer and sequence length (unless it is None) are never
+    searched. Faster settings that change how numbers are rounded are named (`Recommendation.proposals`).
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
@@ -86,7 +85,7 @@ def recommend_config(
         longest = _most_tokens(name_or_model, kwargs)
 
     return choose(
-        model_name(name_or_model),
+        _model_name(name_or_model),
         TrainingSetup.of(setup, **fixed),
         _pricing(name_or_model, kwargs, margin),
         fixed=set(fixed) & set(SEARCHED),
@@ -119,18 +118,14 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: flo
 
 
 def what_fits(
-    name_or_model: Source,
-    setup: TrainingSetup,
-    *,
-    model_kwargs: Mapping[str, Any] | None = None,
+    name_or_model: Source, setup: TrainingSetup, *, model_kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
     priced = _pricing(name_or_model, model_kwargs or {}, 0.0)
-    gpu_bytes = gpu_named(setup.gpu).memory_bytes
-    return list(nearest(Job(model_name(name_or_model), setup, frozenset(SEARCHED), None, gpu_bytes, 0.0, priced)))
+    return list(_nearest(Job(_model_name(name_or_model), setup, frozenset(SEARCHED), None, 0.0, priced)))
 
 
-def model_name(name_or_model: Source) -> str:
+def _model_name(name_or_model: Source) -> str:
     """A hub name as it is, of a folder or `config.json` the folder's name, else the class."""
     if not isinstance(name_or_model, str | PathLike):
         return type(name_or_model).__name__
@@ -142,7 +137,6 @@ def model_name(name_or_model: Source) -> str:
 
 
 def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
-    """The longest sequence that is looked for."""
     if isinstance(name_or_model, nn.Module):
         config = getattr(name_or_model, "config", None)
     else:
@@ -171,13 +165,13 @@ def choose(
         prices.append(evaluate(one))
         return prices[-1]
 
-    job = Job(model, setup, frozenset(fixed), global_batch_size, gpu_named(setup.gpu).memory_bytes, margin, priced)
+    job = Job(model, setup, frozenset(fixed), global_batch_size, margin, priced)
     if longest is not None:
         job = replace(job, setup=replace(setup, seq_len=_longest_that_fits(job, longest)))
     search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
     best = search.best()
     if best is None:
-        raise ConfigError(nothing_fits(job))
+        raise ConfigError(_nothing_fits(job))
     choices = tuple(_choices(search, best, job))
     # What was priced to be compared may turn out to be better.
     while (better := search.best()) not in (best, None):
@@ -196,7 +190,7 @@ def choose(
         retries=cost.retries,
         whole_logits_bytes=whole,
         choices=choices,
-        proposals=tuple(proposals(job, search, best)),
+        proposals=tuple(_proposals(job, search, best)),
         notes=cost.notes,
         estimated=len(prices),
         possible=len(search.space),
@@ -266,67 +260,37 @@ SHORTEST = 512
 MOST_GPUS = 4096
 """GPUs up to which more are proposed. (assumed)"""
 
-_EXPOSED = 0.1
-"""Part of a step that waits for communication, above which gradients might be reduced less often. (assumed)"""
 
-_MICRO_STEPS = 8  # How many are then proposed. (assumed)
-
-
-def proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:
+def _proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     setup, cost = search.space.setup(best), search.cost(best)
-    together: list[dict[str, Any]] = []
-    for changes in _unasked(job, search, best):
-        if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):
-            continue
-        if (faster := _faster(job, setup, cost, changes)) is not None:
-            yield faster
-            together += [] if changes.keys() & {"wrapping", "load_in_4bit"} else [changes]
-    if len(together) > 1:
-        faster = _faster(job, setup, cost, {name: value for each in together for name, value in each.items()})
-        yield from [] if faster is None else [faster]
-
-
-def _unasked(job: Job, search: Search, best: Point) -> Iterator[dict[str, Any]]:
-    setup, cost = search.space.setup(best), search.cost(best)
-    exposed = 1 - cost.floor_seconds / cost.seconds
-    if not setup.compile:
-        yield {"compile": True}
-    if exposed > 2 * GAIN and setup.precision == "bf16" and setup.reduce_dtype == "fp32":
-        yield {"reduce_dtype": "bf16"}
-    is_open = job.global_batch_size is None and "gradient_accumulation_steps" not in job.fixed
-    if exposed > _EXPOSED and is_open and "sync_each_batch" not in job.fixed:
-        yield {"gradient_accumulation_steps": _MICRO_STEPS, "sync_each_batch": False}
-    is_lean = setup.activation_checkpointing and "activation_checkpointing" not in job.fixed
-    if setup.lora_r is not None and not setup.load_in_4bit and is_lean:
-        yield {"load_in_4bit": True, "activation_checkpointing": False}
+    changes_to_try: list[dict[str, Any]] = [] if setup.compile else [{"compile": True}]
+    is_exposed = 1 - cost.floor_seconds / cost.seconds > 2 * GAIN
+    if is_exposed and setup.precision == "bf16" and setup.reduce_dtype == "fp32":
+        changes_to_try.append({"reduce_dtype": "bf16"})
     # What fits in the smallest part of a machine may fit on one GPU.
     most = max(search.space.values["dp_replicate_size"])
     if most > 1 and any(point.dp_replicate_size == most for point in search.fitting()):
-        yield {"wrapping": "none", "dp_replicate_size": 1, "offload": False}
+        changes_to_try.append({"wrapping": "none", "dp_replicate_size": 1, "offload": False})
+    for changes in changes_to_try:
+        if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):
+            continue
+        price = job.priced(other := replace(setup, **changes))
+        gain = cost.seconds / price.seconds - 1
+        if price.num_bytes <= job.usable_bytes and gain > GAIN:
+            yield Alternative(
+                setup=other,
+                changes={name: value for name, value in changes.items() if value != getattr(setup, name)},
+                peak_bytes=price.num_bytes,
+                step_seconds=price.seconds,
+                verdict=f"{percent(gain)} faster, takes {show_bytes(price.num_bytes)}",
+            )
 
 
-def _faster(job: Job, setup: TrainingSetup, cost: Cost, changes: dict[str, Any]) -> Alternative | None:
-    """A setting with changes, if it fits and is faster per sequence."""
-    other = replace(setup, **changes)
-    price = job.priced(other)
-    steps = other.gradient_accumulation_steps / setup.gradient_accumulation_steps
-    gain = steps * cost.seconds / price.seconds - 1
-    if price.num_bytes > job.usable_bytes or gain <= GAIN:
-        return None
-    return Alternative(
-        setup=other,
-        changes={name: value for name, value in changes.items() if value != getattr(setup, name)},
-        peak_bytes=price.num_bytes,
-        step_seconds=price.seconds,
-        verdict=f"{percent(gain)} faster, takes {show_bytes(price.num_bytes)}",
-    )
-
-
-def nothing_fits(job: Job) -> str:
+def _nothing_fits(job: Job) -> str:
     """Why nothing fits, and the nearest that does."""
     setup, most = job.setup, show_bytes(job.usable_bytes)
-    fitting = "; ".join(nearest(job))
+    fitting = "; ".join(_nearest(job))
     return (
         f"{job.model}, {training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
         f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({percent(job.margin)} stays free). "
@@ -335,22 +299,13 @@ def nothing_fits(job: Job) -> str:
     )
 
 
-_BY_PRICE = (
-    "activation_checkpointing",
-    "reshard_after_forward",
-    "sync_each_batch",
-    "dp_replicate_size",
-    "batch_size",
-    "offload",
-)
-"""Searched fields, those first that cost least speed."""
-
-
-def nearest(job: Job) -> Iterator[str]:
+def _nearest(job: Job) -> Iterator[str]:
     """Yield changes, each of which makes it fit."""
     setup = job.setup
     before, after = (Space.of(setup, fixed, None).leanest() for fixed in (job.fixed, ()))
-    changes = [name for name in _BY_PRICE if getattr(before, name) != getattr(after, name)]
+    cheapest_first = ("activation_checkpointing", "reshard_after_forward", "sync_each_batch", "dp_replicate_size")
+    fields = (*cheapest_first, "batch_size", "offload")
+    changes = [name for name in fields if getattr(before, name) != getattr(after, name)]
     for name in changes if len(changes) > 1 else ():
         if job.fits(fixed=job.fixed - {name}):
             yield setting_words(name, getattr(after, name))

@@ -18,9 +18,7 @@ class Alternative:
     changes: Mapping[str, Any]
     """Fields that differ from the recommended setting and their values; first the one that it is an alternative of."""
     peak_bytes: int
-    """Of each GPU's memory, at the peak."""
     step_seconds: float
-    """Of one optimizer step, if it fits."""
     verdict: str
     """Why it was rejected, with figures."""
 
@@ -45,7 +43,6 @@ class Choice:
     fixed: bool
     """Whether the user has fixed it."""
     rejected: tuple[Alternative, ...] = ()
-    """Other values, where there are any to choose from."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -85,14 +82,12 @@ class Recommendation:
     whole_logits_bytes: int = 0
     """`peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
     proposals: tuple[Alternative, ...] = ()
-    """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded, what a step
-    learns from, or how the model is started."""
+    """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded or how the model
+    is started."""
     notes: tuple[str, ...] = ()
-    """Remarks: what was assumed or could not be followed."""
     choices: tuple[Choice, ...]
     """One per field that was searched or could have been."""
     estimated: int
-    """Settings that were estimated."""
     possible: int
     """Settings among which was searched; the others follow from the estimated ones."""
 
@@ -119,14 +114,14 @@ class Recommendation:
                 f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x "
                 f"{setup.batch_size} x {setup.gradient_accumulation_steps} steps, {tokens:,} tokens",
                 "",
-                *self.figures(),
+                *self._figures(),
                 *(f"{'' if number else 'faster':<10}{each}" for number, each in enumerate(self.proposals)),
                 *(f"note      {note}" for note in self.notes),
                 f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",
             ]
         )
 
-    def figures(self) -> list[str]:
+    def _figures(self) -> list[str]:
         of, free = show_bytes(self.gpu_bytes), percent(1 - self.peak_bytes / self.gpu_bytes)
         reserve = f"at least {percent(self.margin)} for what estimates cannot know"
         lines = [f"memory    {show_bytes(self.peak_bytes)} of {of} per GPU, {free} free ({reserve})"]
@@ -183,7 +178,5 @@ _TITLES = {
     "offload": "offload",
     "compile": "torch.compile",
     "reduce_dtype": "reduction in",
-    "gradient_accumulation_steps": "micro-steps",
-    "load_in_4bit": "4-bit base (QLoRA)",
     "wrapping": "wrapping",
 }

@@ -1,9 +1,9 @@
 """Search the settings of a training for the fastest that fits, with few estimates.
 
-The search knows nothing of models and GPUs: a function prices a setting in bytes and seconds. It relies on what holds
-for every training: memory grows with the micro-batch, with copies of the model and where gathered parameters or whole
-gradients are kept; recomputing activations and offloading save memory and never make the same micro-batch faster; a
-larger micro-batch is not slower per token.
+A function prices a setting in bytes and seconds. The search relies on what holds for every training: memory grows with
+the micro-batch, with copies of the model and where gathered parameters or whole gradients are kept; recomputing
+activations and offloading save memory and never make the same micro-batch faster; a larger micro-batch is not slower
+per token.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
 GAIN = 0.01
 """Relative gain in speed below which two settings count as equally fast, and the one with less memory is taken: a
@@ -40,9 +41,7 @@ class Cost:
     retries: int = 0
     """How often in a step the allocator is full and gives cached memory back; `seconds` has the time for it."""
     loss: Literal["full", "chunked", None] = None
-    """How logits are made (`TrainingSetup.loss`), where it is known."""
     notes: tuple[str, ...] = ()
-    """Remarks: what was assumed or could not be followed."""
 
 
 Evaluate = Callable[[TrainingSetup], Cost]
@@ -142,17 +141,18 @@ class Job:
     """A search for the settings of one model."""
 
     model: str
-    """Its name, for messages."""
     setup: TrainingSetup
     """Values of all that is fixed, and of what is not searched."""
     fixed: frozenset[str]
     """Those of `SEARCHED` that stay as in `setup`."""
     global_batch_size: int | None
-    gpu_bytes: int
-    """Memory of a GPU."""
     margin: float
-    """Part of it that stays free."""
+    """Part of a GPU's memory that stays free."""
     priced: Evaluate
+
+    @property
+    def gpu_bytes(self) -> int:
+        return gpu_named(self.setup.gpu).memory_bytes
 
     @property
     def usable_bytes(self) -> int:
@@ -165,7 +165,6 @@ class Job:
         return self.priced(space.setup(space.leanest())).num_bytes
 
     def fits(self, **changes: Any) -> bool:
-        """Whether the leanest setting does."""
         return self.least_bytes(**changes) <= self.usable_bytes
 
 
@@ -212,14 +211,12 @@ class Search:
         return None
 
     def fitting(self) -> list[Point]:
-        """The points that were priced and fit."""
         return [point for point in self.costs if not self._exceeds(point)]
 
     def _exceeds(self, point: Point) -> bool:
         return self.costs[point].num_bytes > self.limit_bytes
 
     def _sequences(self, point: Point) -> int:
-        """Sequences per GPU and optimizer step."""
         return point.batch_size * self.space.accumulation[point.batch_size]
 
     def _climb(self, family: list[Point]) -> None:

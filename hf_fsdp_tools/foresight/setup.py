@@ -10,8 +10,6 @@ from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
-_MOST_GPUS = 2**20  # More than any cluster has. (assumed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
@@ -52,7 +50,6 @@ class TrainingSetup:
     image_size: tuple[int, int] | None = None
     """Height and width of each, before the image processor; None takes those that the vision tower was made for."""
     gradient_accumulation_steps: int = 1
-    """Micro-steps per optimizer step."""
     sync_each_batch: bool = True
     """Reduce the gradients of every micro-step, as this package does unless told otherwise; False keeps them whole on
     each GPU and reduces them once (`gradient_accumulation_kwargs` of the Trainer's `accelerator_config`)."""
@@ -79,8 +76,6 @@ class TrainingSetup:
     """NF4 base (QLoRA)."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
-    checkpoint_every: int = 1
-    """With activation checkpointing, which blocks are recomputed: every n-th, beginning with the n-th."""
     reshard_after_forward: bool = True
     """False keeps gathered parameters until the backward pass."""
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"
@@ -122,8 +117,6 @@ class TrainingSetup:
                 raise ConfigError(f"{name} is {rate:g}; give {unit} above 0, or leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(f"image_size is {self.image_size}; give height and width, such as (512, 512).")
-        if self.num_gpus > _MOST_GPUS:
-            raise ConfigError(f"num_gpus is {self.num_gpus:,}; no cluster has more than {_MOST_GPUS:,}.")
         if self.wrapping == "none" and self.offload:
             raise ConfigError("offload moves the shards of FSDP, and wrapping='none' has none; leave out one of them.")
         if not 0 <= self.lora_dropout < 1:
@@ -140,17 +133,16 @@ class TrainingSetup:
         trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
         trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
         trained += f" with dropout {self.lora_dropout:g}" * (self.lora_r is not None and self.lora_dropout > 0)
-        steps, every = self.gradient_accumulation_steps, self.checkpoint_every
+        is_reduced_late = self.gradient_accumulation_steps > 1 and not self.sync_each_batch
         return ", ".join(
             [
                 trained + " but the vision tower" * self.freeze_vision_tower,
                 f"{self.optimizer} on {self.master_dtype}",
                 f"computed in {self.precision}",
-                f"reduced in {self.reduce_dtype}" + " after the last micro-step" * (steps > 1 > self.sync_each_batch),
+                f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
                 *(["loss in pieces" if self.loss == "chunked" else "whole logits"] if self.loss else []),
                 *(["CPU offload"] if self.offload else []),
-                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing"
-                + f" of one block in {every}" * (self.activation_checkpointing and every > 1),
+                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing",
                 f"{self.attn_implementation} attention",
                 "compiled blocks" if self.compile else "not compiled",
             ]

@@ -14,7 +14,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.collectives import node_network
 from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
+from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.text import show_count
 
 _SEGMENT_SECONDS = 2e-3
@@ -36,7 +36,6 @@ _PARTS = {
     "allocator": "waiting for the full allocator",
     "slowest GPU": "waiting for the slowest GPU",
 }
-"""The parts of a step as a person reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,6 @@ class ThroughputEstimate:
     """
 
     name: str
-    """The model, for texts."""
     setup: TrainingSetup
     era: str
     """Software whose efficiencies were taken (`efficiency.ERAS`)."""
@@ -71,16 +69,13 @@ class ThroughputEstimate:
     source: str
     """What the efficiencies were fitted on."""
     notes: tuple[str, ...] = ()
-    """Remarks: what was assumed or could not be followed."""
 
     @property
     def gpu(self) -> Gpu:
-        """The kind of GPU."""
         return gpu_named(self.setup.gpu)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """`tokens_per_step / step_seconds`."""
         return self.tokens_per_step / self.step_seconds
 
     @property
@@ -136,9 +131,8 @@ class ThroughputEstimate:
 
     def to_json(self) -> str:
         """All fields, and what follows from them, as JSON text."""
-        rates = ("tokens_per_second_per_gpu", "range", "trainer_range", "tflops_per_gpu", "peak_flops")
-        names = (*self.__dataclass_fields__, *rates, "mfu", "hfu", "exposed_seconds")
-        own = {name: getattr(self, name) for name in names}
+        rates = ("tokens_per_second_per_gpu", "range", "trainer_range", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
+        own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *rates, "exposed_seconds")}
         own["error"] = self.error if self.is_foreseen else None
         return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
 
@@ -153,9 +147,8 @@ class ThroughputEstimate:
             lines.append(f"  {step} per step with the shares of the peaks that stand below, to compare settings:")
         else:
             rate, (low, high), (least, most) = self.tokens_per_second_per_gpu, self.range, self.trainer_range
-            again = ""
-            if self.hardware_flops > self.model_flops:
-                again = f", with what is computed again {self.hfu:.1%}"
+            is_repeated = self.hardware_flops > self.model_flops
+            again = f", with what is computed again {self.hfu:.1%}" if is_repeated else ""
             lines += [
                 f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * setup.num_gpus:,.0f} on all",
                 f"  this is of a tuned loop; published trainings with a Trainer would be {least:,.0f} to {most:,.0f}",
@@ -226,7 +219,7 @@ def throughput_of(
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
     one, *two = (
-        simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=allocator_stalls(each))
+        simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=_allocator_stalls(each))
         for each in memories
     )
     memory, notes = memories[-1], trace.notes
@@ -234,15 +227,21 @@ def throughput_of(
         notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
     elif memory.retried:
         notes += (f"the memory is full {len(memory.retried)} times in a step, for which the GPU stands still",)
-    return throughput(
-        one.continued(two[0], steps) if two else one,
-        setup,
-        efficiency,
+    timing = one.continued(two[0], steps) if two else one
+    late = straggling(setup, efficiency) * timing.seconds
+    repeated_flops = sum(work.flops for work in trace.events if isinstance(work, Work) and work.again)
+    return ThroughputEstimate(
         name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",
-        tokens=trace.tokens,
-        model_flops=trace.model_flops,
-        repeated_flops=sum(work.flops for work in trace.events if isinstance(work, Work) and work.again),
+        setup=setup,
         era=era,
+        step_seconds=timing.seconds + late,
+        tokens_per_step=trace.tokens * steps,
+        model_flops=trace.model_flops * steps,
+        hardware_flops=(trace.model_flops + repeated_flops) * steps,
+        parts={**timing.parts, "slowest GPU": late},
+        communication_seconds=timing.communication,
+        error=efficiency.error,
+        source=efficiency.source,
         notes=notes,
     )
 
@@ -258,39 +257,9 @@ def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
     return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 
-def allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
+def _allocator_stalls(memory: MemoryEstimate) -> dict[int, float]:
     """Seconds for which a full GPU stands still, by index of the event before which it does (`simulate`)."""
     return {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
-
-
-def throughput(
-    timing: Timing,
-    setup: TrainingSetup,
-    efficiency: Efficiency,
-    *,
-    name: str,
-    tokens: int,
-    model_flops: float,
-    repeated_flops: float = 0.0,
-    era: str = LATEST_ERA,
-    notes: tuple[str, ...] = (),
-) -> ThroughputEstimate:
-    """The throughput of a step whose streams were simulated; tokens and operations are those of one micro-step."""
-    steps, late = setup.gradient_accumulation_steps, straggling(setup, efficiency) * timing.seconds
-    return ThroughputEstimate(
-        name=name,
-        setup=setup,
-        era=era,
-        step_seconds=timing.seconds + late,
-        tokens_per_step=tokens * steps,
-        model_flops=model_flops * steps,
-        hardware_flops=(model_flops + repeated_flops) * steps,
-        parts={**timing.parts, "slowest GPU": late},
-        communication_seconds=timing.communication,
-        error=efficiency.error,
-        source=efficiency.source,
-        notes=notes,
-    )
 
 
 def straggling(setup: TrainingSetup, efficiency: Efficiency) -> float:

@@ -1,9 +1,4 @@
-"""One rank over the course of a training step, as values that `plots` draws: its memory, and when it computes and when
-it communicates.
-
-Those of a predicted step are made of its events and of the times that the simulation gives them, those of a real one of
-a profile (`measured`).
-"""
+"""One rank over the course of a predicted or measured training step: its memory, computation and communication."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +10,6 @@ from typing import Literal, Self
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Alloc, Event, Free, Work
 
 Origin = Literal["predicted", "measured"]
-"""Of a dry run, or of a real step."""
 
 MOST_POINTS = 1000
 """About as many as a picture has columns of pixels."""
@@ -26,13 +20,11 @@ class Timeline:
     """Memory of one rank over one training step: bytes by kind at each of its points. All fields have one length."""
 
     origin: Origin
-    """Where it is from."""
     axis: Literal["events", "seconds"]
     """What `positions` count."""
     positions: tuple[float, ...]
     """Where each point lies: never decreasing."""
     phases: tuple[str, ...]
-    """Part of the step at each point: forward, loss, backward, clip, optimizer."""
     units: tuple[str, ...]
     """Unit that computes at each point: fqn of its first module, "" for the root."""
     kinds: Mapping[str, tuple[int, ...]]
@@ -53,17 +45,14 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most allocated memory."""
         return max(self.allocated)
 
     @property
     def peak_phase(self) -> str:
-        """Part of the step that holds the peak."""
         return self.phases[self.peak]
 
     @property
     def peak_unit(self) -> str:
-        """Unit that computes at the peak."""
         return self.units[self.peak]
 
     @property
@@ -83,7 +72,6 @@ class Timeline:
         return replace(self, axis="seconds", positions=tuple(seconds[int(i)] for i in self.positions))
 
     def to_json(self) -> str:
-        """This value as JSON text."""
         return json.dumps(asdict(self))
 
 
@@ -91,20 +79,17 @@ def memory_timeline(
     events: Sequence[Event],
     resident: Sequence[Alloc],
     *,
-    reserved: Sequence[int] | None = None,
+    reserved: Sequence[int] = (),
     most_points: int = MOST_POINTS,
 ) -> Timeline:
-    """The memory of a predicted step over its course, by the numbers of its events; `in_seconds` places it in time.
-
-    Of many events, those are kept in which the memory is highest and lowest among their neighbours; the peak is.
-    """
+    """The memory of a predicted step by the numbers of its events; of many, those of highest and lowest memory among
+    their neighbours."""
     allocated = [sum(now.values()) for _, now, _ in states(events, resident, range(len(events)))]
     phases = _phases(events)
     kept = extremes(allocated, phases, most_points)
-    if reserved is not None:
+    if reserved:
         kept = sorted({*kept, max(range(len(reserved)), key=reserved.__getitem__)})
-    taken = (event for event in (*resident, *events) if isinstance(event, Alloc))
-    kinds: dict[str, list[int]] = {event.kind: [] for event in taken}
+    kinds: dict[str, list[int]] = {event.kind: [] for event in (*resident, *events) if isinstance(event, Alloc)}
     units: list[str] = []
     for unit, now, _ in states(events, resident, kept):
         units.append(unit)
@@ -117,7 +102,7 @@ def memory_timeline(
         phases=tuple(phases[i] for i in kept),
         units=tuple(units),
         kinds={kind: tuple(values) for kind, values in kinds.items()},
-        reserved=() if reserved is None else tuple(reserved[i] for i in kept),
+        reserved=tuple(reserved[i] for i in kept) if reserved else (),
     )
 
 
@@ -170,22 +155,21 @@ def states(
             yield unit, now, blocks
 
 
-_UNSEEN = 1 / 2000
-"""Part of a step below which a pause in the computation is not drawn as one: less than a pixel of most pictures."""
+_UNSEEN = 1 / 2000  # Part of a step below which a pause in the computation is not drawn: less than a pixel
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch of time in which one stream works for one unit; a free of gathered parameters has no length."""
+    """A stretch of time in which one stream works for one unit."""
 
     track: Literal["communication", "compute", "host"]
     """Where it is drawn: collectives, computation, copies to and from the host."""
     operation: str
-    """`compute`, one of `COLLECTIVES`, `free`, or the direction of a copy."""
+    """`compute`, one of `COLLECTIVES`, or the direction of a copy."""
     unit: str
     phase: str
     start_s: float
-    """Since the step began, as the next."""
+    """Since the step began, as `end_s`."""
     end_s: float
     again: bool = False
     """Whether activation checkpointing computes here for the second time."""
@@ -203,12 +187,10 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """From the start of the step to the end of its last bar."""
         return max((bar.end_s for bar in self.bars), default=0.0)
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which a collective runs and nothing is computed."""
         return sum(end - start for start, end in self.exposed)
 
     @property
@@ -217,26 +199,13 @@ class Schedule:
         return sum(end - start for start, end in _union(_spans(self.bars, "communication")))
 
     def to_json(self) -> str:
-        """This value as JSON text."""
         return json.dumps(asdict(self))
 
 
 def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
     """The streams of a predicted step over its course."""
-    bars, gathered = [], {}
-    times = iter(spans)
-    computed = 0.0  # until when the work that was issued so far keeps the compute stream busy
-    for event in events:
-        if isinstance(event, Work):
-            start, end = next(times)
-            bars.append(_bar(event, start, end))
-            computed = max(computed, end) if event.stream == "compute" else computed
-        elif isinstance(event, Alloc) and event.kind == "gathered parameters":
-            gathered[event.block] = event.unit
-        elif isinstance(event, Free) and event.block in gathered:
-            phase = bars[-1].phase if bars else "forward"
-            bars.append(Bar("compute", "free", gathered.pop(event.block), phase, computed, computed))
-    return make_schedule("predicted", bars)
+    works = (event for event in events if isinstance(event, Work))
+    return make_schedule("predicted", (_bar(work, *span) for work, span in zip(works, spans, strict=True)))
 
 
 def _bar(work: Work, start: float, end: float) -> Bar:
@@ -254,20 +223,18 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     exposed = _without(_union(_spans(every, "communication")), busy)
     unseen = _UNSEEN * max((bar.end_s for bar in every), default=0.0)
     merged: list[Bar] = []
-    last: dict[str, int] = {}  # the latest bar of each track, and the latest free
+    computed = -1  # the latest bar of computation
     for bar in every:
-        row = "free" if bar.operation == "free" else bar.track
-        before = merged[last[row]] if row in last else None
-        is_alike = before is not None and _look(bar) == _look(before) and bar.operation in ("compute", "free")
-        if before and is_alike and bar.start_s - before.end_s <= unseen:
-            merged[last[row]] = replace(before, end_s=max(before.end_s, bar.end_s)) if row != "free" else before
+        before = merged[computed] if computed >= 0 and bar.track == "compute" else None
+        if before and _look(bar) == _look(before) and bar.start_s - before.end_s <= unseen:
+            merged[computed] = replace(before, end_s=max(before.end_s, bar.end_s))
         else:
-            last[row] = len(merged)
+            computed = len(merged) if bar.track == "compute" else computed
             merged.append(bar)
     return Schedule(origin=origin, bars=tuple(merged), exposed=tuple(exposed))
 
 
-_look = attrgetter("operation", "unit", "phase", "again")
+_look = attrgetter("unit", "phase", "again")
 
 
 def _spans(bars: Iterable[Bar], track: str) -> list[tuple[float, float]]:

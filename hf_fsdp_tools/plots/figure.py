@@ -35,7 +35,8 @@ COLORS = {
     "third": "#8b63a8",
     "exposed": "#e0483a",
 }
-"""Colour of each role."""
+"""Colour of each role. Kinds of memory stand in the order in which they are stacked: what stays for the step, what the
+model makes, what FSDP makes for a while."""
 
 LINE_ROLES = ("hybrid", "root-only", "activations", "third", "gathered parameters", "other")
 """Colours of lines, in their order."""
@@ -45,8 +46,6 @@ _STYLE: dict[str, Any] = {
     "figure.titlesize": 12.5,
     "figure.titleweight": "bold",
     "figure.constrained_layout.use": True,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
     "axes.titlelocation": "left",
     "axes.titlesize": 9.0,
     "axes.spines.top": False,

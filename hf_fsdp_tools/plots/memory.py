@@ -15,29 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_STACK = (
-    "optimizer",
-    "parameters",
-    "gradients",
-    "inputs",
-    "activations",
-    "logits and loss",
-    "gathered parameters",
-    "gather buffers",
-    "whole gradients",
-    "reduce buffers",
-    "temporaries",
-)
-"""From the bottom: what stays for the whole step, what the model makes, what FSDP makes for a while."""
+_SMALL = 0.01  # Part of the peak below which a kind is drawn with the other small ones
 
-_SMALL = 0.01
-"""Part of the peak below which a kind is drawn with the other small ones."""
+_FAR = 1.8  # A limit so many times above the memory is named and not drawn
 
-_FAR = 1.8
-"""A limit so many times above the memory is named and not drawn: the memory would be a strip at the foot."""
-
-_LETTER = 0.011
-"""Part of the axes that a letter of a phase's name takes."""
+_LETTER = 0.011  # Part of the axes that a letter of a phase's name takes
 
 
 @styled
@@ -59,28 +41,25 @@ def draw_memory(
             lines.append(("reserved, measured", measured, measured.reserved, "dotted", COLORS["exposed"]))
         lines.append(("measured", measured, measured.allocated, "solid", INK))
     highest = max([timeline.peak_bytes, *(max(values) for _, _, values, _, _ in lines)])
-    unit_bytes, unit = _byte_unit(highest)
-    stack = {kind: [value / unit_bytes for value in values] for kind, values in _merged(timeline).items()}
+    stack = _merged(timeline)
     x = _places(timeline, timeline)
     axes.stackplot(
         x,
         *stack.values(),
-        labels=[f"{kind}  {values[timeline.peak]:,.1f}" for kind, values in stack.items()],
+        labels=[f"{kind}  {show_bytes(values[timeline.peak])}" for kind, values in stack.items()],
         colors=[COLORS.get(kind, COLORS["other"]) for kind in stack],
         step="post",
         rasterized=True,  # thousands of corners
     )
     for name, line, values, style, color in lines:
-        label = f"{name}  {max(values) / unit_bytes:,.1f}"
-        y = [value / unit_bytes for value in values]
-        places = _places(line, timeline, by_unit=True)
-        axes.step(places, y, where="post", color=color, linewidth=1, linestyle=style, label=label)
+        label, places = f"{name}  {show_bytes(max(values))}", _places(line, timeline, by_unit=True)
+        axes.step(places, values, where="post", color=color, linewidth=1, linestyle=style, label=label)
     _finish_axes(axes, timeline, x, highest, limit_bytes)
-    at, peak = x[timeline.peak], timeline.peak_bytes / unit_bytes
+    at, peak = x[timeline.peak], timeline.peak_bytes
     axes.plot(at, peak, "o", markersize=5, color=INK)
     left = at > x[-1] / 2
     axes.annotate(
-        f"peak {show_bytes(timeline.peak_bytes)}, at {short_unit(timeline.peak_unit)}",
+        f"peak {show_bytes(peak)}, at {short_unit(timeline.peak_unit)}",
         (at, peak),
         xytext=(-7 if left else 7, 2),
         textcoords="offset points",
@@ -88,7 +67,7 @@ def draw_memory(
         fontweight="bold",
     )
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", title=f"{unit} at the peak")
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", title="at the peak")
     return figure
 
 
@@ -104,12 +83,11 @@ def draw_comparison(timelines: Mapping[str, Timeline], *, model: str, limit_byte
     figure = new_figure(finding[0].upper() + finding[1:], 4.6)
     axes = figure.add_subplot(title=model)
     reference, highest = list(timelines.values())[-1], peaks[-1][0]
-    unit_bytes, _ = _byte_unit(highest)
     free = iter(role for role in LINE_ROLES if role not in ("root-only", "hybrid"))
     for peak, name in reversed(peaks):
         line = timelines[name]
         color = COLORS[name if name in ("root-only", "hybrid") else next(free, "other")]
-        x, y = _places(line, reference), [value / unit_bytes for value in line.allocated]
+        x, y = _places(line, reference), line.allocated
         axes.fill_between(x, y, step="post", color=color, alpha=0.2, linewidth=0, rasterized=True)
         axes.step(x, y, where="post", color=color, linewidth=1.2, label=f"{name}: {show_bytes(peak)}")
         axes.plot(x[line.peak], y[line.peak], "o", markersize=5, color=color)
@@ -135,14 +113,10 @@ def _finding(timeline: Timeline, limit_bytes: int | None, measured: Timeline | N
     return f"{finding}, of the device's {show_bytes(limit_bytes)}"
 
 
-def _byte_unit(num_bytes: int) -> tuple[float, str]:
-    """The unit in which a picture counts, with its bytes."""
-    return next((unit for unit in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= unit[0]), (1e3, "kB"))
-
-
 def _merged(timeline: Timeline) -> dict[str, Sequence[int]]:
     """The kinds to draw, from the bottom; kinds that are always small together as "other"."""
-    order = sorted(timeline.kinds, key=lambda kind: _STACK.index(kind) if kind in _STACK else len(_STACK))
+    known = list(COLORS)
+    order = sorted(timeline.kinds, key=lambda kind: known.index(kind) if kind in known else len(known))
     least = _SMALL * timeline.peak_bytes
     stack: dict[str, Sequence[int]] = {
         kind: timeline.kinds[kind] for kind in order if max(timeline.kinds[kind]) >= least
@@ -166,16 +140,8 @@ def _places(timeline: Timeline, reference: Timeline, *, by_unit: bool = False) -
             anchors.setdefault(own[block.a + k][1], other[block.b + k][1])
     anchors.setdefault(timeline.positions[-1], last)
     origins = sorted(anchors)
-    scale = _seconds_unit(reference)[0]
-    return [
-        float(place - first) / scale
-        for place in interp(timeline.positions, origins, [anchors[origin] for origin in origins])
-    ]
-
-
-def _seconds_unit(timeline: Timeline) -> tuple[float, str]:
-    is_short = timeline.axis == "seconds" and timeline.positions[-1] - timeline.positions[0] < 1
-    return (1e-3, "ms") if is_short else (1.0, "s")
+    places = interp(timeline.positions, origins, [anchors[origin] for origin in origins])
+    return [float(place - first) for place in places]
 
 
 def _runs(timeline: Timeline, by_unit: bool) -> list[tuple[Hashable, float]]:
@@ -187,17 +153,20 @@ def _runs(timeline: Timeline, by_unit: bool) -> list[tuple[Hashable, float]]:
 
 def _finish_axes(axes: "Axes", timeline: Timeline, x: Sequence[float], highest: int, limit_bytes: int | None) -> None:
     """Name both axes and the phases, and draw the device's limit."""
-    size, unit = _byte_unit(highest)
+    from matplotlib.ticker import EngFormatter
+
     is_near = limit_bytes is not None and limit_bytes <= _FAR * highest
-    top = 1.14 * max(highest, limit_bytes if is_near and limit_bytes else 0) / size
-    axes.set(xlim=(0, x[-1] or 1), ylim=(0, top), ylabel=f"memory of one rank ({unit})")
+    top = 1.14 * max(highest, limit_bytes if is_near and limit_bytes else 0)
+    axes.set(xlim=(0, x[-1] or 1), ylim=(0, top), ylabel="memory of one rank")
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
     if limit_bytes is not None:
         label = f"the device: {show_bytes(limit_bytes)}"
-        axes.axhline(limit_bytes / size, color=COLORS["exposed"], linewidth=1.2, linestyle="dashed", label=label)
+        axes.axhline(limit_bytes, color=COLORS["exposed"], linewidth=1.2, linestyle="dashed", label=label)
     if timeline.axis == "events":
         axes.set(xticks=[], xlabel="one training step, in the order in which memory is taken and given back")
     else:
-        axes.set_xlabel(f"time in the step ({_seconds_unit(timeline)[1]})")
+        axes.set_xlabel("time in the step")
+        axes.xaxis.set_major_formatter(EngFormatter("s"))
     runs = [(phase, next(group)[1]) for phase, group in groupby(zip(timeline.phases, x, strict=True), lambda p: p[0])]
     for (phase, start), (_, end) in zip(runs, [*runs[1:], ("", x[-1])], strict=True):
         if start:

@@ -1,9 +1,8 @@
 """Picture of a training step as FSDP runs it: communication above, computation below, unit by unit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timeline import Bar, Schedule
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5), "free": (0.41, 0.0)}
+_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}
 """Centre and height of each row."""
 
 _ROLES = {
@@ -30,19 +29,10 @@ _ROLES = {
 }
 _COMPUTE = ("forward", "backward")
 
-_CLOSE = 4
-"""Units in a picture from near."""
-_LETTER = 0.018
-"""Part of a picture's width that a letter of a unit's name takes."""
+_CLOSE = 4  # Units in a picture from near
+_LETTER = 0.018  # Part of a picture's width that a letter of a unit's name takes
 
-
-@dataclass(frozen=True)
-class _Window:
-    """A stretch of a step to draw."""
-
-    name: str
-    start: float
-    end: float
+_Window: TypeAlias = tuple[str, float, float]  # The name, start and end of a stretch of a step to draw
 
 
 @styled
@@ -58,7 +48,7 @@ def draw_schedule(schedule: Schedule, *, model: str, measured: Schedule | None =
         raise ConfigError("The schedule is empty: nothing ran in its step. Record or simulate a whole training step.")
     rows: list[tuple[Schedule, list[_Window]]] = []
     for one in drawn:
-        rows.append((one, [_Window(f"{one.origin}, whole step", 0.0, one.seconds)]))
+        rows.append((one, [(f"{one.origin}, whole step", 0.0, one.seconds)]))
         rows += [(one, windows)] if (windows := _windows(one)) else []
     figure = new_figure(_finding(drawn), 1 + 1.6 * len(rows))
     for strip, (one, windows) in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
@@ -98,13 +88,13 @@ def _windows(schedule: Schedule) -> list[_Window]:
         first = 0 if phase == "forward" else len(units) // 2
         (name, start, _), *_, (last, _, end) = units[first : first + _CLOSE]
         label = f"{phase}, {short_unit(name)} to {short_unit(last)}"
-        windows.append(_Window(label, 0.0 if phase == "forward" else start, end))
+        windows.append((label, 0.0 if phase == "forward" else start, end))
     return windows
 
 
 def _computed(schedule: Schedule, phase: str) -> list[tuple[str, float, float]]:
     """Each unit of the first pass of a phase with the start and the end of its computation, without small copies."""
-    bars = [b for b in schedule.bars if b.track == "compute" and b.operation == "compute" and b.phase == phase]
+    bars = [bar for bar in schedule.bars if bar.track == "compute" and bar.phase == phase]
     longest = max((bar.end_s - bar.start_s for bar in bars), default=0.0)
     spans: dict[str, tuple[float, float]] = {}
     for bar in bars:
@@ -124,26 +114,26 @@ def _role(bar: Bar) -> str:
 
 
 def _look(bar: Bar) -> tuple[str, bool]:
-    return ("free", False) if bar.operation == "free" else (_role(bar), bar.again)
+    return _role(bar), bar.again
 
 
 def _draw_window(axes: "Axes", schedule: Schedule, window: _Window) -> None:
     """Draw one stretch of the step into its axes."""
-    length = window.end - window.start
-    unit, name = (1.0, "s") if length >= 1 else (1e-3, "ms")
+    from matplotlib.ticker import EngFormatter
+
+    title, begin, finish = window
+    length = finish - begin
     is_near = length < schedule.seconds
     axes.grid(False)
-    axes.set(xlim=(window.start / unit, window.end / unit), ylim=(0.3, 1.9), xlabel=f"{window.name} ({name})")
+    axes.set(xlim=(begin, finish), ylim=(0.5, 1.9), xlabel=title)
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.set_yticks([middle for middle, _ in _ROWS.values()], list(_ROWS))
-    inside = [bar for bar in schedule.bars if bar.end_s >= window.start and bar.start_s <= window.end]
+    inside = [bar for bar in schedule.bars if bar.end_s >= begin and bar.start_s <= finish]
     for (role, again), group in groupby(sorted(inside, key=_look), key=_look):
         bars = list(group)
-        if role == "free":
-            axes.plot([bar.start_s / unit for bar in bars], [_ROWS[role][0]] * len(bars), "v", markersize=3, color=INK)
-            continue
         centre, height = _ROWS["communication" if bars[0].track == "communication" else "compute"]
         axes.broken_barh(
-            [(bar.start_s / unit, (bar.end_s - bar.start_s) / unit) for bar in bars],
+            [(bar.start_s, bar.end_s - bar.start_s) for bar in bars],
             (centre - height / 2, height),
             facecolor=COLORS[_ROLES[role]],
             edgecolor="white" if is_near or again else "face",  # an edge of its own colour keeps a narrow bar visible
@@ -152,18 +142,19 @@ def _draw_window(axes: "Axes", schedule: Schedule, window: _Window) -> None:
         )
         for bar in bars if is_near and not again else ():
             name, room = short_unit(bar.unit), (bar.end_s - bar.start_s) / length
-            is_whole = window.start <= bar.start_s and bar.end_s <= window.end
+            is_whole = begin <= bar.start_s and bar.end_s <= finish
             if is_whole and room > _LETTER * len(name):
-                middle = (bar.start_s + bar.end_s) / 2 / unit
-                axes.text(middle, centre, name, fontsize=7, ha="center", va="center", color="#101214")
+                axes.text(
+                    (bar.start_s + bar.end_s) / 2, centre, name, fontsize=7, ha="center", va="center", color="#101214"
+                )
     centre, height = _ROWS["exposed"]
-    spans = [(start / unit, (end - start) / unit) for start, end in schedule.exposed]
+    spans = [(start, end - start) for start, end in schedule.exposed]
     axes.broken_barh(spans, (centre - height / 2, height), color=COLORS["exposed"], linewidth=0.4)
     computed = [bar for bar in inside if bar.operation == "compute"]
     for phase, group in groupby(computed, key=lambda bar: bar.phase):
         bars = list(group)
-        start, end = max(bars[0].start_s, window.start), min(bars[-1].end_s, window.end)
+        start, end = max(bars[0].start_s, begin), min(bars[-1].end_s, finish)
         if end - start > 0.1 * length:
-            axes.text((start + end) / 2 / unit, 1.88, phase, fontsize=8, ha="center", va="top")
-        if start > window.start:
-            axes.axvline(start / unit, color=INK, linewidth=0.6, alpha=0.5)
+            axes.text((start + end) / 2, 1.88, phase, fontsize=8, ha="center", va="top")
+        if start > begin:
+            axes.axvline(start, color=INK, linewidth=0.6, alpha=0.5)

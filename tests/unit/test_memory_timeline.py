@@ -50,8 +50,6 @@ def test_a_step_of_a_loop_with_fsdp_is_recorded_by_unit(alone, tmp_path):
     by_phase = {phase: [u for p, u in zip(line.phases, line.units, strict=True) if p == phase] for phase in line.phases}
     for phase, order in (("forward", blocks), ("backward", blocks[::-1])):
         assert [unit for unit in dict.fromkeys(by_phase[phase]) if unit in blocks] == order
-    frees = {(bar.unit, bar.phase) for bar in schedule.bars if bar.operation == "free"}
-    assert frees >= {(block, phase) for block in blocks for phase in ("forward", "backward")}
     assert schedule.origin == line.origin == "measured" and schedule.seconds > 0
     recorded.predicted = estimate_memory(CONFIG, batch_size=2, seq_len=32, precision="fp32", loss="full")
     assert recorded.predicted.timeline.peak_bytes == pytest.approx(peak, rel=0.05)

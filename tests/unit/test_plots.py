@@ -77,9 +77,8 @@ def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
 def test_bars_of_a_schedule_lie_where_the_work_was():
     figure = draw_schedule(SCHEDULE, model="m")
     drawn = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
-    scale = 1.0 if SCHEDULE.seconds >= 1 else 1e3
     for bar in (bar for bar in SCHEDULE.bars if bar.track == "communication"):
-        assert any(abs(box.x0 - bar.start_s * scale) < 1e-6 and box.y0 > 1 for box in drawn), bar
+        assert any(abs(box.x0 - bar.start_s) < 1e-9 and box.y0 > 1 for box in drawn), bar
     assert len(figure.axes) == 3, "the whole step, and a few units of each pass from near"
 
 

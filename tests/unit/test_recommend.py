@@ -129,11 +129,8 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
     changes = [dict(each.changes) for each in best.proposals]
     assert {"compile": True} in changes and {"reduce_dtype": "bf16"} in changes
-    assert {"gradient_accumulation_steps": 8, "sync_each_batch": False} in changes
-    assert len(changes[-1]) == 4, "all of them together"
     for each in best.proposals:
-        steps = each.setup.gradient_accumulation_steps
-        gain = steps * best.step_seconds / toy(each.setup).seconds - 1
+        gain = best.step_seconds / toy(each.setup).seconds - 1
         assert f"{100 * gain:.0f} % faster" in each.verdict and each.verdict in str(best)
     assert best.setup.loss == "chunked" and best.whole_logits_bytes > 0 and "with whole logits" in str(best)
     assert not choose("toy", replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals

@@ -20,12 +20,23 @@ from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import DTYPES, build
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Record, Wait, Work
+from hf_fsdp_tools.foresight.events import (
+    Alloc,
+    Event,
+    Free,
+    Gradient,
+    Mark,
+    Parameter,
+    Record,
+    TensorSize,
+    Trace,
+    Wait,
+    Work,
+)
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, Trace
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy

@@ -109,19 +109,6 @@ def test_kernels_of_one_unit_become_one_bar_and_pauses_stay():
     assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
 
 
-def test_gathered_parameters_are_free_when_their_unit_has_computed():
-    events, _, spans = a_step(units=2)
-    frees = [
-        (bar.unit[-1], bar.phase, bar.start_s) for bar in step_schedule(events, spans).bars if bar.operation == "free"
-    ]
-    computed = {
-        (event.unit[-1], event.phase): end
-        for event, (_, end) in zip((e for e in events if isinstance(e, Work)), spans, strict=True)
-        if event.operation == "matmul"
-    }
-    assert {(unit, phase): at for unit, phase, at in frees} == computed
-
-
 def record(name, ts, dur=None, cat="cpu_op", tid=1, **args):
     found = {"ph": "X" if dur is not None else "i", "cat": cat, "name": name, "ts": ts, "tid": tid, "args": args}
     return found | ({} if dur is None else {"dur": dur})
@@ -176,7 +163,7 @@ def test_a_recorded_step_on_a_gpu_reads_the_gpus_allocator_and_streams():
     line = read_memory(trace, resident_bytes=10_000)
     assert line.allocated == (4900, 5000, 4900) and line.reserved == (8000, 8000, 8000)
     schedule = read_schedule(trace)
-    found = [(bar.operation, bar.unit, bar.phase) for bar in schedule.bars if bar.operation != "free"]
+    found = [(bar.operation, bar.unit, bar.phase) for bar in schedule.bars]
     assert found == [
         ("all_gather", "layers.0", "forward"),
         ("compute", "layers.0", "forward"),

@@ -14,13 +14,12 @@ from transformers import masking_utils
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
-from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Work
+from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.kernels import notes_of
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.trace import Trace
 
 SIZES = {
     "vocab_size": 131,
@@ -97,7 +96,6 @@ def renumbered(trace: Trace) -> list[tuple]:
         ("local and global", 11, {}),
         ("encoder and decoder", 7, {}),
         ("llama", 6, {"lora_r": 4, "activation_checkpointing": True}),
-        ("llama", 12, {"activation_checkpointing": True, "checkpoint_every": 2}),
     ],
 )
 def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monkeypatch):
@@ -108,15 +106,6 @@ def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monk
     assert run.repeated == 0
     assert renumbered(spliced) == renumbered(run)
     assert spliced.parameters == run.parameters and spliced.model_flops == run.model_flops
-
-
-def test_every_second_block_computed_again_keeps_half():
-    """As real ranks do: `benchmarks/results/foresight_memory.md`."""
-    again = {"activation_checkpointing": True}
-    none, half, every = (peak(traced("llama", 12, **fields)) for fields in ({}, again | {"checkpoint_every": 2}, again))
-    assert every < half < 0.8 * none
-    with pytest.raises(ConfigError, match="checkpoint_every is 0"):
-        TrainingSetup(checkpoint_every=0)
 
 
 def test_dropout_of_adapters_keeps_an_input_and_a_mask_for_each_layer():

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.foreseeing.cases import SIZES, case_named
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of, make_batch
-from hf_fsdp_tools.foresight.tracing.trace import Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 
 PLAIN = {"precision": "fp32", "wrapping": "root", "attn_implementation": "eager", "seq_len": 32, "image_size": (56, 84)}

@@ -9,10 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Phase, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.trace import TensorSize
 from hf_fsdp_tools.sharding.optimizers import check_kind
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -31,12 +30,10 @@ OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
 `adamw_8bit` is torchao's, by formula. To the others the shape of a parameter is all the same: they are run once for a
 model, with stand-ins."""
 
+# Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is.
 _STAND_IN = 10**6 + 3
-"""Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is."""
-_SMALLEST_8BIT = 4096
-"""Elements of a shard below which torchao keeps its state in the shard's dtype (`_AdamBase._new_buffer`)."""
-_BLOCK_8BIT = 256
-"""Elements with one fp32 scale (`block_size` of torchao's `AdamW8bit`); shards of other multiples stay whole too."""
+_SMALLEST_8BIT = 4096  # Elements below which torchao keeps its state in the shard's dtype (`_AdamBase._new_buffer`)
+_BLOCK_8BIT = 256  # Elements with one fp32 scale (`block_size`); shards of other multiples stay whole too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +41,8 @@ class OptimizerStep:
     """A step of an optimizer that has its state."""
 
     events: tuple[Event, ...]
-    state: tuple[int, ...]
-    """Bytes of each tensor of its state on the device."""
-    num_bytes: float
-    """Bytes that its work reads and writes."""
+    state: tuple[int, ...]  # Bytes of each tensor of its state on the device
+    num_bytes: float  # That its work reads and writes
 
 
 def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> OptimizerStep:
@@ -87,7 +82,11 @@ def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> Optimize
         parameters = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        clipping = _clip(parameters) if clips else ()
+        clipping: tuple[Event, ...] = ()
+        if clips:
+            with _recorder(parameters, "clip") as recorder:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            clipping = _temporary(recorder.events)
         make = OPTIMIZERS[name][1]
         state, events = _step_8bit(updated) if make is None else _step(parameters, make)
     events = (*clipping, *events)
@@ -96,19 +95,12 @@ def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> Optimize
     )
 
 
-def _recorder(parameters: Sequence[nn.Parameter]) -> Recorder:
+def _recorder(parameters: Sequence[nn.Parameter], phase: Phase) -> Recorder:
     recorder = Recorder({"": ""})
+    recorder.phase = phase
     recorder.ignore(parameters)
     recorder.ignore([parameter.grad for parameter in parameters if parameter.grad is not None])
     return recorder
-
-
-def _clip(parameters: Sequence[nn.Parameter]) -> tuple[Event, ...]:
-    recorder = _recorder(parameters)
-    recorder.phase = "clip"
-    with recorder:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-    return _temporary(recorder.events)
 
 
 def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
@@ -120,9 +112,8 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     ]
     # Unless the optimizer is fused, its counters of steps are on the host.
     on_device = [tensor for tensor in state if tensor.dim() or is_fused]
-    recorder = _recorder(parameters)
+    recorder = _recorder(parameters, "optimizer")
     recorder.ignore(state)
-    recorder.phase = "optimizer"
     with recorder:
         optimizer.step()
     return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events)

@@ -1,8 +1,5 @@
-"""How FSDP2 reduces the whole gradients of a unit to shards of gradients: buffers, collectives, accumulation.
-
-Follows `foreach_reduce` in torch 2.13's `_fsdp_collectives.py`, and what `FSDPParamGroup.post_backward`,
-`_wait_for_post_backward` and `finalize_backward` keep for it.
-"""
+"""How FSDP2 reduces the whole gradients of a unit to shards: torch 2.13's `foreach_reduce`, and what `FSDPParamGroup`
+keeps for it."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import replace
@@ -10,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Stream
+from hf_fsdp_tools.foresight.events import EventWriter, Stream
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 BEFORE_2_15 = torch.__version__ < "2.15"
@@ -32,11 +28,9 @@ class Reducer:
         self._reduced: dict[str, int] = {}  # `_post_reduce_event`, by unit
         self._all_reduced: dict[str, tuple[int, int]] = {}
         """`_all_reduce_state` by unit: a buffer that is freed once the event has come."""
-        self._gradients: dict[str, int] = {}
-        """Memory of the shards of gradients, by unit: one block for all parameters of a unit."""
+        self._gradients: dict[str, int] = {}  # Memory of the shards of gradients, one block for a unit
         self._has_gradients: set[str] = set()
-        self._whole: dict[str, int] = {}
-        """Memory of whole gradients of earlier micro-steps in the dtype of the reduction, by parameter."""
+        self._whole: dict[str, int] = {}  # Of whole gradients of earlier micro-steps, reduction's dtype, by parameter
 
     def release_inputs(self) -> None:
         """Free the input of the last reduction, after it has ended."""
@@ -63,10 +57,7 @@ class Reducer:
         self._has_gradients.clear()
 
     def added_up(self, shards: Sequence[Shard], gradients: MutableMapping[str, int]) -> list[tuple[Shard, int]]:
-        """Shard and memory of the whole gradient of each parameter that has one, with those that were kept whole.
-
-        `FSDPParam.accumulate_unsharded_grad_if_needed`; where dtypes are equal, autograd's own sum.
-        """
+        """Shard and memory of each parameter's whole gradient: `FSDPParam.accumulate_unsharded_grad_if_needed`."""
         result = []
         for shard in shards:
             whole = shard.parameter
@@ -134,11 +125,8 @@ class Reducer:
             self._writer.free(block)
 
     def _split_otherwise(self, gradients: Sequence[tuple[Shard, int]]) -> tuple[list[tuple[Shard, int]], set[int]]:
-        """Copy gradients that are split along another dimension than 0; with the gradients that are freed at the end.
-
-        Variables of torch's loop keep the last gradient, and the last one that was copied, until the function returns:
-        before torch 2.15 that of the reduction, since then one for this loop alone.
-        """
+        """Copy gradients that are split along another dimension than 0; with those that are freed at the end, since
+        variables of torch's loop keep them until the function returns."""
         writer, result = self._writer, list(gradients)
         copied: set[int] = set()
         for at, (shard, block) in enumerate(gradients):

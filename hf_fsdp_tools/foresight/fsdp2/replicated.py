@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
+from hf_fsdp_tools.foresight.events import EventWriter, Parameter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter
 
 _REDUCED_ALONE = 2**22  # Elements from which `sharding/whole.py` reduces a gradient where it lies
 _FIRST_BUCKET = 2**20  # Bytes of DDP's first bucket (`_DEFAULT_FIRST_BUCKET_BYTES` of torch.distributed)
@@ -66,11 +65,11 @@ class AveragedGradients(_Gradients):
 
 
 class BucketedGradients(_Gradients):
-    """Gradients of a model that every rank holds whole, as `DistributedDataParallel` reduces them.
+    """Gradients of a model that every rank holds whole, as `DistributedDataParallel` with `gradient_as_bucket_view` has
+    them: copied into buckets that are there from the beginning, none on one GPU.
 
-    With `gradient_as_bucket_view=True`: a gradient is copied into its bucket, which is there from the beginning. On one
-    GPU there are no buckets. Parameters that are computed with in another dtype than their own are cast once in a
-    forward pass, and the copies live until the gradient is there, as autocast's cache and autograd keep them.
+    Parameters that are computed with in another dtype are cast once in a forward pass; autograd keeps the copies until
+    the gradient is there.
     """
 
     def __init__(self, writer: EventWriter, parameters: Sequence[Parameter], setup: TrainingSetup) -> None:

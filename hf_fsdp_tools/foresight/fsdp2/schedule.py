@@ -1,19 +1,17 @@
 """What FSDP2 does at each module's passes: gathers, copies, frees, reductions, on which stream and after which event.
 
-The order of memory and of waits is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`: `_fsdp_state.py` (hooks),
-`_fsdp_param_group.py` (unshard, reshard, post-backward), `_fsdp_collectives.py` (buffers) and `_fsdp_param.py`. Each
-function below names the function it follows. Python's local variables keep some tensors until a function returns; this
-is followed too, and that torch 2.15 has fewer of these.
+The order of memory and of waits is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`. Each function below names
+the function it follows. Python's local variables keep some tensors until a function returns; this is followed too, and
+that torch 2.15 has fewer of these.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_tools.foresight.events import Mark, Stream
+from hf_fsdp_tools.foresight.events import EventWriter, Mark, Stream
 from hf_fsdp_tools.foresight.fsdp2.reduce import BEFORE_2_15, Reducer
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 _State = Literal["idle", "forward", "pre_backward", "post_backward"]  # `TrainingState`
@@ -31,10 +29,8 @@ class _Unit:
     """`_modules_to_run_forward`: modules of a unit of several that have not run in this pass."""
     entry: str | None = None  # The module whose inputs trigger the unit's post-backward
     exit: str | None = None  # The module whose output triggers its pre-backward
-    gathered: list[int] = field(default_factory=list)
-    """Memory of the gathered parameters; none while they are sharded."""
-    partly: list[int] = field(default_factory=list)
-    """Memory of the shards over fewer ranks (`reshard_after_forward` as a number)."""
+    gathered: list[int] = field(default_factory=list)  # Memory of the gathered parameters
+    partly: list[int] = field(default_factory=list)  # Of shards over fewer ranks (`reshard_after_forward` as a number)
     partly_event: int | None = None
     pending: "_Gather | None" = None  # `_all_gather_result`: gathered, not yet copied out
     gradients: dict[str, int] = field(default_factory=dict)  # Memory of the whole gradients, by parameter
@@ -107,8 +103,7 @@ class Fsdp2Schedule:
         return True
 
     def end_backward(self) -> None:
-        """`_root_post_backward_final_callback`: units whose inputs have no gradients are reduced, everything is waited
-        for."""
+        """`_root_post_backward_final_callback`: units whose inputs have no gradients are reduced."""
         writer = self._writer
         for unit in self._units:
             writer.unit = unit.split.name
@@ -240,16 +235,11 @@ class Fsdp2Schedule:
         writer.free(*inputs)
 
     def _gather_inputs(self, unit: _Unit, stream: Stream, ratio: int) -> Iterator[int]:
-        """`_get_param_all_gather_inputs`: shards that are cast together, or copied from the host one by one.
-
-        Shards over fewer ranks are on the device in the dtype of gathers; those of cast parameters are copied all the
-        same.
-        """
+        """`_get_param_all_gather_inputs`: shards that are cast together, or copied from the host one by one."""
         if self._setup.offload and not unit.partly:
             yield from (self._on_device(shard, stream) for shard in unit.shards)
             return
-        cast = [shard for shard in unit.shards if shard.is_cast]
-        if cast:
+        if cast := [shard for shard in unit.shards if shard.is_cast]:
             to = ratio * sum(shard.gathered_bytes for shard in cast)
             yield self._writer.take(to, "gather buffers", stream)
             read = to if unit.partly else sum(shard.num_bytes for shard in cast)
@@ -310,8 +300,7 @@ class Fsdp2Schedule:
 
     def _copy_alone(self, unit: _Unit) -> Iterator[int]:
         """On one rank nothing is gathered: each shard is cast and copied, one after the other."""
-        writer = self._writer
-        last: list[int] = []
+        writer, last = self._writer, list[int]()
         for shard in unit.shards:
             made = [self._on_device(shard, "compute")] if self._setup.offload or shard.is_cast else []
             writer.free(*last)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_fsdp_tools.foresight.build import DTYPES
+from hf_fsdp_tools.foresight.events import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, TensorSize, modules_above
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import split_dim
 
@@ -19,18 +19,15 @@ class Shard(TensorSize):
     """
 
     parameter: Parameter
-    """The whole parameter."""
     dim: int
     """The dimension that is split."""
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of the shard in the dtype in which it is gathered."""
         return self.numel * self.parameter.dtype.itemsize
 
     @property
     def is_cast(self) -> bool:
-        """Whether the shard is cast before it is gathered."""
         return self.dtype != self.parameter.dtype
 
 
@@ -39,9 +36,8 @@ class UnitShards:
     """One unit of a plan with its shards."""
 
     unit: WrapUnit
-    """The unit."""
     shards: tuple[Shard, ...]
-    """Of its parameters, in the order in which FSDP2 gathers them."""
+    """In the order in which FSDP2 gathers them."""
 
     @property
     def name(self) -> str:
@@ -55,14 +51,11 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     first: dict[str, int] = {}
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
     for at, parameter in enumerate(parameters):
-        above = modules_above(parameter.fqn)
-        for module in above:
-            first.setdefault(module, at)
-        for name in parameter.other_names:
+        for name in (parameter.fqn, *parameter.other_names):
             for module in modules_above(name):
                 first.setdefault(module, at)
         if not parameter.is_whole:
-            module = next(module for module in above if module in unit_of)
+            module = next(module for module in modules_above(parameter.fqn) if module in unit_of)
             unit = unit_of[module]
             members[unit].append((unit.modules.index(module), at, parameter))
     order = sorted(plan.units, key=lambda unit: min((first.get(m, len(parameters)), len(m)) for m in unit.modules))

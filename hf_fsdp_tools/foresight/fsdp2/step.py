@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, TensorSize, Trace
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.replicated import AveragedGradients, BucketedGradients, kept_bytes
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, split_parameters
-from hf_fsdp_tools.foresight.fsdp2.writer import EventWriter
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.trace import TensorSize, Trace
 from hf_fsdp_tools.planning.plan import WrapPlan
 
 
@@ -27,9 +25,8 @@ class Step:
     parameters: tuple[Alloc, ...]
     """Shards, buffers and other memory that is there from the beginning and for good."""
     state: tuple[Alloc, ...]
-    """The optimizer's state, which its first step takes."""
     host_bytes: int
-    """Pinned and other host memory of this rank under CPU offload: shards, gradients, optimizer state."""
+    """Host memory of this rank under CPU offload: shards, gradients, optimizer state."""
 
     @property
     def resident(self) -> tuple[Alloc, ...]:
@@ -44,11 +41,7 @@ class Step:
 
 
 def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
-    """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state.
-
-    Gradients are None before the step and after it. The setup is that of the trace, with any number of GPUs, replicas,
-    micro-steps and any optimizer, offload and `reshard_after_forward`.
-    """
+    """Lay FSDP2's schedule over a trace: a step of a training that has its optimizer's state, and no gradients yet."""
     writer = EventWriter(max((event.block for event in trace.events if type(event) is Alloc), default=0))
     is_fsdp = setup.wrapping != "none"
     units = split_parameters(trace.parameters, plan, setup) if is_fsdp else ()

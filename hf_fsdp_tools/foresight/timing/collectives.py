@@ -53,11 +53,8 @@ class Group:
     """The ranks of a collective, where they are, and what they share."""
 
     ranks: int
-    """How many take part."""
     ranks_per_node: int
-    """How many of them are in one machine."""
     link: Literal["nvlink", "pcie"]
-    """What joins the GPUs of a machine."""
     link_bandwidth: float
     """Bytes per second that a ring gets of a GPU's link inside a machine, in one direction."""
     network_bandwidth: float
@@ -65,7 +62,6 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Machines over which the group spreads."""
         return math.ceil(self.ranks / self.ranks_per_node)
 
     @property
@@ -90,19 +86,17 @@ def group_of(
     ranks_per_node = max(1, min(ranks, in_node // apart))
     sharing = max(1, in_node // ranks_per_node)
     usual = gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link]
-    link = usual if setup.link_gb_s is None else setup.link_gb_s * 1e9
     return Group(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         link=gpu.link,
-        link_bandwidth=link,
+        link_bandwidth=usual if setup.link_gb_s is None else setup.link_gb_s * 1e9,
         network_bandwidth=node_network(setup, gpu) * network_efficiency / sharing,
     )
 
 
 def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
-    """Bytes per second of all network cards of one machine, in one direction: `setup.network_gbit_s`, or the usual
-    network per GPU times the GPUs of a machine."""
+    """Bytes per second of all network cards of one machine, in one direction."""
     gbit_s = setup.network_gbit_s
     return (gbit_s if gbit_s is not None else gpu.network_gbit_s * setup.gpus_per_node) * 1e9 / 8
 

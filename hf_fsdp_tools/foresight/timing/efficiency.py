@@ -22,15 +22,13 @@ class Efficiency:
     """Shares of the peaks that kernels reach, and the source of these numbers."""
 
     matmul: float
-    """Share of the peak flop/s that a large matmul reaches."""
+    """Of the peak flop/s, by a large matmul."""
     matmul_half: float = 0.0
     """The smallest dimension at which a matmul reaches half of that: share x size / (size + this)."""
     attention: float
-    """Share of the peak flop/s that attention kernels reach."""
     memory: float
-    """Share of the peak bandwidth that kernels reach which are bound by the GPU's memory."""
+    """Of the peak bandwidth, by kernels that the GPU's memory bounds."""
     network: float = 0.8
-    """Share of the network's rate that collectives between machines reach."""
     straggler: float = 0.0
     """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
     sqrt(2 ln n), the expected maximum of n normal deviates."""
@@ -41,7 +39,6 @@ class Efficiency:
     publishers that were left out of the fit were within 13 %, and about three of four by others within 20 %. Infinite
     where no published training of the GPU is known."""
     source: str
-    """What it was fitted on."""
 
 
 _SOURCE = "fitted on published trainings (benchmarks/results/foresight_throughput.md)"
@@ -130,8 +127,7 @@ def efficiency_of(gpu: Gpu, era: str = LATEST_ERA) -> Efficiency:
     return replace(shares, attention=shares.attention * _NEWER_ATTENTION) if era == LATEST_ERA else shares
 
 
-_KERNEL_SECONDS = 2e-6
-"""A kernel at least, with the gap before it: what an empty one takes on a busy stream. (assumed)"""
+_KERNEL_SECONDS = 2e-6  # A kernel at least, with the gap before it. (assumed)
 
 _HOST_COPY = 0.8
 """Share of the link to the host that copies of pinned memory reach: 25 of 32 GB/s on PCIe 4. (assumed)"""

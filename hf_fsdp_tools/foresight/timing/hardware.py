@@ -1,7 +1,4 @@
-"""What GPUs can do at best, and how they are linked: figures of data sheets, each with its source.
-
-How much of a peak training reaches is a matter of software and is fitted (`efficiency`); nothing here is.
-"""
+"""What GPUs can do at best, and how they are linked: figures of data sheets, each with its source."""
 
 import csv
 import re
@@ -22,7 +19,6 @@ class Gpu:
     name: str
     """Key in `GPUS`; of another GPU any word."""
     title: str
-    """Name that a person knows."""
     family: str
     """Generation, such as `h100`: says which shares of its peaks it reaches (`efficiency`), and cuBLAS' workspace."""
     fp32: float
@@ -37,19 +33,18 @@ class Gpu:
     """What the driver reports as total memory (`torch.cuda.get_device_properties`): below the number in the name, since
     ECC and the driver take their part."""
     memory_bandwidth: float
-    """Bytes per second of the GPU's memory."""
+    """Bytes per second of the GPU's memory, as the other bandwidths."""
     link: Literal["nvlink", "pcie"]
     """What joins the GPUs of one machine; AMD's Infinity Fabric counts as NVLink."""
     link_bandwidth: float
-    """Bytes per second that one GPU sends to the others of its machine, in one direction."""
+    """That one GPU sends to the others of its machine, in one direction."""
     network_gbit_s: float
     """Gbit/s of the usual network per GPU, in one direction."""
     host_bandwidth: float
-    """Bytes per second between GPU and host memory in one direction (PCIe, or NVLink-C2C)."""
+    """Between GPU and host memory in one direction (PCIe, or NVLink-C2C)."""
     host_memory_bandwidth: float
-    """Bytes per second of host memory, per GPU of a usual machine: bounds an optimizer on the CPU."""
+    """Of host memory, per GPU of a usual machine: bounds an optimizer on the CPU."""
     source: str
-    """Where the figures are from."""
 
     def peak(self, dtype_bytes: int, precision: str = "bf16") -> float:
         """Peak flop/s of matmuls whose inputs have elements of `dtype_bytes`."""
@@ -101,7 +96,6 @@ def _read_gpus() -> Iterator[Gpu]:
 
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _read_gpus()}
-"""The GPUs that are known, by name. The source of each row's figures stands in its `source`."""
 
 
 def gpu_named(name: str | Gpu) -> Gpu:
@@ -117,10 +111,7 @@ def gpu_named(name: str | Gpu) -> Gpu:
 
 
 def _words(name: str) -> set[str]:
-    """What distinguishes a name: "NVIDIA A100-SXM4-80GB" as {"a100", "80gb"}.
-
-    Makers, forms and kinds of memory are left out, and what the driver adds to a GH200 (its host memory).
-    """
+    """What distinguishes a name: "NVIDIA A100-SXM4-80GB" as {"a100", "80gb"}, a GH200 without its host memory."""
     kinds = r"generation|blackwell|(workstation|server) edition|sxm\d?|hbm\d?e?|oam|\bgpu\b|480gb"
     text = re.sub(rf"nvidia|amd|instinct|geforce|tesla|rtx|{kinds}", " ", name.lower())
     return set(re.findall(r"[a-z0-9]+", re.sub(r"\b(\d+) ?gi?b\b", r"\1gb", text)))

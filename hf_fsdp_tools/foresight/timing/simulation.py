@@ -19,14 +19,9 @@ from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
 of a decoder layer of transformers, which has 30 to 40)"""
-
 _AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
-
-_HOST_COLLECTIVE_SECONDS = 150e-6
-"""Host time of a collective with FSDP2's Python around it: hooks, views of the buffers, streams. (assumed)"""
-
-_COMPILED_HOST = 0.3
-"""Share of the host's time per operator that is left under `torch.compile`, which launches fused kernels. (assumed)"""
+_HOST_COLLECTIVE_SECONDS = 150e-6  # Of a collective with FSDP2's Python around it. (assumed)
+_COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
 
 
 @dataclass(slots=True)
@@ -71,7 +66,6 @@ class Timing:
     """When the work of a step runs on one rank."""
 
     seconds: float
-    """From the first event to the end of the last."""
     spans: tuple[tuple[float, float], ...]
     """Start and end in seconds of each `Work`, in the order of the list of events."""
     parts: dict[str, float]
@@ -226,7 +220,6 @@ class _Simulation:
         neither."""
 
     def run(self) -> float:
-        """Seconds from the first event to the end of the last."""
         while True:
             self._issue()
             while self._begin_all():

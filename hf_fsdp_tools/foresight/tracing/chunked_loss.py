@@ -1,7 +1,7 @@
 """A loss that never holds all logits: memory and work of TRL's, which Liger's fused loss resembles.
 
-TRL (1.16, `ChunkedLogProbFunction`) multiplies pieces of hidden states with pieces of the head, and makes the pieces
-again in the backward pass, where gradients are summed in fp32. Its kernels are Triton's, which do not run without data.
+TRL (1.16, `ChunkedLogProbFunction`) makes the pieces again in the backward pass and sums gradients in fp32. Its kernels
+are Triton's, which do not run without data.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Event, Gradient, Work
+from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of, make_batch
@@ -31,12 +31,10 @@ from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, i
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
-from hf_fsdp_tools.foresight.tracing.trace import Parameter, Trace
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, class_name
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
@@ -50,36 +48,23 @@ Device = Literal["cuda", "cpu"]
 
 
 def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, device: Device = "cuda") -> Trace:
-    """The events of one micro-step of a model under a plan, found by running the model's code without data.
-
-    Args:
-        model: on meta, as `build` gives it; it stays as it is.
-        plan: of the model.
-        setup: batch, precision, checkpointing, loss and attention are read.
-        device: whose kernels to assume.
-
-    Any rank may call; nothing is communicated, and no accelerator is used.
+    """The events of one micro-step of a model on meta, found by running the model's code without data.
 
     A model that takes images gets some beside its text (`images_of`); if they cannot be followed, text alone, and a
-    note says so.
-
-    Raises:
-        ConfigError: no batch can be made for the model, its code fails on one, it needs values of weights or
-            activations or kernels of its own, or it cannot checkpoint activations.
+    note says so. A model that needs values of weights or activations, or kernels of its own, is a `ConfigError`.
     """
     if setup.activation_checkpointing:
         check_checkpointing(model)
-    with blocks_marked(model, setup):
-        notes: tuple[str, ...] = ()
-        try:
-            if (images := images_of(model, setup)) is not None:
-                trace = _followed(model, plan, setup, device, images)
-                note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
-                return replace(trace, notes=(note, *trace.notes))
-        except (NoImagesError, _CannotFollowError) as error:
-            notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
-        trace = _followed(model, plan, setup, device, None)
-        return replace(trace, notes=(*notes, *trace.notes))
+    notes: tuple[str, ...] = ()
+    try:
+        if (images := images_of(model, setup)) is not None:
+            trace = _followed(model, plan, setup, device, images)
+            note = f"Images in each sequence: {images.count}, of {images.tokens:,} tokens each."
+            return replace(trace, notes=(note, *trace.notes))
+    except (NoImagesError, _CannotFollowError) as error:
+        notes = (f"Of text alone, without images, which take memory too: {str(error).rstrip('.')}.",)
+    trace = _followed(model, plan, setup, device, None)
+    return replace(trace, notes=(*notes, *trace.notes))
 
 
 def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
@@ -210,7 +195,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if hasattr(config, "use_cache"):
             config.use_cache = False
     if setup.activation_checkpointing:
-        checkpoint_marked(model, recorder)
+        _checkpoint(model, recorder)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -292,10 +277,7 @@ def _watch_head(model: nn.Module, recorder: Recorder) -> None:
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """The backward pass of a loss by autograd's engine itself.
-
-    `loss.backward()` suspends modes that see functions, also where a block is computed again.
-    """
+    """The backward pass by autograd's engine itself: `loss.backward()` suspends modes that see functions."""
     engine: Any = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
     engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -325,10 +307,7 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
 
 @contextmanager
 def _no_packed_sequences() -> Iterator[None]:
-    """Let transformers know that sequences are not packed, which it cannot read from tensors without data.
-
-    It takes fake tensors for tracing, and would make a mask, with which no flash kernel runs.
-    """
+    """Tell transformers that sequences are not packed: of fake tensors it makes a mask, which no flash kernel takes."""
     find = masking_utils.find_packed_sequence_indices
 
     def none_are_packed(position_ids: torch.Tensor) -> None:
@@ -341,40 +320,14 @@ def _no_packed_sequences() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find
 
 
-_COMPUTED_AGAIN = "computed_again"  # Attribute of a block during a dry run
-
-
-@contextmanager
-def blocks_marked(model: nn.Module, setup: TrainingSetup) -> Iterator[None]:
-    """A block in which the model's blocks say whether they are computed again, in an attribute that copies have too."""
-    every = setup.checkpoint_every if setup.activation_checkpointing else 1
-    lists: dict[Any, list[nn.Module]] = {}
-    for stack in find_blocks(ModuleTree(model)) if every > 1 else ():
-        for node in stack:
-            lists.setdefault(node.parent, []).append(node.module)
-    marked = [(block, number % every == 0) for blocks in lists.values() for number, block in enumerate(blocks, 1)]
-    for block, again in marked:
-        if not hasattr(block, "gradient_checkpointing"):
-            raise ConfigError(f"checkpoint_every is {every}, and {class_name(block)} has no checkpointing of its own.")
-        block.__dict__[_COMPUTED_AGAIN] = again
-    try:
-        yield
-    finally:
-        for block, _ in marked:
-            block.__dict__.pop(_COMPUTED_AGAIN, None)
-
-
-def checkpoint_marked(model: nn.Module, recorder: Recorder) -> None:
-    """Let the blocks of a copy compute again that are not marked otherwise, and the recorder know what does."""
+def _checkpoint(model: nn.Module, recorder: Recorder) -> None:
+    """Let the blocks of a copy compute again, and the recorder know what does."""
     checkpoint_activations(model)
 
     def count(change: int, *_: object) -> None:
         recorder.repeated += change if recorder.phase == "backward" else 0
 
     for module in model.modules():
-        if not module.__dict__.get(_COMPUTED_AGAIN, True):
-            module.__dict__["gradient_checkpointing"] = False
         module.register_forward_pre_hook(partial(count, 1), prepend=True)
-        module.register_forward_hook(
-            partial(count, -1), always_call=True
-        )  # also where what is needed has been computed
+        # also where what is needed has been computed
+        module.register_forward_hook(partial(count, -1), always_call=True)

@@ -31,15 +31,12 @@ from hf_fsdp_tools.text import first_line
 
 _SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
 
+# Settings of image processors that configurations call by another name, and those that they repeat.
 _SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
-"""Settings of image processors that configurations call by another name."""
-
 _NAMED = ("patch_size", "temporal_patch_size", "image_grid_pinpoints", *_SAME)
-"""Settings of image processors that configurations repeat."""
 
-
+# What a processor makes of the images of one sequence, and how many tokens stand for each.
 Look = tuple[dict[str, torch.Tensor], int]
-"""What a processor makes of the images of one sequence, and how many tokens stand for each."""
 
 _looks: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], Look]] = WeakKeyDictionary()
 """By model and by number, height and width of images: the vision tower runs once for all batches of a search."""
@@ -60,7 +57,6 @@ class Images:
     tokens: int
     """That stand for each image, and are replaced by its features; 0 where text attends to images."""
     token_id: int
-    """Which stands for an image."""
 
 
 def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:

@@ -16,15 +16,19 @@ from transformers import masking_utils, modeling_utils
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-"""Operations without a kernel: their result is new memory, whose values are left open."""
+MAKES_NOTHING = (
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+)  # Operations without a kernel
 
 
 class AsOnCuda(TorchFunctionMode):
     """While active, functions choose the kernels that they choose for CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the kernel of CUDA in the place of that of the CPU."""
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -59,10 +63,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel that torch (2.14) chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient.
-
-    Earlier versions have no efficient kernel for fewer heads of keys than of queries, and take plain operations.
-    """
+    """The kernel that torch 2.14 chooses on CUDA (`sdp_utils.cpp`): flash without a mask in 16 bits, else efficient."""
     ops: Any = torch.ops.aten
     low = query.dtype in (torch.bfloat16, torch.float16)
     if low and attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
@@ -129,11 +130,8 @@ def _layer_norm(hidden: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: f
 def _grouped_mm(
     left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, bias: object = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """The result of a product of matrices per group: experts, whose sizes are known on the GPU alone.
-
-    torch's own formula for tensors without data takes bf16 alone. Rows of the result are padded to 16 bytes, as by
-    `create_grouped_gemm_output_tensor` in torch's `GroupedBlas.cpp`.
-    """
+    """A product of matrices per group (experts), which torch computes without data in bf16 alone; rows are padded to 16
+    bytes, as by `create_grouped_gemm_output_tensor` in `GroupedBlas.cpp`."""
     groups = offs.shape[:1] if left.dim() == right.dim() == 2 else ()
     if left.dim() == 3 and right.dim() == 3:
         groups = left.shape[:1]
@@ -166,10 +164,7 @@ def notes_of(model: nn.Module) -> Iterator[str]:
 
 
 def imitate_4bit(model: nn.Module) -> None:
-    """Let layers of bitsandbytes unpack their weight in each pass, without bitsandbytes, whose kernels need data.
-
-    As its `MatMul4Bit`: the whole weight is unpacked in the forward pass and again in the backward pass.
-    """
+    """Let layers of bitsandbytes, whose kernels need data, unpack their weight in each pass, as its `MatMul4Bit`."""
     for module in packed_linears(model).values():
         module.forward = partial(_linear_4bit, module)
 
@@ -202,10 +197,7 @@ def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> tor
 
 
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:
-    """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count.
-
-    Products of matrices and convolutions by the formulas of torch's `flop_counter`.
-    """
+    """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count."""
     name = func.overloadpacket.__name__
     if "attention" in name:
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
@@ -249,11 +241,10 @@ def run_on(func: Any, args: Any, kwargs: Any, *, on_cuda: bool) -> Any:
 def scratch(func: Any, args: Sequence[Any]) -> Sequence[int]:
     """Bytes of each piece of memory that a CUDA kernel takes beside its results, and gives back when it ends.
 
-    As torch's `attention_backward.cu` and `flash_api.cpp` take it, checked against the log of PyTorch's allocator
-    (2.14): of flash attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the
-    gradients of keys and values for each head of the queries; of efficient attention, the product, and the gradients of
-    64 queries at a time with a lock. As `IndexKernel.cpp` takes it: of images put among text, a running sum of the mask
-    for each element, and the mask, where it was expanded.
+    As in `attention_backward.cu` and `flash_api.cpp`, checked against the log of PyTorch's allocator (2.14): of flash
+    attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the gradients of keys and
+    values for each head of the queries; of efficient attention, the product, and the gradients of 64 queries at a time
+    with a lock. As in `IndexKernel.cpp`: a running sum of the mask for each element, and the mask, where expanded.
     """
     name = func.overloadpacket.__name__
     if name == "masked_scatter":

@@ -205,11 +205,10 @@ def _touched(tensor: torch.Tensor) -> int:
 
 
 def _is_sum_in_place(first: Any, second: Any, *rest: object) -> bool:
-    """Whether an addition without gradients would be autograd's sum of two gradients, in the memory of the first.
+    """Whether an addition is autograd's sum of two gradients in the memory of the first, which nothing else may hold
+    (`can_accumulate_inplace` in torch's `input_buffer.cpp`).
 
-    Autograd adds to the gradient that came first where nothing else holds it or its memory, and both are plain tensors
-    (`can_accumulate_inplace` in torch's `input_buffer.cpp`). To be called from a dispatch mode with its arguments;
-    `_holders_of_a_sum` must have been called before, outside of it.
+    To be called from a dispatch mode, with its arguments, after a call of `_holders_of_a_sum` outside of it.
     """
     if torch.is_grad_enabled() or rest or not isinstance(second, torch.Tensor):
         return False

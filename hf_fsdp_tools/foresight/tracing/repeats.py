@@ -25,17 +25,12 @@ _POSITION = re.compile(r"layer_?(idx|id|index|num|number)$|(^|_)idx$")
 class Stack:
     """A list of blocks, of which a few stand for all."""
 
-    container: str
-    """Fqn of the `ModuleList`."""
-    size: int
-    """Number of its blocks."""
-    first: int
-    """Blocks before the first period."""
-    length: int
-    """Blocks of a period."""
+    container: str  # Fqn of the `ModuleList`
+    size: int  # Number of its blocks
+    first: int  # Blocks before the first period
+    length: int  # Blocks of a period
     periods: int
-    kept: int
-    """Periods that are run."""
+    kept: int  # Periods that are run
 
     @property
     def left_out(self) -> int:

@@ -1,8 +1,7 @@
 """Events of the full depth of a model from a run with few of its blocks.
 
-The events of one period of blocks stand for those of the periods that were left out. Whether they may is checked: two
-neighbouring periods must have equal events, of forward and of backward pass, down to each byte and to the order in
-which memory is given back. Where they have not, the caller runs the full depth.
+The events of one period of blocks stand for those of the periods that were left out, where two neighbouring periods
+have equal events, of forward and of backward pass, down to each byte and to the order in which memory is given back.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """Values of fake tensors that follow from the batch alone: where images stand, grids, positions, masks.
 
-Code of models for images reads them: how many tokens are those of images, how large a grid is, which windows there are.
-Weights and activations have no values, and code that reads theirs cannot be followed.
+Code of models for images reads them. Weights and activations have no values; code that reads theirs cannot be followed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
 
-_MOST_BYTES = 2**26
-"""Of a result that is followed: token ids and grids are, masks of long sequences squared are not. (assumed)"""
+_MOST_BYTES = 2**26  # Of a result that is followed: token ids are, masks of long sequences squared not. (assumed)
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Runs operations whose inputs have values a second time on real tensors, and answers where values are read.
-
-    It is active within a `FakeTensorMode`. Tensors that are not fake have values, and so has what is made of numbers.
-    """
+    """Runs operations whose inputs have values a second time on real tensors, and answers where values are read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
