@@ -125,7 +125,6 @@ def test_plan_options_reach_the_plan(capsys, llama):
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 64 positions"),
         ("estimate {llama} --load-in-4bit", "lora_r, such as 16"),
-        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
         ("estimate {llama} --output memory.jpg", "pictures end in .html"),
         ("estimate {llama} --output /nowhere/memory.png", "make it first"),
         ("estimate {llama} --units --output .", ". is a folder; name a file"),
