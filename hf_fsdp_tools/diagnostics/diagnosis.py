@@ -1,26 +1,16 @@
-"""Diagnose a sharded model: findings as data, each with a code, a fact with its figure, and a cure.
-
-    diagnosis = diagnose(model)          # every rank; after sharding, before the first step
-    print(diagnosis)                     # the tree of units, then the findings
-
-Severities:
-
-    error    the result is wrong, the run hangs, or sharding saves nothing
-    warning  the run takes more memory or time than it needs
-    info     good to know
-"""
+"""Diagnose a sharded model: findings as data, each with a code, a fact with its figure, and a cure."""
 
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, by_severity, check_model
+from hf_fsdp_tools.diagnostics.findings import SEVERITIES, Finding, Report, by_severity, check_model
 from hf_fsdp_tools.diagnostics.live import LiveModel, UnitTree, read_live_model, unit_tree
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -36,22 +26,11 @@ _DOING = "diagnosing the model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Report):
     """What `diagnose` found; the same on every rank."""
 
-    findings: tuple[Finding, ...]
-    """Errors first, then warnings, then infos; empty for a model without problems."""
     units: UnitTree
     """The model's units, nested and with sizes, equal siblings as one; `str(…)` is a tree."""
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether a finding is an error."""
-        return any(finding.severity == "error" for finding in self.findings)
-
-    def to_json(self) -> str:
-        """This value as JSON text."""
-        return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
         counts: Counter[str] = Counter(finding.severity for finding in self.findings)
@@ -102,7 +81,7 @@ def diagnose(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Report:
+class _RankReport:
     """The state of the model on one rank."""
 
     findings: tuple[Finding, ...]
@@ -117,7 +96,7 @@ class _Report:
 
 def _inspect(
     model: nn.Module, plan: WrapPlan | None, policy: HybridPolicy | None, *, values: bool, world_size: int
-) -> _Report:
+) -> _RankReport:
     if plan is not None and policy is not None:
         raise ConfigError("plan and policy are both given; a policy makes a plan, so give one of the two.")
     live = read_live_model(model)
@@ -127,7 +106,7 @@ def _inspect(
     compare_units = plan is not None
     plan = plan or make_wrap_plan(live.tree.root.module, policy=policy or HybridPolicy())
     findings = check_model(model, live, plan, compare_units=compare_units, world_size=world_size)
-    return _Report(
+    return _RankReport(
         findings=tuple(findings),
         counts=_counts(live, model, values=values),
         structure=_structure(live, plan),
@@ -216,7 +195,7 @@ def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
     ]
 
 
-def _differences_between_ranks(report: _Report) -> Iterator[Finding]:
+def _differences_between_ranks(report: _RankReport) -> Iterator[Finding]:
     if differing := _differing(report.structure):
         yield Finding(
             code="plans-differ",

@@ -1,9 +1,8 @@
 """Checks before a run: whether this machine is fit for FSDP, and how a model would be sharded on N processes."""
 
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
-from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
+from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity
 from hf_fsdp_tools.distributed.cpu_backend import loopback_address
 from hf_fsdp_tools.distributed.mesh import ParallelDims, streams_are_serialized
 from hf_fsdp_tools.errors import ConfigError
@@ -43,7 +42,7 @@ _OPTIONAL: dict[str, tuple[str, str | None]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(Report):
     """The packages, devices and backends of this process, and findings about them."""
 
     versions: dict[str, str | None]
@@ -54,17 +53,6 @@ class Environment:
     """Accelerators that this process sees, with their memory; the CPU where there is none."""
     backends: tuple[str, ...]
     """Process-group backends that this torch was built with."""
-    findings: tuple[Finding, ...]
-    """Problems of this environment, errors first."""
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether a finding is an error."""
-        return any(finding.severity == "error" for finding in self.findings)
-
-    def to_json(self) -> str:
-        """This value as JSON text."""
-        return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []

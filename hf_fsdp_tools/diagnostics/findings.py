@@ -48,6 +48,23 @@ class Finding:
 SEVERITIES = ("error", "warning", "info")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The findings of one look at a model or a machine."""
+
+    findings: tuple[Finding, ...]
+    """Errors first, then warnings, then infos; empty where nothing is wrong."""
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a finding is an error."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """This value as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+
 def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings, errors first."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))

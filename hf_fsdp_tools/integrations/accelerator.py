@@ -15,15 +15,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.background import wait_for_saves
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, wait_for_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.accelerator_state import (
+    STATE_GLOBS,
     check_state,
     files_of,
     load_schedulers,
     numbered_states,
     owner_of,
-    save_state,
+    write_state,
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
@@ -36,7 +37,7 @@ from hf_fsdp_tools.integrations.model import (
     shard_in_place,
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
-from hf_fsdp_tools.integrations.states import former_of
+from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
@@ -145,8 +146,24 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
-        limit = naming.total_limit if automatic else None
-        save_state(self, folder, checksums=checksums, blocking=blocking, numbered=automatic, limit=limit)
+        plugin = self.state.fsdp_plugin
+        if not blocking and "SHARDED" not in str(plugin.state_dict_type):
+            raise ConfigError(
+                f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
+                f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
+            )
+
+        def delete_old() -> None:
+            if automatic and rank_and_size()[0] == 0:
+                remove_leftovers(folder.parent, "checkpoint_*")
+                for old in numbered_states(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
+                    remove_checkpoint(old)
+
+        target = folder if automatic else folder.resolve()
+        saving = saving_state(target, STATE_GLOBS, blocking=blocking, checksums=checksums)
+        with saving as state, using_format(plugin, None):
+            write_state(self, state)
+            state.after = delete_old
         naming.iteration += 1
         return folder
 

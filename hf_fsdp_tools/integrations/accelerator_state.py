@@ -11,15 +11,15 @@ from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
-from hf_fsdp_tools.integrations.resume import check_parts, using_format
-from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint, remove_leftovers, saving_state
+from hf_fsdp_tools.integrations.resume import check_parts
+from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 
-_FILES = (
+STATE_GLOBS = (
     f"{FSDP_MODEL_NAME}[_.]*",
     f"{FSDP_MODEL_NAME}_*/*",
     f"{OPTIMIZER_NAME}[_.]*",
@@ -122,32 +122,6 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
             else:
                 values = get_optimizer_state_dict(model, optimizer, options=options)
     state.write_dcp({kind: values}, folder)
-
-
-def save_state(
-    accelerator: Any, folder: Path, *, checksums: bool, blocking: bool, numbered: bool, limit: int | None
-) -> None:
-    """Save a state, or begin to; delete old ones after it is complete, where they are `numbered` and there is a limit.
-
-    Every rank must call.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if not blocking and "SHARDED" not in str(plugin.state_dict_type):
-        raise ConfigError(
-            f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
-            f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
-        )
-
-    def delete_old() -> None:
-        if numbered and rank_and_size()[0] == 0:
-            remove_leftovers(folder.parent, "checkpoint_*")
-            for old in numbered_states(folder.parent)[:-limit] if limit else []:
-                remove_checkpoint(old)
-
-    target = folder if numbered else folder.resolve()
-    with saving_state(target, _FILES, blocking=blocking, checksums=checksums) as state, using_format(plugin, None):
-        write_state(accelerator, state)
-        state.after = delete_old
 
 
 def numbered_states(folder: Path) -> list[Path]:

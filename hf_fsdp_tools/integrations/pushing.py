@@ -86,6 +86,17 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
                 page = send() if blocking else hf_api().run_as_future(send)
         return page
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the Trainer's model card; TRL's (1.16) names a model from a local folder "None"."""
+        super().create_model_card(*args, **kwargs)
+        path = Path(self.args.output_dir, CARD)
+        if self.is_world_process_zero() and path.is_file():
+            text = path.read_text(encoding="utf-8").replace("licence: license\n", "")
+            base = Path(self.model.config.name_or_path).name
+            text = text.replace("[None](https://huggingface.co/None)", f"`{base}`")
+            text = text.replace('model="None"', f'model="{self.args.output_dir}"')
+            path.write_text(text, encoding="utf-8")
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the Trainer calls this before the checkpoint is complete; `push_of` gives what comes after."""
 

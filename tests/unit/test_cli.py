@@ -120,6 +120,7 @@ def test_plan_options_reach_the_plan(capsys, llama):
         ("plan {llama} --output {tmp}/empty", "empty is a folder; name a file"),
         ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
+        ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
         ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),
         ("estimate {llama} --num-processes 8 --dp-replicate-size 3", "Choose degrees whose product is 8"),
         ("estimate {llama} --max-length 16384", "beyond the 64 positions"),
