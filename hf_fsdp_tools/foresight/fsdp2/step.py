@@ -89,13 +89,10 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
 
 
 class _MicroStep:
-    """The events of a trace, cut where FSDP2 may act."""
+    """The events of a trace, between which FSDP2 acts."""
 
     def __init__(self, trace: Trace, lasting: set[str]) -> None:
-        events = trace.events
-        kinds = (Mark, Gradient)
-        self._stops = [at for at, event in enumerate(events) if type(event) in kinds]
-        self._events = events
+        self._events = events = trace.events
         alive = {event.block: at for at, event in enumerate(events) if type(event) is Alloc}
         inputs = {event.block for event in events if type(event) is Alloc and event.kind == "inputs"}
         end = len(events)
@@ -126,20 +123,15 @@ class _MicroStep:
             events[at] = replace(events[at], block=renamed[block])
         if isinstance(replicated, BucketedGradients):
             replicated.begin_forward()
-        done = 0
-        for at in self._stops:
-            writer.events.extend(events[done:at])
-            done = at + 1
-            event = events[at]
-            if isinstance(event, Mark):
-                writer.events.append(event)
-                if schedule is not None:
-                    schedule.mark(event)
-            elif isinstance(event, Gradient):
+        for event in events[: self._end]:
+            if type(event) is Gradient:
                 block = renamed.get(event.block, event.block)
                 if schedule is None or not schedule.gradient(event.parameter, block):
                     replicated.gradient(event.parameter, block)
-        writer.events.extend(events[done : self._end])
+                continue
+            writer.events.append(event)
+            if type(event) is Mark and schedule is not None:
+                schedule.mark(event)
         writer.phase = "backward"
         if schedule is not None:
             schedule.end_backward()
