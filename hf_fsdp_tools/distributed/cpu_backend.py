@@ -35,10 +35,9 @@ def default_timeout(device_type: str) -> timedelta:
 def one_gloo_thread() -> Iterator[None]:
     """Let each gloo group that torch makes in this block run its collectives on one thread.
 
-    By default two threads take them in turn, and each sets the name of the collective that it has completed without a
-    lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15). When two collectives
-    end together, the memory of the name is freed twice, and later the process dies ("malloc(): unaligned tcache chunk
-    detected"). `init_process_group` and `DeviceMesh` take no options for gloo: they find a subclass of its class.
+    By default two threads take them in turn, and set the name of the last one (`lastCompletedWorkName` in
+    `ProcessGroupGloo::runLoop`, torch 2.11 to 2.15) without a lock: freed twice, it kills the process later.
+    `init_process_group` and `DeviceMesh` take no options for gloo: they find a subclass of its class.
     """
     usual = getattr(distributed_c10d, "ProcessGroupGloo", None)  # a torch without gloo has none
     if usual is not None:

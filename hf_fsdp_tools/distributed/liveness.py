@@ -193,13 +193,7 @@ class Lookout:
         self._looked_s, self._clock_s, self._warn_s = time.monotonic(), 0.0, _WARN_S
 
     def problem(self, doing: str, limits_s: tuple[float, float], *, warns: bool = False) -> str:
-        """Why the round is given up; empty where it is not.
-
-        Args:
-            doing: what the round is for.
-            limits_s: how long a rank may make no progress in a call of this package, and how long it may be in none.
-            warns: whether to warn of what takes long.
-        """
+        """Why the round is given up, with `limits_s` as of `_limits_s`; empty where it is not."""
         now_s = time.monotonic()
         self._clock_s += min(now_s - self._looked_s, _MOST_S)
         self._looked_s = now_s
@@ -233,11 +227,8 @@ class Lookout:
         return json.loads(self._store.get(key)) if self._store.check([key]) else no_beat
 
     def _lost(self, rank: int) -> str:
-        state = self._process_state(rank)
-        if state in ("Z", "X"):
-            return (
-                f"rank {rank} has ended: it failed, and says why, or did not make this call, which every rank must make"
-            )
+        if (state := self._process_state(rank)) in ("Z", "X"):
+            return f"rank {rank} has ended: it failed, and says why, or did not make this call, as every rank must"
         seconds = self._since("state", rank, state)
         return f"rank {rank} is stopped (SIGSTOP) for {seconds:.0f} s" if state == "T" and seconds > SILENT_S else ""
 
@@ -251,10 +242,7 @@ class Lookout:
         return _state_of(process) if sight and sight == processes_in_sight() else ""
 
     def _elsewhere(self, doing: str, rank: int, beat: dict[str, Any]) -> str:
-        """Why a rank and this one never meet: it does something else in the same place, or waits in another round.
-
-        The rank may have left that round since its beat: it waits there if two later beats say so.
-        """
+        """Why a rank and this one never meet: it does something else in the same place, or waits in another round."""
         theirs = {path.rstrip("/"): text for text, path in beat["at"]}
         for text, path in self._store.places:
             if (other := theirs.get(path.rstrip("/"), text)) != text:
@@ -264,7 +252,7 @@ class Lookout:
             return ""
         if self._waiting.get(rank, ("", 0))[0] != path:
             self._waiting[rank] = path, beat["count"]
-        if beat["count"] < self._waiting[rank][1] + 2:
+        if beat["count"] < self._waiting[rank][1] + 2:  # it may have left the round since its beat
             return ""
         return different_calls(sorted([(self._rank, doing), (rank, text)]))
 

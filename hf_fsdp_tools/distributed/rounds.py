@@ -174,8 +174,7 @@ class Rounds:
             self._store.set(f"{scope.path}/failed", b"")
 
     def give_up(self, scope: Scope, error: RanksError) -> RanksError:
-        """Tell those that come to the end of the scope later that nobody waits for them there, and why; the error of
-        the rank that was the first to tell."""
+        """Tell those that come to the scope's end later why nobody waits there; the error of the first rank to tell."""
         self._left.append(f"{scope.path}/end")
         with suppress(RuntimeError):  # the store is gone, as they will see
             reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))
@@ -214,12 +213,8 @@ class Rounds:
         return [value for _, value in answers]
 
     def wait_for_readers(self) -> None:
-        """On rank 0, return once every rank that came to the last rounds has read what became of them, or has ended.
-
-        Rank 0 keeps the store unless a launcher does: if it ended at once, the others would learn neither that all came
-        nor why a round was given up.
-        """
-        if self.rank != 0:
+        """On rank 0, return once every rank that came to the last rounds has read what became of them, or has ended."""
+        if self.rank != 0:  # rank 0 keeps the store, unless a launcher does, and must not end with it too early
             return
         lookout = Lookout(self._store, self._prefix, "", self.ranks, self.rank)
         end_s = time.monotonic() + _READ_S
@@ -310,8 +305,7 @@ def rounds_of_thread() -> Rounds | None:
 def rounds_apart() -> Rounds | None:
     """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above.
 
-    They have names of their own, so that both threads may be in rounds at the same time. All ranks must use them for
-    the same things in the same order.
+    All ranks must use them for the same things in the same order.
     """
     if rounds_of() is None:
         return None

@@ -2,9 +2,8 @@
 
 No other file asks a live mesh for what a rank holds.
 
-Nothing here moves a tensor to another device, unless the name of the function says so. `DTensor.from_local` and
-`distribute_tensor` do: they take what they are given to the mesh's device. Under CPU offload every shard would go to
-the GPU, and a whole tensor would go there to be cut.
+Nothing here moves a tensor to another device, unless the name of the function says so; `DTensor.from_local` and
+`distribute_tensor` move it to the mesh's.
 """
 
 from collections.abc import Sequence
