@@ -201,10 +201,6 @@ def _without_interruption(source, out):
     return trainer
 
 
-def test_complaint_22_a_trainer_that_was_killed_goes_on_exactly(checkpoints, tmp_path):
-    run_ranks(_life, 2, checkpoints["tied"], tmp_path)
-
-
 def _no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
@@ -268,12 +264,14 @@ def _numbered_states(source, out):
         accelerator.load_state(later)
 
 
-def test_complaint_20_an_interrupted_save_destroys_nothing_and_stops_all_ranks(checkpoints, tmp_path):
+def test_complaint_20_and_22_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(
+    checkpoints, tmp_path
+):
     cases = {}
-    for case in (_numbered_states, _faults):
+    for case, kind in ((_life, "tied"), (_numbered_states, "llama"), (_faults, "llama")):
         folder = tmp_path / case.__name__
         folder.mkdir()
-        cases[case.__name__] = partial(case, checkpoints["llama"], folder)
+        cases[case.__name__] = partial(case, checkpoints[kind], folder)
     run_ranks(run_cases, 2, cases)
 
 
@@ -417,26 +415,14 @@ def accelerates_own_ways_of_saving(sources, out):
     assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "gathered"))
 
 
-OTHERS = (
-    sharded_by_transformers,
-    adapted,
-    adapted_after_transformers_sharded_it,
-    tensor_parallel_by_transformers,
-    accelerates_own_ways_of_saving,
-)
-
-
-def test_natively_sharded_and_adapted_models_are_resumed_exactly_and_saved_whole(checkpoints, tmp_path):
-    run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)
-
-
 def _as_fsdp1():
     os.environ |= {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
-def fsdp1_resumes_saves_and_generates(source, out):
+def fsdp1_resumes_saves_and_generates(sources, out):
     _as_fsdp1()
-    first = _goes_on(partial(_model, source, sharded_before=False), out)
+    out = out / "fsdp1"
+    first = _goes_on(partial(_model, sources["llama"], sharded_before=False), out)
     prompt = torch.tensor([[3, 4]])
     with torch.no_grad():
         text = first.model.generate(prompt, max_new_tokens=4, do_sample=False)
@@ -447,17 +433,27 @@ def fsdp1_resumes_saves_and_generates(source, out):
     assert not torch.equal(checkpoint.lm_head.weight, reopened.lm_head.weight)
 
 
-def fsdp1_saves_an_adapter(source, out):
+def fsdp1_saves_an_adapter(sources, out):
     _as_fsdp1()
-    trainer = _trainer(_adapted(source), out / "lora", max_steps=2, eval_strategy="no")
+    trainer = _trainer(_adapted(sources["llama"]), out / "fsdp1 lora", max_steps=2, eval_strategy="no")
     trainer.train()
-    base = AutoModelForCausalLM.from_pretrained(source)
-    reopened = PeftModel.from_pretrained(base, out / "lora" / "checkpoint-2").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    reopened = PeftModel.from_pretrained(base, out / "fsdp1 lora" / "checkpoint-2").state_dict()
     with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, reopened[name]), name
 
 
-def test_complaint_22_fsdp1_keeps_its_optimizer_saves_and_generates(checkpoints, tmp_path):
-    cases = (fsdp1_resumes_saves_and_generates, fsdp1_saves_an_adapter)
-    run_ranks(run_cases, 2, cases, checkpoints["llama"], tmp_path)
+OTHERS = (
+    sharded_by_transformers,
+    adapted,
+    adapted_after_transformers_sharded_it,
+    tensor_parallel_by_transformers,
+    accelerates_own_ways_of_saving,
+    fsdp1_resumes_saves_and_generates,
+    fsdp1_saves_an_adapter,
+)
+
+
+def test_models_sharded_by_transformers_adapted_or_under_fsdp1_are_resumed_and_saved_whole(checkpoints, tmp_path):
+    run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)

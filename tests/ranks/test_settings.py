@@ -55,7 +55,7 @@ def _blocks(model) -> set[str]:
 # ---- RAM-efficient loading, weights that differ ----
 
 
-def _rank0_only(folder, out):
+def loaded_on_rank_0_alone(folder, out):
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
     args = arguments(out, max_steps=2)
     with warnings.catch_warnings():
@@ -82,15 +82,7 @@ def _rank0_only(folder, out):
     return heads[0], loss
 
 
-def test_complaint_08_and_09_ram_efficient_loading_reaches_every_shard(checkpoint, tmp_path):
-    (drawn, loss0), (_, loss1) = run_ranks(_rank0_only, 2, checkpoint, tmp_path)
-    plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
-    plain.score.weight.data.copy_(drawn)
-    expected = plain(input_ids=_row()["input_ids"][None], labels=torch.tensor([1])).loss.item()
-    close([loss0, loss1], [expected, expected])
-
-
-def each_rank_draws_its_own_head(folder):
+def each_rank_draws_its_own_head(folder, out):
     """Rank 0's is taken; what was said."""
     torch.manual_seed(dist.get_rank())  # the mistake
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
@@ -105,13 +97,13 @@ def each_rank_draws_its_own_head(folder):
     return [str(w.message) for w in seen if "differ between ranks" in str(w.message)]
 
 
-def on_meta_on_all_ranks(folder):
+def on_meta_on_all_ranks(folder, out):
     with pytest.raises(ConfigError, match=r"parameters of Qwen3ForCausalLM are on meta.*from_pretrained") as stopped:
         make_accelerator(cpu=True).prepare(build_meta_model(folder))
     return str(stopped.value)
 
 
-def sharded_on_rank_1_and_loaded_on_rank_0(folder):
+def sharded_on_rank_1_and_loaded_on_rank_0(folder, out):
     accelerator, rank = make_accelerator(cpu=True), dist.get_rank()
     half = from_pretrained(folder, accelerator=accelerator)
     with pytest.raises(ConfigError, match=r"sharded on some ranks and plain on others"):
@@ -123,14 +115,22 @@ def sharded_on_rank_1_and_loaded_on_rank_0(folder):
 
 
 DIFFERING = (
+    loaded_on_rank_0_alone,
     each_rank_draws_its_own_head,
     on_meta_on_all_ranks,
     sharded_on_rank_1_and_loaded_on_rank_0,
 )
 
 
-def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(checkpoint):
-    first, second = run_ranks(run_cases, 2, DIFFERING, checkpoint)
+def test_complaint_08_and_09_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(
+    checkpoint, tmp_path
+):
+    first, second = run_ranks(run_cases, 2, DIFFERING, checkpoint, tmp_path)
+    (drawn, loss0), (_, loss1) = (found["loaded on rank 0 alone"] for found in (first, second))
+    plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
+    plain.score.weight.data.copy_(drawn)
+    expected = plain(input_ids=_row()["input_ids"][None], labels=torch.tensor([1])).loss.item()
+    close([loss0, loss1], [expected, expected])
     (said,), silent = (found["each rank draws its own head"] for found in (first, second))
     assert not silent and "score.weight" in said and "Set the same seed" in said
     assert first["on meta on all ranks"] == second["on meta on all ranks"]

@@ -379,14 +379,6 @@ def _generate(sources, folder, mixed):
     return logged(trainer), rewards
 
 
-def test_grpo_generates_scores_and_trains_on_shards_as_under_ddp(checkpoints, tmp_path):
-    # Each rank draws its own tokens, so the reference is TRL's own trainer on 2 ranks, with whole models under DDP.
-    expected = run_ranks(_generate, 2, checkpoints, tmp_path / "ddp", False)
-    for result, plain in zip(run_ranks(_generate, 2, checkpoints, tmp_path / "fsdp", True), expected, strict=True):
-        close(result[0], plain[0])
-        close(result[1], plain[1])
-
-
 def _goes_on(sources, folder):
     class _Begins(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
@@ -404,7 +396,10 @@ def _goes_on(sources, folder):
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 
 
-def test_frozen_models_and_the_state_of_grpo(checkpoints, tmp_path):
-    """Any rank may read a frozen model alone; GRPO goes on with its own state."""
-    cases = {"frozen": _rank_0_reads, "grpo": _goes_on}
-    run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
+def test_grpo_on_shards_trains_as_under_ddp_and_goes_on_and_any_rank_reads_frozen_models(checkpoints, tmp_path):
+    # Each rank draws its own tokens, so the reference is TRL's own trainer on 2 ranks, with whole models under DDP.
+    expected = run_ranks(_generate, 2, checkpoints, tmp_path / "ddp", False)
+    cases = {"generate": partial(_generate, mixed=True), "frozen": _rank_0_reads, "goes on": _goes_on}
+    for result, plain in zip(run_ranks(run_cases, 2, cases, checkpoints, tmp_path / "fsdp"), expected, strict=True):
+        close(result["generate"][0], plain[0])
+        close(result["generate"][1], plain[1])

@@ -175,8 +175,6 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"distributed_type", "num_processes", "deepspeed_config_file", "zero3_init_flag", "optimizer.params.betas"}
     assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
 
-
-def test_deepspeeds_stage_2(tmp_path: Path) -> None:
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
     new, _ = translate(tmp_path, file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5}})
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
@@ -281,16 +279,6 @@ def test_all_that_is_wrong_is_found_at_once_errors_first(tmp_path, on_eight_gpus
     assert "fsdp_forward_prefetch" in found[2].fact and "16 processes" in found[3].fact
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_nothing_is_wrong_with_what_is_shipped(path, on_eight_gpus):
-    assert FSDPConfig.check_file(path) == ()
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_nothing_is_wrong_with_what_is_written(config, tmp_path, on_eight_gpus):
-    assert check(tmp_path, config.to_accelerate_yaml()) == ()
-
-
 def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
     """What `accelerate config` writes for eight GPUs, by its own class, with the answers that are its defaults."""
     questions = {
@@ -306,6 +294,10 @@ def from_accelerate_config(folder: Path, **fsdp: object) -> Path:
     return folder / "default_config.yaml"
 
 
-def test_nothing_is_wrong_with_what_accelerate_config_writes_for_fsdp2(tmp_path, on_eight_gpus):
-    assert FSDPConfig.check_file(from_accelerate_config(tmp_path)) == ()
-    assert FSDPConfig.check_file(from_accelerate_config(tmp_path, fsdp_transformer_layer_cls_to_wrap="A, B")) == ()
+def test_nothing_is_wrong_with_what_is_shipped_or_written_here_or_by_accelerate_config(tmp_path, on_eight_gpus):
+    for path in SHIPPED:
+        assert FSDPConfig.check_file(path) == (), path
+    for config in CONFIGS:
+        assert check(tmp_path, config.to_accelerate_yaml()) == (), config
+    for fsdp in ({}, {"fsdp_transformer_layer_cls_to_wrap": "A, B"}):
+        assert FSDPConfig.check_file(from_accelerate_config(tmp_path, **fsdp)) == ()

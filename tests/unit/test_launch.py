@@ -76,10 +76,6 @@ def test_a_process_of_its_own_is_a_world_of_one(launched, variables):
     assert dist.get_world_size() == 1
 
 
-def timeout_of_group():
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-
-
 @pytest.fixture
 def alone(launched):
     """A process whose Accelerate has no state, before and after."""
@@ -94,17 +90,13 @@ def _forget_accelerate():
     GradientState._reset_state()
 
 
-def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, recwarn):
-    asked = InitProcessGroupKwargs(timeout=timedelta(seconds=15))
-    make_accelerator(cpu=True, kwargs_handlers=[asked])
-    assert timeout_of_group() == timedelta(seconds=15)
-    assert not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
-
-
-def test_a_group_that_runs_already_gets_the_timeout(alone):
-    ensure_process_group("cpu")
+@pytest.mark.parametrize("is_running", [False, True])
+def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, recwarn, is_running):
+    if is_running:
+        ensure_process_group("cpu")
     make_accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=15))])
-    assert timeout_of_group() == timedelta(seconds=15)
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=15)
+    assert is_running or not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
 
 
 # ---- which device, on which network ----

@@ -170,7 +170,16 @@ PEFTS = functools.partial(
         functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
     ],
 )
-LEFT_OUT = r"Only FSDP1 has {}=.*left out"
+ONLY_FSDP1 = {
+    "backward_prefetch": "BACKWARD_POST",
+    "forward_prefetch": True,
+    "use_orig_params": False,
+    "sync_module_states": False,
+    "limit_all_gathers": False,
+    "param_init_fn": is_mlp,
+    "state_dict_config": ShardedStateDictConfig(),
+    "optim_state_dict_config": 1,
+}
 CASES = [
     Case("fsdp_version", {}, attribute("fsdp_version", 2)),
     Case("reshard_after_forward", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, policy(reshard_after_forward={"*": False})),
@@ -239,24 +248,7 @@ CASES = [
         {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
         "ConfigError: activation_checkpointing_offload.*Leave it out",
     ),
-    Case(
-        "backward_prefetch", {"backward_prefetch": "BACKWARD_POST"}, "warning: " + LEFT_OUT.format("backward_prefetch")
-    ),
-    Case("forward_prefetch", {"FSDP_FORWARD_PREFETCH": "true"}, "warning: " + LEFT_OUT.format("forward_prefetch")),
-    Case("use_orig_params", {"use_orig_params": False}, "warning: " + LEFT_OUT.format("use_orig_params")),
-    Case("sync_module_states", {"sync_module_states": False}, "warning: " + LEFT_OUT.format("sync_module_states")),
-    Case("limit_all_gathers", {"limit_all_gathers": False}, "warning: " + LEFT_OUT.format("limit_all_gathers")),
-    Case("param_init_fn", {"param_init_fn": is_mlp}, "warning: " + LEFT_OUT.format("param_init_fn")),
-    Case(
-        "state_dict_config",
-        {"state_dict_config": ShardedStateDictConfig()},
-        "warning: " + LEFT_OUT.format("state_dict_config"),
-    ),
-    Case(
-        "optim_state_dict_config",
-        {"optim_state_dict_config": 1},
-        "warning: " + LEFT_OUT.format("optim_state_dict_config"),
-    ),
+    *(Case(name, {name: value}, f"warning: Only FSDP1 has {name}=.*left out") for name, value in ONLY_FSDP1.items()),
 ]
 
 
