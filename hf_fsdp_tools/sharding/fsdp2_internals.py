@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
 
@@ -139,6 +140,33 @@ def make_gathered_memory(module: FSDPModule) -> None:
                     group._all_gather_process_group.size(),
                     group.device,
                 )
+
+
+def use_frozen_in_place(module: FSDPModule) -> None:
+    """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
+
+    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. Call it
+    before each forward pass: where a shard has other memory than before, it is taken up.
+    """
+    state = _state_of(module)
+    state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
+    for group in _groups_of(state):
+        if group._all_gather_process_group.size() > 1 or isinstance(group.offload_policy, CPUOffloadPolicy):
+            continue
+        for entry in group.fsdp_params:
+            data = entry._sharded_param_data
+            is_used = any(each is data for each in entry.all_gather_outputs)
+            is_extension = hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
+            can_be = not entry.sharded_param.requires_grad and data.dtype == (entry.param_dtype or entry.orig_dtype)
+            if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_extension:
+                continue
+            entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
+            entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
+            entry.free_unsharded_param = _free_nothing
+
+
+def _free_nothing() -> None:
+    """Take the place of what would free the memory of a shard after its use."""
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
 from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.fsdp2_internals import complete_unit, gathers, make_gathered_memory
+from hf_fsdp_tools.sharding.fsdp2_internals import (
+    complete_unit,
+    gathers,
+    make_gathered_memory,
+    use_frozen_in_place,
+)
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -48,6 +53,8 @@ def add_hooks(
             hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
         # before FSDP2's own hook, which gathers
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
+        if len(shard_ranks) == 1:
+            hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
@@ -129,6 +136,12 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
     if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
         with torch.inference_mode(False):
             make_gathered_memory(module)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _use_frozen_in_place(module: nn.Module, args: object) -> None:
+    if isinstance(module, FSDPModule):
+        use_frozen_in_place(module)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:

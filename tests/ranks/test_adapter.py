@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -23,8 +25,9 @@ from peft import (
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -405,3 +408,46 @@ REFUSALS = (
 
 def test_what_cannot_be_done_is_refused_in_one_line(folders, tmp_path):
     run_ranks(run_cases, 2, REFUSALS, folders["llama"], tmp_path)
+
+
+# ---- one rank ----
+
+
+class _Copies(TorchDispatchMode):
+    """Bytes that are copied to other memory."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _on_one_rank(folder: Path) -> None:
+    found = []
+    for is_used in (True, False):
+        replaced = nullcontext() if is_used else mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place")
+        with replaced:
+            set_seed(0)
+            options = {"dtype": torch.bfloat16, "mp_policy": "bf16", "peft_config": lora(target_modules=["q_proj"])}
+            model = from_pretrained(folder, **options).train()
+            frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+            optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+            losses = []
+            for _ in range(3):
+                with _Copies() as copies:
+                    loss = model(input_ids=IDS, labels=IDS).loss
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            found.append((copies.num_bytes / frozen, losses, full_state(model)))
+    (share, losses, state), (copied, plain_losses, plain_state) = found
+    assert share < 0.2 and copied > 1, "FSDP2 copies what it would gather in forward, and what it freed in backward"
+    assert losses == plain_losses and all(torch.equal(state[name], value) for name, value in plain_state.items())
+
+
+def test_frozen_weights_are_not_copied_where_nothing_is_gathered(tmp_path):
+    run_ranks(_on_one_rank, 1, make_checkpoint("llama", tmp_path))
