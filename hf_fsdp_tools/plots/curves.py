@@ -73,8 +73,13 @@ def draw_scaling(curves: Sequence[ScalingCurve], *, setting: str, quantity: str 
 
 def _finding(curves: Sequence[ScalingCurve], quantity: str) -> str:
     """The throughput at the end of each curve, and how far published points lie from the curves."""
-    ends = (f"{curve.name}: {curve.points[-1][1]:,.0f} at {curve.points[-1][0]:,} GPUs" for curve in curves)
-    finding = f"{quantity.partition(',')[0]} of {'; '.join(ends)}"
+    if len(curves) > 2:
+        most = max(curve.points[-1][0] for curve in curves)
+        kept = [100 * curve.points[-1][1] / curve.points[0][1] for curve in curves]
+        finding = f"At {most:,} GPUs each keeps {min(kept):.0f} to {max(kept):.0f} % of its throughput per GPU"
+    else:
+        ends = (f"{curve.name}: {curve.points[-1][1]:,.0f} at {curve.points[-1][0]:,} GPUs" for curve in curves)
+        finding = f"{quantity.partition(',')[0]} of {'; '.join(ends)}"
     off = [
         100 * (value / known - 1)
         for curve in curves
