@@ -191,7 +191,7 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    _check_axes(state.parallelism_config)
+    _check_axes(state.parallelism_config, plugin)
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
@@ -205,14 +205,14 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
 
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
-    names = ("dp_replicate_size", "dp_shard_size")
+    names = ("dp_replicate_size", "dp_shard_size", "cp_size")
     configs = (parallelism_config, state.parallelism_config)
     sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
     if mixed_precision not in (None, state.mixed_precision):
         late.append(f"mixed_precision is {mixed_precision!r} and was {state.mixed_precision!r}")
     if parallelism_config is not None and sizes != former_sizes:
-        late.append(f"{' and '.join(names)} are {sizes} and were {former_sizes}")
+        late.append(f"{', '.join(names)} are {sizes} and were {former_sizes}")
     if late:
         raise ConfigError(
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
@@ -248,23 +248,29 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
         )
 
 
-def _check_axes(config: Any) -> None:
-    """Refuse tensor, context and sequence parallelism, and sizes that do not make the processes of this job."""
-    axes = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
+def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> None:
+    """Refuse tensor and DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job."""
+    axes = [name for name in ("tp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
     if axes:
         raise ConfigError(
-            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size and "
-            "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size, "
+            "dp_shard_size and cp_size can be above 1 here. Leave the others out of the parallelism config; cp_size "
+            "exchanges heads as DeepSpeed's sp_size does."
         )
     if config is None or dist.get_world_size() == 1:
         return
-    copies, shards = config.dp_replicate_size, config.dp_shard_size
-    if copies > 1 and copies * shards != dist.get_world_size():
+    if config.cp_size > 1 and plugin.fsdp_version == 1:
         raise ConfigError(
-            f"dp_replicate_size {copies} times dp_shard_size {shards} is not the number of processes, "
-            f"{dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all processes."
+            f"cp_size {config.cp_size} needs FSDP2; the plugin has fsdp_version 1. Leave one of them out."
         )
-    if copies > 1 == shards:
+    copies, shards, cp = config.dp_replicate_size, config.dp_shard_size, config.cp_size
+    if copies * cp > 1 and copies * shards * cp != dist.get_world_size():
+        raise ConfigError(
+            f"dp_replicate_size {copies} times dp_shard_size {shards} times cp_size {cp} is not the number of "
+            f"processes, {dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all "
+            "processes."
+        )
+    if copies > 1 == shards * cp:
         raise ConfigError(
             f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
             "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."
