@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_fsdp_tools.errors import ConfigError
@@ -114,6 +114,8 @@ def _refusal(model: nn.Module, size: int) -> str:
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder") or getattr(config, "is_encoder_decoder", False):
         return "it is not a decoder of transformers alone"
+    if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
+        return f"its loss ({model.loss_type}) is not that of the next token"
     blocks = _blocks(model)
     if not blocks:
         return "no stack of blocks was found in its decoder"
@@ -164,7 +166,6 @@ def _blocks(model: Any) -> dict[str, nn.Module]:
     if decoder is None:
         return {}
     stacks = find_blocks(ModuleTree(decoder))
-    stacks = [stack for stack in stacks if any(True for block in stack for _ in _attentions(block.module))]
     largest = max(stacks, key=lambda stack: sum(block.size for block in stack), default=[])
     return {block.fqn: block.module for block in largest}
 
@@ -299,11 +300,6 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
 
 def _loss_of_part(inner: Callable[..., torch.Tensor], *args: Any, rows: Rows, **kwargs: Any) -> torch.Tensor:
     """The loss of this rank's tokens, divided by the number of tokens of the whole rows."""
-    if inner is not ForCausalLMLoss:
-        raise ConfigError(
-            f"The loss {getattr(inner, '__name__', inner)!r} is not that of the next token: with cp_size no other is "
-            "divided among ranks."
-        )
     rows.loss_was_computed = True
     loss: torch.Tensor = inner(*args, **kwargs | {"shift_labels": rows.labels, "num_items_in_batch": rows.num_labels})
     return loss

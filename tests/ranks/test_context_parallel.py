@@ -2,12 +2,16 @@
 
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from hf_fsdp_tools import ParallelDims, make_wrap_plan, shard_model
+from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, make_wrap_plan, save_pretrained, shard_model
+from hf_fsdp_tools.sharding import context_parallel
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 
@@ -103,6 +107,103 @@ def rows_are_shared(kinds, cp_size, replicate=1, checkpointing=False):
                 )
 
 
+def bf16_and_adapters(cp_size):
+    """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
+    rows = rows_of("packed", 0)
+    values: dict[int, Any] = {}
+    for size in (1, cp_size):
+        torch.manual_seed(0)
+        model = sharded_copy("llama", ParallelDims(cp_size=size), mp_policy="bf16")
+        model = add_adapter(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), seed=0)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        losses = []
+        for _ in range(3):
+            loss = model(**rows, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        values[size] = losses
+    torch.testing.assert_close(values[cp_size], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
+    assert values[1][2] < values[1][0] - 0.01
+
+
+def generation_takes_whole_rows():
+    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
+    ids = rows_of("whole", 0)["input_ids"]
+    expected = plain("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def saved_files_do_not_know_of_it(folder):
+    save_pretrained(sharded_copy("llama", ParallelDims(cp_size=2)), folder / "shared")
+    save_pretrained(sharded_copy("llama", ParallelDims()), folder / "alone")
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / "shared" / name).read_bytes() == (folder / "alone" / name).read_bytes(), name
+
+
+def a_leak_would_be_seen():
+    """A document of a packed row does not move when another one changes; all ranks see the last token of rank 0."""
+    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
+    rows = rows_of("packed", 0)
+    del rows["labels"]
+    whole = {"input_ids": rows["input_ids"]}
+    with torch.no_grad():
+        packed, plain_ones = model(**rows).logits, model(**whole).logits
+        rows["input_ids"] = whole["input_ids"] = rows["input_ids"].clone()
+        rows["input_ids"][:, 2] += 1
+        assert torch.equal(model(**rows).logits[:, 8:], packed[:, 8:]), "of the second document"
+        assert not torch.equal(model(**rows).logits[:, 2:8], packed[:, 2:8])
+        whole["input_ids"][:, 10] += 1  # the last one of rank 0
+        moved = (model(**whole).logits - plain_ones).abs().amax((0, 2))
+        assert bool((moved[10:] > 0).all())
+
+
+def bytes_follow_the_formula():
+    """4 all-to-alls per attention and direction, of this rank's part of queries, keys, values and outputs."""
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    config, sent = model.config, []
+    exchange = context_parallel.Rows.exchange
+
+    def counted(rows: Any, tensor: torch.Tensor, **dims: int) -> torch.Tensor:
+        sent.append(tensor.numel())
+        return exchange(rows, tensor, **dims)
+
+    with patch.object(context_parallel.Rows, "exchange", counted):
+        model(**rows_of("whole", 0)).loss.backward()
+    tokens, width = 2 * -(-LENGTH // 2), config.hidden_size // config.num_attention_heads
+    groups = max(config.num_key_value_heads, 2)
+    assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
+
+
+def what_cannot_share_rows_is_refused():
+    mesh = ParallelDims(cp_size=2).build_mesh("cpu")
+    for kind, match in {
+        "qwen3_next": "mixes tokens by a convolution or a recurrence",
+        "mamba": "convolution",
+        "bloom": "does not call an attention function",
+        "t5": "not a decoder",
+        "qwen3": r"loss .ForSequenceClassification. is not that of the next token",
+    }.items():
+        auto = {"t5": AutoModelForSeq2SeqLM, "qwen3": AutoModelForSequenceClassification}.get(
+            kind, AutoModelForCausalLM
+        )
+        model = auto.from_config(tiny_config(kind))
+        with pytest.raises(ConfigError, match=match):
+            shard_model(model, make_wrap_plan(model), mesh=mesh)
+    config = tiny_config("llama")
+    config.update({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"3 attention heads of layers.0 cannot be divided among 2 ranks"):
+        shard_model(model, make_wrap_plan(model), mesh=mesh)
+
+
+def different_rows_are_one_error():
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    with pytest.raises(ConfigError, match="have different ones in the first step"):
+        model(**rows_of("whole", dist.get_rank()))
+
+
 def test_ranks_that_share_rows_compute_what_one_process_does():
     cases = {
         "two share, two batches": partial(rows_are_shared, tuple(KINDS), 2),
@@ -111,3 +212,16 @@ def test_ranks_that_share_rows_compute_what_one_process_does():
         "recomputed": partial(rows_are_shared, ("llama", "gemma3_text"), 2, 1, True),
     }
     run_ranks(run_cases, 4, cases)
+
+
+def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
+    cases = {
+        "bf16 and adapters": partial(bf16_and_adapters, 2),
+        "generation": generation_takes_whole_rows,
+        "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
+        "leaks": a_leak_would_be_seen,
+        "bytes": bytes_follow_the_formula,
+        "refusals": what_cannot_share_rows_is_refused,
+        "different rows": different_rows_are_one_error,
+    }
+    run_ranks(run_cases, 2, cases)
