@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_fsdp_tools.cli.options import check_writable, prepare_model, progress, setup_of, write
+from hf_fsdp_tools.cli.options import check_writable, prepare_model, progress, setup_of
 from hf_fsdp_tools.cli.pictures import PICTURES, check_picture, setting_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import merge_names, reason_of, table
@@ -24,30 +24,24 @@ def show_units(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.foresight.timing.simulation import chrome_trace, simulate
 
     path = options.output
-    is_trace = path is not None and path.suffix == ".json"
     check_writable(path)
-    if not is_trace:
-        check_picture(path, (*PICTURES, ".json"))
+    check_picture(path, PICTURES)
     measured = _measured(options.measured)
-    if measured and (path is None or is_trace):
+    if measured and path is None:
         raise ConfigError("--measured draws a real step below the foreseen one: name the picture with --output.")
     setup, kwargs = setup_of(options), prepare_model(options)
     with progress() as say:
         say(f"a step of {options.model} without memory ...")
         forecast = step_of(options.model, setup, **kwargs)
-        timing = simulate(forecast.step.events, setup)
-        schedule = step_schedule(forecast.step.events, timing.spans)
-        if path is not None and not is_trace:
+        schedule = step_schedule(forecast.step.events, forecast.timing.spans)
+        if path is not None:
             say("drawing ...")
             from hf_fsdp_tools.plots.figure import save
             from hf_fsdp_tools.plots.schedule import draw_schedule
 
             save(draw_schedule(schedule, model=setting_of(forecast), measured=measured), path)
-    if is_trace:
-        write(path, json.dumps(chrome_trace(forecast.step.events, timing)))
     if options.json:
         print(schedule.to_json())
         return

@@ -65,15 +65,7 @@ class Forecast:
         return simulate(self.step.events, self.setup)
 
 
-_NOT_BUILT = (
-    *_NOT_TRACED,
-    "batch_size",
-    "images",
-    "image_size",
-    "activation_checkpointing",
-    "compile",
-    "loss",
-)
+_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS = 2  # How many models on meta are kept. (assumed)

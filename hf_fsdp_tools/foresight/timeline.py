@@ -76,11 +76,7 @@ class Timeline:
 
 
 def memory_timeline(
-    events: Sequence[Event],
-    resident: Sequence[Alloc],
-    *,
-    reserved: Sequence[int] = (),
-    most_points: int = MOST_POINTS,
+    events: Sequence[Event], resident: Sequence[Alloc], *, reserved: Sequence[int] = (), most_points: int = MOST_POINTS
 ) -> Timeline:
     """The memory of a predicted step by the numbers of its events; of many, those of highest and lowest memory among
     their neighbours."""

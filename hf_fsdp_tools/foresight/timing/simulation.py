@@ -9,7 +9,7 @@ multiple NCCL communicators concurrently"); collectives that share a link take t
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -341,22 +341,3 @@ class _Simulation:
         ends = [*starts[1:], self._now]
         for (index, _), start, end in zip(task.works, starts, ends, strict=True):
             self.spans[index] = start, end
-
-
-def chrome_trace(events: Sequence[Event], timing: Timing) -> dict[str, Any]:
-    """A step as a trace for `chrome://tracing` and Perfetto: a row per stream; write it as JSON."""
-    works = [event for event in events if isinstance(event, Work)]
-    return {
-        "traceEvents": [
-            {
-                "name": f"{work.operation} {work.unit or '(root)'}",
-                "cat": work.phase,
-                "ph": "X",
-                "pid": 0,
-                "tid": work.stream,
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-            }
-            for work, (start, end) in zip(works, timing.spans, strict=True)
-        ]
-    }
