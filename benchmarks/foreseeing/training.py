@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
 from hf_fsdp_tools import ParallelDims, add_adapter, build_meta_model, make_wrap_plan, shard_model
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, images_of, make_batch
 from hf_fsdp_tools.planning.plan import WrapUnit

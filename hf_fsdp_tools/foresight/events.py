@@ -256,9 +256,3 @@ class Trace:
     def num_params(self) -> int:
         """Parameters of the model, tied ones once, 4-bit ones as values."""
         return sum(each.packed_values or each.numel for each in self.parameters)
-
-
-def modules_above(fqn: str) -> list[str]:
-    """The modules that a parameter is in, the innermost first, the root last."""
-    parts = fqn.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

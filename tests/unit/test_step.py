@@ -19,7 +19,6 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import DTYPES, build
 from hf_fsdp_tools.foresight.events import (
     Alloc,
     Event,
@@ -33,9 +32,10 @@ from hf_fsdp_tools.foresight.events import (
     Wait,
     Work,
 )
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.foreseeing.cases import SIZES, case_named
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Trace
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of, make_batch

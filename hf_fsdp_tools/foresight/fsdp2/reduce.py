@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import EventWriter, Stream
 from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 
 BEFORE_2_15 = torch.__version__ < "2.15"
 """Whether FSDP2 gathers and reduces in functions that are so long that their variables keep tensors meanwhile."""

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import Parameter, TensorSize, modules_above
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.events import Parameter, TensorSize
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.sharding.placement import split_dim
 
@@ -52,10 +51,10 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
     for at, parameter in enumerate(parameters):
         for name in (parameter.fqn, *parameter.other_names):
-            for module in modules_above(name):
+            for module in _modules_above(name):
                 first.setdefault(module, at)
         if not parameter.is_whole:
-            module = next(module for module in modules_above(parameter.fqn) if module in unit_of)
+            module = next(module for module in _modules_above(parameter.fqn) if module in unit_of)
             unit = unit_of[module]
             members[unit].append((unit.modules.index(module), at, parameter))
     order = sorted(plan.units, key=lambda unit: min((first.get(m, len(parameters)), len(m)) for m in unit.modules))
@@ -77,3 +76,9 @@ def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
     dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
     own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
     return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own)
+
+
+def _modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

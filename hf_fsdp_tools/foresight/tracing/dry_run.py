@@ -18,15 +18,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of, make_batch
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
-from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
+from hf_fsdp_tools.foresight.tracing.repeats import (
+    Bounds,
+    Stack,
+    configs_of,
+    cut_plan,
+    expand,
+    repeating_stacks,
+    short_copy,
+)
 from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
