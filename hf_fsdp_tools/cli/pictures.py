@@ -72,7 +72,7 @@ def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int
         breakdown=memory.at_peak,
         figures=figures,
         plan=forecast.plan,
-        notes=[*memory.notes, f"Efficiencies: {time.source}; software of {time.era}."],
+        notes=[*memory.notes, f"Efficiencies: {time.source}; software of 2024."],
     )
     path.write_text(page, encoding="utf-8")
 

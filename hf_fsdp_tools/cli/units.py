@@ -22,7 +22,7 @@ def show_units(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.throughput import straggling
     from hf_fsdp_tools.foresight.timeline import step_schedule
-    from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
+    from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     path = options.output
@@ -51,7 +51,7 @@ def show_units(options: argparse.Namespace) -> None:
         f"{setup.seq_len:,} tokens: {_ms(schedule.seconds)} ms\n"
         f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms"
     )
-    if late := straggling(setup, efficiency_of(gpu_named(setup.gpu), LATEST_ERA)) * schedule.seconds:
+    if late := straggling(setup, efficiency_of(gpu_named(setup.gpu))) * schedule.seconds:
         print(f"{_ms(late)} ms of waiting for the slowest GPU come on top in an estimate of the whole step")
     print("", *_table(schedule), sep="\n")
     if path is not None:

@@ -88,11 +88,6 @@ class CachingAllocator:
         self.allocated += block.size
         return block
 
-    @property
-    def free_blocks(self) -> list[object]:
-        """The free blocks of each stream and pool, to compare."""
-        return [(key, [(size, address) for size, address, _ in pool.free]) for key, pool in self._pools.items()]
-
     def give_back(self, block: _Block) -> None:
         """Free a block and join it with free neighbours."""
         self.allocated -= block.size
@@ -209,12 +204,7 @@ def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool =
     reserved: list[int] = []
     retried: list[tuple[int, int]] = []
     full_at = None
-    before: tuple[Iterable[Event], list[object]] | None = None
     for events in lists:
-        now = (events, allocator.free_blocks)
-        if before is not None and before[0] is events and before[1] == now[1]:
-            continue  # the same events met the same free blocks: they do again what they did
-        before = now
         allocated, reserved, retried, full_at = [], [], [], None
         take, give_back = allocator.take, allocator.give_back
         for at, event in enumerate(events):

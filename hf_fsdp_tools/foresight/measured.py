@@ -148,29 +148,18 @@ def _cpu_bars(records: Sequence[_Record], host: _Host) -> Iterator[Bar]:
         operation = _collective(launch["name"]) or _collective(record["name"]) or COLLECTIVES[-1]
         unit = _communicated(labels, launch["ts"], unit)
         yield Bar("communication", operation, unit, phase, record["ts"], record["ts"] + record["dur"])
-    yield from _host_bars([r for r in records if r["tid"] not in threads], collectives, host)
-
-
-def _host_bars(records: Sequence[_Record], collectives: Sequence[_Record], host: _Host) -> Iterator[Bar]:
-    """Yield when the host computes: its innermost operations, and the Python between two where no collective runs."""
-    inner: dict[int, _Record] = {}
-    bars = []
-    for record in (r for r in records if r.get("cat") == "cpu_op"):
+    bars, inner = [], dict[int, _Record]()
+    for record in records:
+        if record.get("cat") != "cpu_op" or record["tid"] in threads:
+            continue
         before = inner.get(record["tid"])
         if before is not None and record["ts"] >= before["ts"] + before["dur"]:
             bars.append(before)
         inner[record["tid"]] = record  # one that begins before the last has ended is called by it
-    bars = sorted([*bars, *inner.values()], key=lambda record: record["ts"])
-    bars = [record for record in bars if "c10d" not in record["name"]]
-    starts, latest = [record["ts"] for record in collectives], 0.0
-    ends = [latest := max(latest, record["ts"] + record["dur"]) for record in collectives]
-    for record, following in zip(bars, [*bars[1:], None], strict=True):
-        end = record["ts"] + record["dur"]
-        if following is not None:
-            running = bisect_right(starts, following["ts"])  # as many have begun by then
-            end = following["ts"] if not running or ends[running - 1] <= end else end
-        phase, unit = host.at(record["ts"])
-        yield Bar("compute", "compute", unit, phase, record["ts"], end)
+    for record in (*bars, *inner.values()):
+        if "c10d" not in record["name"]:
+            phase, unit = host.at(record["ts"])
+            yield Bar("compute", "compute", unit, phase, record["ts"], record["ts"] + record["dur"])
 
 
 def _collective(name: str) -> str:

@@ -12,7 +12,7 @@ from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.collectives import node_network
-from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.text import show_count
@@ -49,8 +49,6 @@ class ThroughputEstimate:
 
     name: str
     setup: TrainingSetup
-    era: str
-    """Software whose efficiencies were taken (`efficiency.ERAS`)."""
     step_seconds: float
     """Of the slowest GPU, for which all wait."""
     tokens_per_step: int
@@ -160,7 +158,7 @@ class ThroughputEstimate:
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
             lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
-        lines.append(f"  software of {self.era}; efficiencies {self.source}")
+        lines.append(f"  software of 2024; efficiencies {self.source}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -175,7 +173,6 @@ def estimate_throughput(
     name_or_model: Source,
     setup: TrainingSetup | None = None,
     *,
-    era: str = LATEST_ERA,
     model_kwargs: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> ThroughputEstimate:
@@ -186,14 +183,13 @@ def estimate_throughput(
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
         setup: the training; without it `TrainingSetup()`.
-        era: year of the software, of `efficiency.ERAS`.
         model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
         fields: of `TrainingSetup`, by name, in place of those of `setup`.
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
     Raises:
-        ConfigError: a field has a value that cannot be, or GPU or era is unknown.
+        ConfigError: a field has a value that cannot be, or the GPU is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
 
     Example:
@@ -202,20 +198,17 @@ def estimate_throughput(
         True
     """
     forecast = step_of(name_or_model, TrainingSetup.of(setup, **fields), **(model_kwargs or {}))
-    return throughput_of(memory_of(forecast), era=era)
+    return throughput_of(memory_of(forecast))
 
 
-def throughput_of(
-    memory: MemoryEstimate, *, era: str = LATEST_ERA, efficiency: Efficiency | None = None
-) -> ThroughputEstimate:
+def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = None) -> ThroughputEstimate:
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
-    `efficiency` stands in place of that of the GPU in the era.
     """
     setup, trace = memory.forecast.setup, memory.forecast.trace
     steps = setup.gradient_accumulation_steps
-    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu))
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
     timings = []
     for each in memories:
@@ -232,7 +225,6 @@ def throughput_of(
     return ThroughputEstimate(
         name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",
         setup=setup,
-        era=era,
         step_seconds=timing.seconds + late,
         tokens_per_step=trace.tokens * steps,
         model_flops=trace.model_flops * steps,

@@ -1,9 +1,10 @@
 """One rank over the course of a predicted or measured training step: its memory, computation and communication."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice, takewhile
+from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Literal, Self
 
@@ -54,12 +55,6 @@ class Timeline:
     @property
     def peak_unit(self) -> str:
         return self.units[self.peak]
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak; kinds that take nothing are left out."""
-        peak = self.peak
-        return {kind: values[peak] for kind, values in self.kinds.items() if values[peak]}
 
     def in_seconds(self, events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Self:
         """The same memory with its points in time: each where the computation issued before its event ends."""
@@ -154,11 +149,14 @@ def states(
 _UNSEEN = 1 / 2000  # Part of a step below which a pause in the computation is not drawn: less than a pixel
 
 
+Track = Literal["communication", "compute", "host"]
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A stretch of time in which one stream works for one unit."""
 
-    track: Literal["communication", "compute", "host"]
+    track: Track
     """Where it is drawn: collectives, computation, copies to and from the host."""
     operation: str
     """`compute`, one of `COLLECTIVES`, or the direction of a copy."""
@@ -192,7 +190,7 @@ class Schedule:
     @property
     def communication_seconds(self) -> float:
         """Time in which a collective runs."""
-        return sum(end - start for start, end in _union(_spans(self.bars, "communication")))
+        return sum(end - start for start, end, communicates, _ in _stretches(self.bars) if communicates)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -201,22 +199,23 @@ class Schedule:
 def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
     """The streams of a predicted step over its course."""
     works = (event for event in events if isinstance(event, Work))
-    return make_schedule("predicted", (_bar(work, *span) for work, span in zip(works, spans, strict=True)))
-
-
-def _bar(work: Work, start: float, end: float) -> Bar:
-    if work.operation in COLLECTIVES:
-        return Bar("communication", work.operation, work.unit, work.phase, start, end)
-    if work.operation in COPIES:
-        return Bar("host", work.operation, work.unit, work.phase, start, end)
-    return Bar("compute", "compute", work.unit, work.phase, start, end, work.again)
+    bars = []
+    for work, (start, end) in zip(works, spans, strict=True):
+        is_copy, is_collective = work.operation in COPIES, work.operation in COLLECTIVES
+        track: Track = "host" if is_copy else "communication" if is_collective else "compute"
+        operation = "compute" if track == "compute" else work.operation
+        bars.append(Bar(track, operation, work.unit, work.phase, start, end, work.again))
+    return make_schedule("predicted", bars)
 
 
 def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
     """A schedule of single kernels and collectives: computation of one unit that follows on itself becomes one bar."""
     every = sorted(bars, key=lambda bar: (bar.start_s, bar.end_s))
-    busy = _union(_spans(every, "compute"))
-    exposed = _without(_union(_spans(every, "communication")), busy)
+    exposed: list[tuple[float, float]] = []
+    for start, end, communicates, computes in _stretches(every):
+        if communicates and not computes:
+            is_longer = exposed and exposed[-1][1] == start
+            exposed.append((exposed.pop()[0] if is_longer else start, end))
     unseen = _UNSEEN * max((bar.end_s for bar in every), default=0.0)
     merged: list[Bar] = []
     computed = -1  # the latest bar of computation
@@ -233,31 +232,12 @@ def make_schedule(origin: Origin, bars: Iterable[Bar]) -> Schedule:
 _look = attrgetter("unit", "phase", "again")
 
 
-def _spans(bars: Iterable[Bar], track: str) -> list[tuple[float, float]]:
-    return [(bar.start_s, bar.end_s) for bar in bars if bar.track == track and bar.end_s > bar.start_s]
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches of time that any of the spans covers, in order."""
-    result: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], end))
-        else:
-            result.append((start, end))
-    return result
-
-
-def _without(spans: Iterable[tuple[float, float]], busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What of the spans no busy stretch covers; both are unions."""
-    result, i = [], 0
-    for start, end in spans:
-        while i < len(busy) and busy[i][1] <= start:
-            i += 1
-        for begin, until in takewhile(lambda one, end=end: one[0] < end, islice(busy, i, None)):  # type: ignore[misc]
-            if begin > start:
-                result.append((start, begin))
-            start = max(start, until)
-        if start < end:
-            result.append((start, end))
-    return result
+def _stretches(bars: Iterable[Bar]) -> Iterator[tuple[float, float, bool, bool]]:
+    """Yield start and end of each stretch of time, whether a collective runs in it, and whether anything computes."""
+    lasting = [bar for bar in bars if bar.end_s > bar.start_s]
+    changes = sorted((time, bar.track, by) for bar in lasting for time, by in ((bar.start_s, 1), (bar.end_s, -1)))
+    running: Counter[str] = Counter()
+    for (start, track, by), (end, _, _) in pairwise(changes):
+        running[track] += by
+        if end > start:
+            yield start, end, running["communication"] > 0, running["compute"] > 0

@@ -142,7 +142,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             title=f"One step of {model}",
             setting="recorded by torch's profiler",
             numbers=numbers | {"exposed communication, measured": f"{1e3 * self.schedule.exposed_seconds:,.1f} ms"},
-            breakdown=predicted.at_peak if predicted is not None else {},
+            breakdown=self.predicted.at_peak if self.predicted is not None else {},
             figures={"memory of a step": memory, "streams of a step": streams},
             plan=forecast.plan if forecast is not None else None,
         )

@@ -115,7 +115,7 @@ def test_a_page_holds_all_and_needs_no_network():
         title="Fits & runs",
         setting="a <model>",
         numbers={"peak": "60.0 GB"},
-        breakdown=STEP.at_peak,
+        breakdown={"activations": 3 * GB, "parameters": GB},
         figures={"memory": PICTURES["memory"](), "schedule": PICTURES["schedule"]()},
         plan=PLAN,
         notes=["estimated"],

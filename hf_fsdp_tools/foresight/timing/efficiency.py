@@ -1,20 +1,12 @@
-"""What training reaches of a GPU's peaks, by generation of GPU and era of software, and how long one kernel, copy or
-collective runs by itself: a roofline."""
+"""What training reaches of a GPU's peaks, and how long one kernel, copy or collective runs by itself: a roofline."""
 
 import math
 from dataclasses import dataclass, replace
 
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.collectives import Axis, Group, collective_seconds, group_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
-
-ERAS = ("2022", "2023", "2024")
-"""Years of software whose rows were published: FSDP without fused attention (PyTorch 1.12), FSDP with the first flash
-attention (PyTorch 2.0), FSDP2 with FlashAttention 2 and `torch.compile` (PyTorch 2.3 and later)."""
-
-LATEST_ERA = ERAS[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,25 +98,23 @@ _SHARES = {
 """By name of the GPU: those of which published trainings are known. GeForce GPUs run above the clock of their data
 sheets, so that they reach most of the peak that these give for it."""
 
-_NEWER_ATTENTION = 1.648
-"""How much faster attention is in the software of 2024 than in that of 2023; fitted like the others."""
+NEWER_ATTENTION = 1.648
+"""How much faster attention is in the software of 2024 (FSDP2 with FlashAttention 2, PyTorch 2.3 and later) than in
+that of 2023, of which the shares are; fitted like the others."""
 
 
-def efficiency_of(gpu: Gpu, era: str = LATEST_ERA) -> Efficiency:
-    """The efficiencies of a GPU in an era of software.
+def efficiency_of(gpu: Gpu) -> Efficiency:
+    """The efficiencies of a GPU in the software of 2024.
 
     A GPU of which no published training is known gets the shares of one of its family, or else those of the A100. They
-    serve to compare settings; its `error` is infinite. 2022 differs from 2023 in what runs (no fused attention), not in
-    how well.
+    serve to compare settings; its `error` is infinite.
     """
-    if era not in ERAS:
-        raise ConfigError(f"Software era {era!r} is not known; choose one of {', '.join(ERAS)}.")
     shares = _SHARES.get(gpu.name)
     if shares is None:
         near = next((name for name in _SHARES if GPUS[name].family == gpu.family), "a100-80gb")
         source = f"those of {GPUS[near].title}, for want of any published training on {gpu.title}"
         shares = replace(_SHARES[near], error=math.inf, source=source)
-    return replace(shares, attention=shares.attention * _NEWER_ATTENTION) if era == LATEST_ERA else shares
+    return replace(shares, attention=shares.attention * NEWER_ATTENTION)
 
 
 _KERNEL_SECONDS = 2e-6  # A kernel at least, with the gap before it. (assumed)
