@@ -176,8 +176,7 @@ class CachingAllocator:
 class Replay:
     """What the allocator did with a list of events."""
 
-    allocated: Sequence[int]
-    """Bytes in use after each event, as those taken from the driver."""
+    allocated: Sequence[int]  # Bytes in use after each event, as those taken from the driver
     reserved: Sequence[int]
     retried: tuple[tuple[int, int], ...]
     """Where the device was full: index of the event, and how many cached segments were given back for it."""

@@ -60,8 +60,7 @@ _MOST_MODELS, _MOST_TRACES = 2, 16
 class Forecast:
     """A training before it runs."""
 
-    setup: TrainingSetup
-    """`loss` is that of the model where none was named."""
+    setup: TrainingSetup  # `loss` is that of the model where none was named
     plan: WrapPlan
     trace: Trace
     step: Step

@@ -31,8 +31,7 @@ class Cost:
     step_seconds: float
     floor_seconds: float = 0.0
     """Of `step_seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
-    host_bytes: int = 0
-    """Host memory of one process under offload."""
+    host_bytes: int = 0  # Host memory of one process under offload
     retries: int = 0
     """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
     loss: Literal["full", "chunked", None] = None
@@ -63,10 +62,8 @@ class Space:
     """Settings to choose from: every combination of the values below, other fields as in `base`."""
 
     base: TrainingSetup
-    accumulation: Mapping[int, int]
-    """Micro-batches in ascending order, and the accumulation steps that go with each."""
-    values: Mapping[str, tuple[Any, ...]]
-    """Of the other fields of a point, in the order in which they are tried."""
+    accumulation: Mapping[int, int]  # Micro-batches in ascending order, and the accumulation steps that go with each
+    values: Mapping[str, tuple[Any, ...]]  # Of the other fields of a point, in the order in which they are tried
 
     @classmethod
     def of(cls, setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> "Space":
@@ -135,10 +132,8 @@ class Job:
     """A search for the settings of one model."""
 
     model: str
-    setup: TrainingSetup
-    """Values of all that is fixed, and of what is not searched."""
-    fixed: frozenset[str]
-    """Those of `SEARCHED` that stay as in `setup`."""
+    setup: TrainingSetup  # Values of all that is fixed, and of what is not searched
+    fixed: frozenset[str]  # Those of `SEARCHED` that stay as in `setup`
     margin: float
     priced: Evaluate
 

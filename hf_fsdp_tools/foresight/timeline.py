@@ -21,13 +21,10 @@ class Timeline:
     """Memory of one rank over one training step: bytes by kind at each of its points. All fields have one length."""
 
     origin: Origin
-    axis: Literal["events", "seconds"]
-    """What `positions` count."""
-    positions: tuple[float, ...]
-    """Where each point lies: never decreasing."""
+    axis: Literal["events", "seconds"]  # What `positions` count
+    positions: tuple[float, ...]  # Where each point lies: never decreasing
     phases: tuple[str, ...]
-    units: tuple[str, ...]
-    """Unit that computes at each point: fqn of its first module, "" for the root."""
+    units: tuple[str, ...]  # Unit that computes at each point: fqn of its first module, "" for the root
     kinds: Mapping[str, tuple[int, ...]]
     """Allocated bytes by kind. A real step has one kind, "allocated": an allocator does not know more."""
     reserved: tuple[int, ...] = ()
@@ -156,17 +153,13 @@ Track = Literal["communication", "compute", "host"]
 class Bar:
     """A stretch of time in which one stream works for one unit."""
 
-    track: Track
-    """Where it is drawn: collectives, computation, copies to and from the host."""
-    operation: str
-    """`compute`, one of `COLLECTIVES`, or the direction of a copy."""
+    track: Track  # Where it is drawn: collectives, computation, copies to and from the host
+    operation: str  # `compute`, one of `COLLECTIVES`, or the direction of a copy
     unit: str
     phase: str
-    start_s: float
-    """Since the step began, as `end_s`."""
+    start_s: float  # Since the step began, as `end_s`
     end_s: float
-    again: bool = False
-    """Whether activation checkpointing computes here for the second time."""
+    again: bool = False  # Whether activation checkpointing computes here for the second time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +167,7 @@ class Schedule:
     """When one rank computes and when it communicates in one training step."""
 
     origin: Origin
-    bars: tuple[Bar, ...]
-    """In the order of their starts."""
+    bars: tuple[Bar, ...]  # In the order of their starts
     exposed: tuple[tuple[float, float], ...]
     """Start and end of each stretch of time in which a collective runs and nothing is computed."""
 

@@ -35,10 +35,8 @@ class ScalingCurve:
 
     name: str
     num_gpus: tuple[int, ...]
-    values: tuple[float | None, ...]
-    """Per GPU at each number; None where the model does not fit."""
-    published: tuple[tuple[int, float], ...] = ()
-    """(number of GPUs, value) that others measured, drawn as open circles."""
+    values: tuple[float | None, ...]  # Per GPU at each number; None where the model does not fit
+    published: tuple[tuple[int, float], ...] = ()  # (number of GPUs, value) that others measured, drawn as open circles
 
     @property
     def points(self) -> list[tuple[int, float]]:

@@ -18,8 +18,7 @@ class Shard(TensorSize):
     """
 
     parameter: Parameter
-    dim: int
-    """The dimension that is split."""
+    dim: int  # The dimension that is split
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -35,8 +34,7 @@ class UnitShards:
     """One unit of a plan with its shards."""
 
     unit: WrapUnit
-    shards: tuple[Shard, ...]
-    """In the order in which FSDP2 gathers them."""
+    shards: tuple[Shard, ...]  # In the order in which FSDP2 gathers them
 
     @property
     def name(self) -> str:

@@ -18,13 +18,10 @@ class Step:
 
     events: tuple[Event, ...]
     """All micro-steps, clipping and the optimizer. The number of a block that was freed may be taken again."""
-    optimizer_at: int
-    """Index of the first event of clipping and the optimizer."""
-    parameters: tuple[Alloc, ...]
-    """Shards, buffers and other memory that is there from the beginning and for good."""
+    optimizer_at: int  # Index of the first event of clipping and the optimizer
+    parameters: tuple[Alloc, ...]  # Shards, buffers and other memory that is there from the beginning and for good
     state: tuple[Alloc, ...]
-    host_bytes: int
-    """Host memory of this rank under CPU offload: shards, gradients, optimizer state."""
+    host_bytes: int  # Host memory of this rank under CPU offload: shards, gradients, optimizer state
 
     @property
     def resident(self) -> tuple[Alloc, ...]:

@@ -55,10 +55,8 @@ class Group:
     ranks: int
     ranks_per_node: int
     link: Literal["nvlink", "pcie"]
-    link_bandwidth: float
-    """Bytes per second that a ring gets of a GPU's link inside a machine, in one direction."""
-    network_bandwidth: float
-    """Bytes per second that this group gets of a machine's network cards, in one direction."""
+    link_bandwidth: float  # Bytes per second that a ring gets of a GPU's link inside a machine, in one direction
+    network_bandwidth: float  # Bytes per second that this group gets of a machine's network cards, in one direction
 
     @property
     def nodes(self) -> int:

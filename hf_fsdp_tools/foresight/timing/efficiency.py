@@ -13,19 +13,16 @@ from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
 class Efficiency:
     """Shares of the peaks that kernels reach, and the source of these numbers."""
 
-    matmul: float
-    """Of the peak flop/s, by a large matmul."""
+    matmul: float  # Of the peak flop/s, by a large matmul
     matmul_half: float = 0.0
     """The smallest dimension at which a matmul reaches half of that: share x size / (size + this)."""
     attention: float
-    memory: float
-    """Of the peak bandwidth, by kernels that the GPU's memory bounds."""
+    memory: float  # Of the peak bandwidth, by kernels that the GPU's memory bounds
     network: float = 0.8
     straggler: float = 0.0
     """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
     sqrt(2 ln n), the expected maximum of n normal deviates."""
-    compiled_memory: float = 0.35
-    """Share of the traffic of elementwise kernels that is left under `torch.compile`."""
+    compiled_memory: float = 0.35  # Share of the traffic of elementwise kernels that is left under `torch.compile`
     error: float
     """What tokens per second of a tuned loop may be off, as a share. On A100 and H100 nine of ten trainings by
     publishers that were left out of the fit were within 13 %, and about three of four by others within 20 %. Infinite

@@ -72,8 +72,7 @@ class Timing:
     """What the compute stream does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory
     bounds), or it has nothing to do: `communication` (while a collective runs: exposed), `offload` (while bytes move
     between GPU and host, or the optimizer runs on the CPU), `allocator` (the stalls), `host` (launches are late)."""
-    communication: float
-    """Seconds of all collectives, hidden or exposed."""
+    communication: float  # Seconds of all collectives, hidden or exposed
 
     def continued(self, two: "Timing", steps: int) -> "Timing":
         """The timing of so many micro-steps, of which this is one and `two` are two: all others are like the second."""

@@ -52,10 +52,8 @@ class Images:
 
     tensors: Mapping[str, torch.Tensor]
     """Arguments of the model, for all sequences. Pixels are all 1, in one element that is expanded."""
-    count: int
-    """Images of each sequence."""
-    tokens: int
-    """That stand for each image, and are replaced by its features; 0 where text attends to images."""
+    count: int  # Images of each sequence
+    tokens: int  # That stand for each image, and are replaced by its features; 0 where text attends to images
     token_id: int
 
 
