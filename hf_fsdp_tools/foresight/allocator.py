@@ -133,23 +133,19 @@ class CachingAllocator:
 
     def _reserve(self, num_bytes: int) -> None:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
-            self.retries.append(self._release_cached())
+            count = 0  # of segments without a block in use, which go back to the driver
+            for pool in self._pools.values():
+                for *_, block in list(pool.free):
+                    if block.before is None and block.behind is None:
+                        pool.remove(block)
+                        count += 1
+                        self.reserved -= block.size
+                        if pool.last is block:
+                            pool.last = None
+            self.retries.append(count)
             if self.reserved + num_bytes > self._limit:
                 raise OutOfMemory(f"no room for {num_bytes} bytes")
         self.reserved += num_bytes
-
-    def _release_cached(self) -> int:
-        """Give segments that no block in use lies in back to the driver; their number."""
-        count = 0
-        for pool in self._pools.values():
-            for *_, block in list(pool.free):
-                if block.before is None and block.behind is None:
-                    pool.remove(block)
-                    count += 1
-                    self.reserved -= block.size
-                    if pool.last is block:
-                        pool.last = None
-        return count
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)

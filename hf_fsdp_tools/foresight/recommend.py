@@ -48,8 +48,7 @@ class Recommendation:
     setup: TrainingSetup
     cost: Cost
     gpu_bytes: int
-    margin: float
-    """Part of `gpu_bytes` that stays free at least."""
+    margin: float  # Part of `gpu_bytes` that stays free at least
     whole_logits_bytes: int = 0
     """`cost.peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
     reasons: Mapping[str, tuple[str, ...]]
@@ -59,8 +58,7 @@ class Recommendation:
     """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded or how the model
     is started."""
     estimated: int
-    possible: int
-    """Settings among which was searched; the others follow from the estimated ones."""
+    possible: int  # Settings among which was searched; the others follow from the estimated ones
 
     @property
     def global_batch_size(self) -> int:

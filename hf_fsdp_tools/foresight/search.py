@@ -38,8 +38,7 @@ class Cost:
     notes: tuple[str, ...] = ()
 
 
-Evaluate = Callable[[TrainingSetup], Cost]
-"""Price a setting; called once per setting."""
+Evaluate = Callable[[TrainingSetup], Cost]  # Price a setting; called once per setting
 
 
 class Point(NamedTuple):
@@ -169,7 +168,8 @@ class Search:
 
     def fits(self, point: Point) -> bool:
         """Whether a point stays below the limit, by its price or by that of another point."""
-        if point not in self.costs and any(self._exceeds(one) and _is_leaner(one, point) for one in self.costs):
+        full = [one for one, cost in self.costs.items() if cost.peak_bytes > self.limit_bytes]
+        if point not in self.costs and any(_is_leaner(one, point) for one in full):
             return False
         return self.cost(point).peak_bytes <= self.limit_bytes
 
@@ -196,10 +196,7 @@ class Search:
         return None
 
     def fitting(self) -> list[Point]:
-        return [point for point in self.costs if not self._exceeds(point)]
-
-    def _exceeds(self, point: Point) -> bool:
-        return self.costs[point].peak_bytes > self.limit_bytes
+        return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]
 
     def _sequences(self, point: Point) -> int:
         return point.batch_size * self.space.accumulation[point.batch_size]

@@ -12,8 +12,7 @@ from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""The dtypes of a `TrainingSetup`."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
 
 
 @dataclass(frozen=True, kw_only=True)

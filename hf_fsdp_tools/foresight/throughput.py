@@ -11,8 +11,7 @@ from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import node_network
-from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.text import show_count
@@ -49,22 +48,17 @@ class ThroughputEstimate:
 
     name: str
     setup: TrainingSetup
-    step_seconds: float
-    """Of the slowest GPU, for which all wait."""
-    tokens_per_step: int
-    """Of one GPU, over all its micro-steps."""
+    step_seconds: float  # Of the slowest GPU, for which all wait
+    tokens_per_step: int  # Of one GPU, over all its micro-steps
     model_flops: float
     """Of one GPU and step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
-    hardware_flops: float
-    """`model_flops`, and what activation checkpointing computes again."""
+    hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
     parts: Mapping[str, float]
     """What the GPU does in `step_seconds`, as in `Timing.parts`, and `slowest GPU`: waiting for it."""
-    communication_seconds: float
-    """Of all collectives, hidden or not."""
+    communication_seconds: float  # Of all collectives, hidden or not
     error: float
     """What tokens per second may be off, as a share (`Efficiency.error`); infinite where they are not foreseen."""
-    source: str
-    """What the efficiencies were fitted on."""
+    source: str  # What the efficiencies were fitted on
     notes: tuple[str, ...] = ()
 
     @property

@@ -12,8 +12,7 @@ from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Alloc, Event, Fr
 
 Origin = Literal["predicted", "measured"]
 
-MOST_POINTS = 1000
-"""About as many as a picture has columns of pixels."""
+MOST_POINTS = 1000  # About as many as a picture has columns of pixels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK = "#6e7b88"
-"""Colour of texts and lines, with equal contrast to white and to black."""
+INK = "#6e7b88"  # Colour of texts and lines, with equal contrast to white and to black
 
 COLORS = {
     "optimizer": "#2a6db0",

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}
-"""Centre and height of each row."""
+_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}  # Centre and height of each row
 
 _ROLES = {
     "all-gather": "gather buffers",

@@ -14,8 +14,7 @@ from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of, make_batch
-from hf_fsdp_tools.foresight.tracing.values import followed_values
+from hf_fsdp_tools.foresight.tracing.images import NoImagesError, followed_values, images_of, make_batch
 
 PLAIN = {"precision": "fp32", "wrapping": "root", "attn_implementation": "eager", "seq_len": 32, "image_size": (56, 84)}
 

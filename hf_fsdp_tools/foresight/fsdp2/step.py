@@ -4,10 +4,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, TensorSize, Trace
-from hf_fsdp_tools.foresight.fsdp2.optimizer import OptimizerStep, optimizer_step
+from hf_fsdp_tools.foresight.events import (
+    Alloc,
+    Event,
+    EventWriter,
+    Free,
+    Gradient,
+    Mark,
+    Parameter,
+    TensorSize,
+    Trace,
+    Work,
+)
+from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, split_parameters
+from hf_fsdp_tools.foresight.fsdp2.shards import split_parameters
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 
@@ -51,8 +62,17 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     updated: list[TensorSize] = [shard for shard in shards if shard.parameter.fqn in reached]
     master = DTYPES[setup.master_dtype]
     updated += [each if is_fsdp else replace(each, dtype=master) for each in whole if each.fqn in reached]
-    update = optimizer_step(updated, setup)
-    state = _write_optimizer(writer, update, setup, shards)
+    update, state_bytes = optimizer_step(updated, setup)
+    state: list[Alloc] = []
+    if setup.offload and shards:  # the CPU computes, from and to its own memory
+        writer.phase = "optimizer"
+        num_bytes = sum(event.num_bytes for event in update if type(event) is Work)
+        writer.work("memory", num_bytes, "offload", dtype_bytes=4)
+        writer.wait_on_host(writer.record("offload"))
+        writer.phase = "forward"
+    else:
+        writer.extend_renumbered(update)
+        state = [writer.alloc(num_bytes, "optimizer") for num_bytes in state_bytes]
     if schedule is not None:
         schedule.end_step(parameter.fqn for parameter in trace.parameters)
     replicated.end_step()
@@ -65,7 +85,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     host_bytes = 0
     if setup.offload:
         host_bytes = sum(shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards)
-        host_bytes += sum(update.state)
+        host_bytes += sum(state_bytes)
     return Step(
         events=tuple(writer.events),
         optimizer_at=optimizer_at,
@@ -124,20 +144,6 @@ def _write_micro_steps(
         writer.phase = "forward"
         writer.events.extend(events[end:])
         writer.free(*left)
-
-
-def _write_optimizer(
-    writer: EventWriter, update: OptimizerStep, setup: TrainingSetup, shards: Sequence[Shard]
-) -> list[Alloc]:
-    """Write clipping and the optimizer's step; the state that is on the GPU."""
-    if setup.offload and shards:  # the CPU computes, from and to its own memory
-        writer.phase = "optimizer"
-        writer.work("memory", update.num_bytes, "offload", dtype_bytes=4)
-        writer.wait_on_host(writer.record("offload"))
-        writer.phase = "forward"
-        return []
-    writer.extend_renumbered(update.events)
-    return [writer.alloc(num_bytes, "optimizer") for num_bytes in update.state]
 
 
 # ---- gradients that every rank holds whole ----

@@ -127,7 +127,6 @@ def _program(
     """What the host does, one after the other, with kernels in a row on the compute stream put together."""
     kernels: _Task | None = None
     tickets: dict[str, int] = {}
-    known: dict[tuple[object, ...], float] = {}
     from_python, from_autograd = _HOST_SECONDS * host_factor, _AUTOGRAD_SECONDS * host_factor
     for index, event in enumerate(events):
         if kernels is not None and index in stalls:
@@ -137,11 +136,7 @@ def _program(
             yield _Stall(stalls[index])
         if isinstance(event, Work):
             operation = event.operation
-            shape = event.flops, event.num_bytes, event.size, event.dtype_bytes
-            key = operation, event.stream, event.phase, event.ranks, shape
-            seconds = known.get(key, -1.0)
-            if seconds < 0:
-                seconds = known[key] = durations.seconds(event)
+            seconds = durations.seconds(event)
             if event.stream == "compute" and operation not in COLLECTIVES and operation not in COPIES:
                 if kernels is None:
                     kernels = _Task("compute")

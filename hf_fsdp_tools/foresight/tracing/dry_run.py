@@ -21,7 +21,14 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of, make_batch
+from hf_fsdp_tools.foresight.tracing.images import (
+    Images,
+    NoImagesError,
+    followed_values,
+    give_memory,
+    images_of,
+    make_batch,
+)
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import (
@@ -33,7 +40,6 @@ from hf_fsdp_tools.foresight.tracing.repeats import (
     repeating_stacks,
     short_copy,
 )
-from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -197,7 +203,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if hasattr(config, "use_cache"):
             config.use_cache = False
     if setup.activation_checkpointing:
-        _checkpoint(model, recorder)
+        checkpoint_activations(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -320,16 +326,3 @@ def _no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
-
-
-def _checkpoint(model: nn.Module, recorder: Recorder) -> None:
-    """Let the blocks of a copy compute again, and the recorder know what does."""
-    checkpoint_activations(model)
-
-    def count(change: int, *_: object) -> None:
-        recorder.repeated += change if recorder.phase == "backward" else 0
-
-    for module in model.modules():
-        module.register_forward_pre_hook(partial(count, 1), prepend=True)
-        # also where what is needed has been computed
-        module.register_forward_hook(partial(count, -1), always_call=True)
