@@ -32,9 +32,8 @@ def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
     from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
-    from hf_fsdp_tools.plots.figure import save
+    from hf_fsdp_tools.plots.figure import page_text, save
     from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
-    from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 

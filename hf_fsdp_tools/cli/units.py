@@ -60,7 +60,7 @@ def show_units(options: argparse.Namespace) -> None:
 
 def _measured(path: Path | None) -> "Schedule | None":
     """The schedule of a recorded step."""
-    from hf_fsdp_tools.foresight.measured import read_schedule
+    from hf_fsdp_tools.foresight.timeline import read_schedule
 
     if path is None:
         return None

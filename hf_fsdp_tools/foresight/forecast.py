@@ -134,7 +134,13 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         names = targets if isinstance(targets, str) else list(targets)
         model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
     base = base_of(model)
-    _check_length(base, setup)
+    config = getattr(base, "config", None)
+    limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
+    if limit is not None and setup.seq_len > limit:
+        raise ConfigError(
+            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}. Use {limit:,} or "
+            "less, or give a configuration with more positions."
+        )
     plan = plan_with_adapters(base, setup.policy)
     if setup.wrapping != "hybrid":
         root = replace(
@@ -166,16 +172,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
         return {key: None if value is None else own[value] for key, value in module._parameters.items()}
 
     return copy_tree(model, parameters=parameters).model
-
-
-def _check_length(model: nn.Module, setup: TrainingSetup) -> None:
-    config = getattr(model, "config", None)
-    limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
-    if limit is not None and setup.seq_len > limit:
-        raise ConfigError(
-            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(model).__name__}. Use {limit:,} or "
-            "less, or give a configuration with more positions."
-        )
 
 
 def _built(

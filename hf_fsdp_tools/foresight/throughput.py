@@ -129,7 +129,7 @@ class ThroughputEstimate:
 
     def __str__(self) -> str:
         setup = self.setup
-        step, lines = _show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
+        step, lines = show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
         if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
@@ -148,15 +148,15 @@ class ThroughputEstimate:
             ]
         for part, seconds in self.parts.items():
             if seconds >= 0.0005 * self.step_seconds:
-                lines.append(f"    {_PARTS[part]:<32} {_show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
+                lines.append(f"    {_PARTS[part]:<32} {show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
-            lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
+            lines.append(f"  {show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
         lines.append(f"  software of 2024; efficiencies {self.source}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _show_seconds(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
     """0.0123 as "12.3 ms"."""
     if seconds >= 1:
         return f"{seconds:,.2f} s"

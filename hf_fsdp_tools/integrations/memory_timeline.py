@@ -14,12 +14,10 @@ from transformers import TrainerCallback
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
-from hf_fsdp_tools.foresight.timeline import Schedule, Timeline, step_schedule
-from hf_fsdp_tools.plots.figure import check_matplotlib, save
+from hf_fsdp_tools.foresight.timeline import Schedule, Timeline, read_memory, read_schedule, step_schedule
+from hf_fsdp_tools.plots.figure import check_matplotlib, page_text, save
 from hf_fsdp_tools.plots.memory import draw_memory
-from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.schedule import draw_schedule
 from hf_fsdp_tools.text import show_bytes
 

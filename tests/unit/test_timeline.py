@@ -4,8 +4,7 @@ import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Free, Work
-from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, step_schedule
+from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, read_memory, read_schedule, step_schedule
 
 GB = 10**9
 

@@ -4,21 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import (
-    Alloc,
-    Event,
-    EventWriter,
-    Free,
-    Gradient,
-    Mark,
-    Parameter,
-    TensorSize,
-    Trace,
-    Work,
-)
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
-from hf_fsdp_tools.foresight.fsdp2.shards import split_parameters
+from hf_fsdp_tools.foresight.fsdp2.shards import Shard, split_parameters
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan
 
@@ -59,7 +48,7 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     shards = [shard for unit in units for shard in unit.shards]
     # An optimizer has no state of a parameter without a gradient (the vision tower, where the batch has no images).
     reached = {event.parameter for event in trace.events if type(event) is Gradient}
-    updated: list[TensorSize] = [shard for shard in shards if shard.parameter.fqn in reached]
+    updated: list[Shard | Parameter] = [shard for shard in shards if shard.parameter.fqn in reached]
     master = DTYPES[setup.master_dtype]
     updated += [each if is_fsdp else replace(each, dtype=master) for each in whole if each.fqn in reached]
     update, state_bytes = optimizer_step(updated, setup)

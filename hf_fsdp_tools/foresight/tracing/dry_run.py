@@ -21,25 +21,10 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.images import (
-    Images,
-    NoImagesError,
-    followed_values,
-    give_memory,
-    images_of,
-    make_batch,
-)
+from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.repeats import (
-    Bounds,
-    Stack,
-    configs_of,
-    cut_plan,
-    expand,
-    repeating_stacks,
-    short_copy,
-)
+from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -84,8 +69,7 @@ def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: De
             if images is None:
                 raise
             continue  # some choose hidden states of images by the number of the block
-        events = expand(recorder.events, stacks, bounds)
-        if events is not None:
+        if (events := bounds.expand()) is not None:
             return _trace(model, plan, setup, events, stacks)
     recorder, _ = _dry_run(model, plan, setup, device, (), images)
     return _trace(model, plan, setup, recorder.events, ())
@@ -147,8 +131,8 @@ def _dry_run(
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
         with ExitStack() as stack:
-            values = stack.enter_context(followed_values())
-            batch = {name: values.as_fake(value) for name, value in make_batch(twin, setup, images).items()}
+            values = stack.enter_context(known_values())
+            batch = {name: values.as_fake(value) for name, value in batch_of(twin, setup, images).items()}
             recorder.take_inputs(batch.values())
             stack.enter_context(_no_packed_sequences())
             if setup.attn_implementation == "flash_attention_2":

@@ -185,7 +185,7 @@ def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
         twin: Any = short_copy(model, ())
         give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
         imitate_4bit(twin)
-        with followed_values() as values:
+        with known_values() as values:
             batch = {name: values.as_fake(value) for name, value in made.items() if name in takes}
             output = twin.get_image_features(**batch)
         features = tree_leaves(getattr(output, "pooler_output", output))
@@ -213,7 +213,7 @@ _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioCl
 """How classes end whose labels are one class for each sequence or image."""
 
 
-def make_batch(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
+def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
     """Arguments of the model's forward pass for one micro-step of training: tensors on the CPU, with any values.
 
     Sequences are full and not packed, so that no mask is given.
@@ -367,7 +367,7 @@ class _Lists(TorchFunctionMode):
 
 
 @contextmanager
-def followed_values() -> Iterator[Values]:
+def known_values() -> Iterator[Values]:
     """A block, within a `FakeTensorMode`, in which values that follow from the batch can be read."""
     kind: Any = FakeTensor
     plain = kind.tolist

@@ -189,7 +189,7 @@ class Bounds:
     """The places in a list of events at which the passes of blocks end."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[Stack], recorder: Recorder) -> None:
-        self._recorder = recorder
+        self._stacks, self._recorder = stacks, recorder
         self.forward: dict[tuple[str, int], list[int]] = {}
         """By stack and period: where its forward pass begins and ends."""
         self.backward: dict[tuple[str, int], list[int]] = {}
@@ -226,6 +226,13 @@ class Bounds:
         first.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         last.register_forward_hook(end, prepend=True)
 
+    def expand(self) -> list[Event] | None:
+        """The events of the full depth; None where neighbouring periods differ."""
+        try:
+            return _Expansion(self._recorder.events, self._stacks, self).run()
+        except _NotAlikeError:
+            return None
+
 
 def _hidden(*values: Any) -> Any:
     """The first tensor that needs a gradient: hidden states."""
@@ -233,14 +240,6 @@ def _hidden(*values: Any) -> Any:
 
 
 _Segment = tuple[str, str, int]  # Stack, pass ("forward" or "backward"), period
-
-
-def expand(events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> list[Event] | None:
-    """The events of the full depth; None where neighbouring periods differ."""
-    try:
-        return _Expansion(events, stacks, bounds).run()
-    except _NotAlikeError:
-        return None
 
 
 class _NotAlikeError(Exception):
