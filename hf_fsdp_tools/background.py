@@ -28,7 +28,7 @@ from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 from hf_fsdp_tools.text import show_bytes
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.saving.report import SaveReport
+    from hf_fsdp_tools.saving.publish import SaveReport
 
 
 def wait_for_saves() -> SaveReport | None:

@@ -25,10 +25,9 @@ from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.make_plan import plan_with_tree
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
-from hf_fsdp_tools.sharding.adapter_files import as_peft_config, with_modules_to_save
-from hf_fsdp_tools.sharding.adapters import add_adapter, load_adapter
+from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_adapter, with_modules_to_save
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.options import as_compile, as_mesh, as_mp_policy, as_offload_policy
+from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
 

@@ -204,7 +204,7 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         assert ("peft" in roots) <= (
             name
             in (
-                "sharding.adapter_files",
+                "sharding.adapters",
                 "sharding.adapters",
                 "sharding.injection",
                 "loading.adapter_state",
@@ -287,7 +287,7 @@ PRIVATE = {
     "loading.conversion": """
         core_model_loading conversion_mapping _weight_conversions _adjust_missing_and_unexpected_keys
         remove_tied_weights_from_state_dict""",
-    "loading.quantized.float_rules": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
+    "loading.quantized.dequantize": "finegrained_fp8 Fp8Dequantize _dequantize_one convert_moe_packed_tensors",
     "modeling": "_get_dtype_plan _init_weights guard_torch_init_functions meta_device_safe_creation_ops",
 }
 """Where private names of torch (FSDP2, FSDP1, DeviceMesh) and of transformers (loading) may stand: a module, or a

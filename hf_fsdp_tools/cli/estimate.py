@@ -17,8 +17,7 @@ from hf_fsdp_tools.cli.options import (
     progress,
     setup_of,
 )
-from hf_fsdp_tools.cli.pictures import check_picture, draw_estimate
-from hf_fsdp_tools.cli.units import show_units
+from hf_fsdp_tools.cli.units import check_picture, draw_estimate, show_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
 

@@ -15,7 +15,7 @@ from hf_fsdp_tools.cli.options import add_class_and_json, parse_dtype
 from hf_fsdp_tools.errors import FSDPToolsError
 
 if TYPE_CHECKING:
-    from hf_fsdp_tools.saving.report import SaveReport
+    from hf_fsdp_tools.saving.publish import SaveReport
 
 
 def add_export(commands: Any) -> None:

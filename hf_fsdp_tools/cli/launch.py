@@ -102,7 +102,7 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
 
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.accelerator import find_accelerator
-    from hf_fsdp_tools.modeling.untrusted import load_yaml
+    from hf_fsdp_tools.modeling.pickles import load_yaml
 
     findings = [each for each in FSDPConfig.check_file(path) if each.code != "few-devices"]
     if problems := [f"{each.fact} {each.cure}" for each in findings if each.severity == "error"]:

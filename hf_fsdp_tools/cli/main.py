@@ -14,11 +14,10 @@ from typing import Any
 
 from hf_fsdp_tools import __version__
 from hf_fsdp_tools.cli.config import add_config
-from hf_fsdp_tools.cli.doctor import add_doctor
 from hf_fsdp_tools.cli.estimate import add_estimate
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
-from hf_fsdp_tools.cli.plan import add_plan
+from hf_fsdp_tools.cli.plan import add_doctor, add_plan
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 

@@ -16,7 +16,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import check_parts, damage_of
 from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import first_line, listed, quoted
 
 STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")

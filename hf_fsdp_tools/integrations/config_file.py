@@ -14,7 +14,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.interpret import DEEPSPEED, Translation, general_keys, interpret
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions
-from hf_fsdp_tools.modeling.untrusted import load_yaml
+from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.text import quoted, reason_of
 
 _MIN_NUM_PARAMS = 100_000_000

@@ -20,7 +20,7 @@ from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import exchange, sync, try_lock
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
-from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
 
 

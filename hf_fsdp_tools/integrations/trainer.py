@@ -45,7 +45,7 @@ from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.saving.hidden_folder import check_shared
-from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units

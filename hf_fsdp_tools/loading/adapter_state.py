@@ -15,8 +15,7 @@ from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.sharding.adapter_files import open_adapter_config
-from hf_fsdp_tools.sharding.adapters import add_adapter
+from hf_fsdp_tools.sharding.adapters import add_adapter, open_adapter_config
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
 

@@ -19,10 +19,9 @@ from hf_fsdp_tools.distributed.agreement import by_rank, compare_at_end, rank_an
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.loading.formats.dcp import find_dcp_folder, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import SavedPath, find_dcp_folder, is_wrapped, model_part, parse_dcp, peft_part
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.loading.formats.safetensors import join_parts, parse_header
-from hf_fsdp_tools.loading.formats.saved_names import SavedPath, is_wrapped, model_part, peft_part
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
 from hf_fsdp_tools.loading.weight_files import (
     ACCELERATE_PICKLED,
@@ -40,7 +39,7 @@ from hf_fsdp_tools.loading.weight_files import (
     stamp,
     weight_files,
 )
-from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.modeling.pickles import read_json_object
 
 _OF_ONE_LOAD = ("_name_or_path", "_commit_hash", "transformers_version")
 """Entries of a config that say where it was found."""

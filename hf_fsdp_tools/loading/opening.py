@@ -26,8 +26,8 @@ from hf_fsdp_tools.loading.weight_files import (
     read_settled,
 )
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.modeling.untrusted import load_generation_config
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG, as_peft_config, read_adapter_config
+from hf_fsdp_tools.modeling.pickles import load_generation_config
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, as_peft_config, read_adapter_config
 from hf_fsdp_tools.text import quoted
 
 

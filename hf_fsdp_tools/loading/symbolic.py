@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides, slice_piece
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, shared_seed
-from hf_fsdp_tools.distributed.boxes import Box
 from hf_fsdp_tools.distributed.shards import (
+    Box,
     gather_on_device,
     is_first_replica,
     local_boxes_of,

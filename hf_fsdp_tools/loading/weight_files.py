@@ -14,7 +14,7 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
-from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
 T = TypeVar("T")

@@ -1,9 +1,14 @@
-"""Configurations within configurations: of the text model, and of generation."""
+"""Configurations within configurations, and the class of a configuration's model."""
 
 import copy
+import inspect
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig
+import transformers
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import did_you_mean, quoted
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """How configurations name the number of positions."""
@@ -56,3 +61,98 @@ def whole_generation_config(model: Any) -> GenerationConfig:
         inside = getattr(model, name).generation_config.to_diff_dict()
         vars(config).update({prefix + key: value for key, value in inside.items() if key != "transformers_version"})
     return config
+
+
+_BASE = transformers.AutoModel
+
+
+def model_class(
+    config: PreTrainedConfig, auto_class: Any = None, *, trust_remote_code: bool = False, as_stored: bool = False
+) -> Any:
+    """The class with which a configuration's model is built: a model class, or an auto class that chooses it.
+
+    1. `auto_class`, if it is given.
+    2. The class in `architectures`, if the installed transformers has it for such a configuration, or code that comes
+       with the checkpoint. A base model without a loss (`LlamaModel`, `ViTModel`) is that of 3, whose head is new, as
+       `AutoModelFor…` has it; of a kind without such a class it is itself.
+    3. By the kind of the configuration: images with text, speech to text, text to text, classes of images, masked
+       tokens, next tokens; else the base model.
+    """
+    if auto_class is not None:
+        return class_named(auto_class)
+    names = _architectures(config)
+    own_code = _own_code(config)
+    remote = next(
+        (getattr(transformers, n) for n, cls in own_code.items() if str(cls).rpartition(".")[2] in names), None
+    )
+    own = next(filter(None, (_own_class(config, name) for name in names)), None)
+    usual = _class_of_kind(config)
+    if trust_remote_code and remote is None and usual is not None and usual.__name__ in own_code:
+        remote = usual  # as transformers does, whatever class the config names
+    named = (remote or own) if trust_remote_code else (own or remote)
+    if named is not None and (as_stored or usual in (None, _BASE) or not _is_base(config, named)):
+        return named
+    return usual or transformers.AutoModelForCausalLM
+
+
+def class_named(auto_class: Any) -> Any:
+    """An auto class or a model class, also by its name in transformers."""
+    cls = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if isinstance(cls, type) and (hasattr(cls, "from_config") or hasattr(cls, "_from_config")):
+        return cls
+    name = str(auto_class)
+    alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
+    cure = did_you_mean(name, alike, otherwise=". Use AutoModelForCausalLM, AutoModel, …, or a model class.")
+    raise ConfigError(f"auto_class {quoted(auto_class)} is no model class of transformers{cure}")
+
+
+def _architectures(config: PreTrainedConfig) -> list[str]:
+    """The names in `architectures`, of which a damaged file may make anything."""
+    named = getattr(config, "architectures", None)
+    entries = named if isinstance(named, list | tuple) else [named]
+    return [name for name in entries if isinstance(name, str)]
+
+
+def _own_class(config: PreTrainedConfig, name: str) -> Any:
+    """The class of transformers of that name if it is made for such configurations."""
+    cls: Any = getattr(transformers, name.removeprefix("FSDP"), None)
+    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    made_for: Any = getattr(cls, "config_class", None) if is_model else None
+    return cls if made_for is not None and isinstance(config, made_for) else None
+
+
+def _own_code(config: PreTrainedConfig) -> dict[str, Any]:
+    """Names of classes in the code that comes with a checkpoint, by the auto class that finds them."""
+    own_code = getattr(config, "auto_map", None)
+    known = own_code if isinstance(own_code, dict) else {}
+    return {name: remote for name, remote in known.items() if hasattr(transformers, str(name))}
+
+
+def _is_base(config: PreTrainedConfig, cls: Any) -> bool:
+    """Whether a class is a model without a head that gives no loss; CLIP, which compares, gives one."""
+    bases = transformers.MODEL_MAPPING.get(type(config), None)
+    if cls not in (bases if isinstance(bases, tuple) else (bases,)) or not issubclass(cls, PreTrainedModel):
+        return False
+    return "For" not in cls.__name__ and "return_loss" not in inspect.signature(cls.forward).parameters
+
+
+def _class_of_kind(config: PreTrainedConfig) -> Any:
+    """The auto class with which such a configuration's model is trained; None for an unknown kind."""
+    kind, hf = type(config), transformers
+    base = hf.MODEL_MAPPING.get(kind, None)
+    if isinstance(base, type) and not _is_base(config, base):
+        return _BASE
+    kinds = [
+        (text_config(config) is not config, hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, hf.AutoModelForImageTextToText),
+        (config.is_encoder_decoder, hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, hf.AutoModelForSpeechSeq2Seq),
+        (config.is_encoder_decoder, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, hf.AutoModelForSeq2SeqLM),
+        (True, hf.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, hf.AutoModelForImageClassification),
+        (not getattr(config, "is_decoder", False), hf.MODEL_FOR_MASKED_LM_MAPPING, hf.AutoModelForMaskedLM),
+        (True, hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM),
+        (True, hf.MODEL_MAPPING, _BASE),
+    ]
+    for holds, mapping, auto_class in kinds:
+        if holds and kind in mapping:
+            return auto_class
+    remote = next((name for name in _own_code(config) if name.startswith("AutoModelFor")), "")
+    return getattr(hf, remote, None)

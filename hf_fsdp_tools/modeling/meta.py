@@ -16,11 +16,10 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import text_config
+from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
-from hf_fsdp_tools.modeling.model_class import model_class
+from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
-from hf_fsdp_tools.modeling.untrusted import read_json_object
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."

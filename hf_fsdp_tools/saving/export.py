@@ -26,11 +26,11 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.saving.material import adapted_model, material_of_adapter, material_of_model
-from hf_fsdp_tools.saving.report import SaveReport
+from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.rewrite import Rewrite
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed
 
 _OF_TRAININGS = (

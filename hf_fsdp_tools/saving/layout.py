@@ -10,8 +10,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.distributed.shards import refuse_ended
+from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES

@@ -12,7 +12,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.loading.io.durable import sync, write_durably
-from hf_fsdp_tools.modeling.untrusted import read_json_object
+from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import first_line, listed
 
 MANIFEST = "checkpoint_manifest.json"

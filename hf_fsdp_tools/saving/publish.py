@@ -20,17 +20,16 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_fsdp_tools.errors import frames_of_package, storage_errors
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.saving.hidden_folder import HiddenFolder, keep, switch
 from hf_fsdp_tools.saving.layout import Layout
-from hf_fsdp_tools.saving.switch import keep, switch
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.text import listed, show_bytes, table
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -174,3 +173,65 @@ def _is_own_base(hidden: HiddenFolder) -> bool:
     configs = sorted(hidden.new.rglob(ADAPTER_CONFIG), key=lambda path: len(path.parts))
     base = str(json.loads(configs[0].read_text("utf-8")).get("base_model_name_or_path") or "") if configs else ""
     return base != "" and Path(base).is_dir() and Path(base).samefile(hidden.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What one rank wrote, and the files of the checkpoint. `str()` gives a short table.
+
+    Example:
+        >>> report = save_pretrained(from_pretrained("checkpoint", load_kwargs={"progress": False}), "saved-and-told")
+        >>> isinstance(report, SaveReport), report.files
+        (True, ('model.safetensors',))
+    """
+
+    folder: str
+    """The folder of the checkpoint."""
+
+    files: tuple[str, ...] = ()
+    """Names of the weight files, in order; of a training state, of all files. Empty until a save in the background is
+    done."""
+
+    total_bytes: int = 0
+    """Bytes of tensor data in all files; of a training state, of the files as they are."""
+
+    bytes_written: int = 0
+    """Bytes of tensor data that this rank wrote."""
+
+    gathered_bytes: int = 0
+    """The part of `total_bytes` that rank 0 gathered before writing, because it cannot be written shard by shard."""
+
+    write_calls: int = 0
+    """System calls of this rank that wrote data."""
+
+    seconds: float = 0.0
+    """Seconds from the call until the checkpoint was there for everyone, on this rank."""
+
+    copied_bytes: int = 0
+    """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
+
+    pause_seconds: float | None = None
+    """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
+
+    others: tuple[str, ...] = ()
+    """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
+
+    commit_url: str = ""
+    """Page of the commit on the hub; empty where nothing was uploaded."""
+
+    def to_json(self) -> str:
+        """All fields as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("saved to", self.folder),
+            ("files", f"{len(self.files) or 'being written'}, {show_bytes(self.total_bytes)}"),
+        ]
+        if self.files:
+            rows.append(("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"))
+        if self.pause_seconds is not None:
+            rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
+        if self.commit_url:
+            rows.append(("uploaded", self.commit_url))
+        return "\n".join(table(rows))

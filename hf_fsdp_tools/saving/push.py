@@ -11,9 +11,8 @@ from torch import nn
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
-from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE
-from hf_fsdp_tools.saving.report import SaveReport
-from hf_fsdp_tools.sharding.adapter_files import ADAPTER_CONFIG
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SaveReport
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import did_you_mean
 
 

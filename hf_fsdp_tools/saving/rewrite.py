@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from hf_fsdp_tools.distributed.boxes import Box
-from hf_fsdp_tools.distributed.shards import memory_view
+from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group
 from hf_fsdp_tools.loading.fill import read_converted, read_into
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.quantized.windows import batches
+from hf_fsdp_tools.loading.quantized.dequantize import batches
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.saving.layout import Layout, Place

@@ -26,16 +26,22 @@ from hf_fsdp_tools.modeling.configs import whole_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
-from hf_fsdp_tools.saving.copies import HostCopies, copied_transfers, free_kept_memory
+from hf_fsdp_tools.saving.copies import (
+    HostCopies,
+    copied_transfers,
+    free_kept_memory,
+    gather_to_first,
+    held_transfers,
+    parts_of_replica,
+    scattered_keys,
+)
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.merged_model import merged_model
-from hf_fsdp_tools.saving.publish import SavedNames, names_of, publish_weights
+from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
 from hf_fsdp_tools.saving.push import hub_target, model_card_of, push_saved
-from hf_fsdp_tools.saving.report import SaveReport
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
-from hf_fsdp_tools.saving.transfers import gather_to_first, held_transfers, parts_of_replica, scattered_keys
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 

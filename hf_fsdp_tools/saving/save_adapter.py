@@ -17,10 +17,9 @@ from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
+from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, publish_adapter
-from hf_fsdp_tools.saving.report import SaveReport
-from hf_fsdp_tools.saving.transfers import gather_to_first
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
 
 
 def save_adapter(

@@ -21,7 +21,7 @@ from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import choose_interface
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.untrusted import load_yaml
+from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 

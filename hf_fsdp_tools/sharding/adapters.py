@@ -4,22 +4,210 @@ The order is the same for this package, a user's script and a trainer of TRL: th
 small whole tensors to it, and `shard_added` shards them.
 """
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.adapter_files import as_peft_config, open_adapter
+from hf_fsdp_tools.distributed.storage import watched
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
+from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
+from hf_fsdp_tools.text import did_you_mean, first_line, quoted
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""In the order in which PEFT looks for them."""
+
+_PATTERNS = re.compile(r"\w+_pattern|\w+_modules|modules_to_save|target_parameters")
+"""Entries of `adapter_config.json` that PEFT (0.21) matches as regular expressions; of dictionaries, the keys."""
+
+_SIZES = ("encoder_hidden_size", "init_r", "n_frequency", "num_layers", "num_virtual_tokens", "r", "token_dim")
+"""Entries that are dimensions of tensors which PEFT (0.21) makes."""
+
+_COPY = "Copy or download the adapter again."
+
+
+def open_adapter(peft: Any, name: str, hub_kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """The local folder of an adapter, and PEFT's config of it; one on the hub is fetched."""
+    subfolder = hub_kwargs.get("subfolder") or ""
+    path = local_path(name)
+    folder = fetch(name, "adapter_*", **hub_kwargs)[0] if path is None else path / subfolder
+    config = open_adapter_config(peft, folder)
+    if config is None:
+        raise CheckpointError(
+            f"No adapter_config.json in {name!r}{f', folder {subfolder!r}' if subfolder else ''}. Give a folder that "
+            "save_pretrained wrote for an adapter, or a hub name."
+        )
+    _check_weights(peft, folder, read_adapter_config(folder) or {})
+    return str(folder), config
+
+
+def open_adapter_config(peft: Any, folder: Path) -> Any:
+    """PEFT's config of the adapter in a folder; None where it has none. No rank communicates."""
+    written = read_adapter_config(folder)
+    if written is None:
+        return None
+    file = folder / ADAPTER_CONFIG
+    for key, value in written.items():
+        if _PATTERNS.fullmatch(key):
+            refuse_endless_patterns(file, value if isinstance(value, (list, dict)) else [value])
+    with library_errors(f"{file}: cannot be used by PEFT", _COPY):
+        return peft.PeftConfig.from_pretrained(str(folder))
+
+
+def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
+    """The `adapter_config.json` of a folder, with base and revision as texts; None where it has none."""
+    file = folder / ADAPTER_CONFIG
+    with watched(file):
+        if not file.is_file():
+            return None
+    written = read_json_object(file)
+    for key in ("base_model_name_or_path", "revision"):
+        if not isinstance(written.get(key), (str, type(None))):
+            raise CheckpointError(
+                f"{file}: {key} is {quoted(written[key])}, expected a name. Copy the adapter again, or write it there."
+            )
+    if written.get("megatron_core") not in (None, "megatron.core"):  # PEFT imports what is written there
+        raise CheckpointError(
+            f"{file}: megatron_core is {quoted(written['megatron_core'])}, expected 'megatron.core'. {_COPY}"
+        )
+    return written
+
+
+def _check_weights(peft: Any, folder: Path, written: Mapping[str, Any]) -> None:
+    """Read the weights of an adapter as PEFT does, and compare their number with the sizes in its config."""
+    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise CheckpointError(f"No weights in {str(folder)!r}: expected {' or '.join(_WEIGHTS)}. {_COPY}")
+    if weights.suffix == ".bin":
+        load_pickled(weights)
+    with watched(weights), library_errors(f"{weights}: cannot be read as the weights of an adapter", _COPY):
+        held = sum(tensor.numel() for tensor in peft.load_peft_weights(str(folder), device="cpu").values())
+    ranks = written.get("rank_pattern")
+    sizes = [written.get(key) for key in _SIZES] + list(ranks.values() if isinstance(ranks, dict) else ())
+    if large := [size for size in sizes if isinstance(size, (int, float)) and size > held]:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: a dimension is {quoted(large[0])}, and {weights.name} holds {held:,} values. "
+            f"{_COPY}"
+        )
+
+
+# ---- patterns ----
+
+_MOST_REPEATS, _MOST_CHOICES = 4, 8
+"""Of one pattern; a match then takes at most seconds. (assumed)"""
+
+
+def refuse_endless_patterns(file: Path, patterns: Iterable[Any]) -> None:
+    """Refuse regular expressions of a file that can take endless time with some name, as `(a+)+b` does with `aaa…`.
+
+    Nothing ends such a match within a process. Taken are plain names, and patterns with few choices and no repeats of
+    choices.
+    """
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not any(sign in pattern for sign in "*+?{(|["):
+            continue
+        try:
+            re.compile(pattern)
+            choices = _choices(re._parser.parse(pattern))  # type: ignore[attr-defined]
+            if choices.count("repeat") > _MOST_REPEATS or len(choices) > _MOST_CHOICES:
+                raise re.error("it has too many choices")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file}: {quoted(pattern)} is no regular expression that can be used: {first_line(error)}. Write the "
+                "names of the modules there instead."
+            ) from error
+
+
+def _choices(parsed: Iterable[Any]) -> list[str]:
+    """The repeats and branches of a parsed pattern among which a match may have to choose; of a branch, the most."""
+    choices: list[str] = []
+    for operation, argument in parsed:
+        kind = str(operation)
+        if kind == "SUBPATTERN":
+            choices += _choices(argument[-1])
+        elif kind == "BRANCH":
+            choices += ["branch", *max(map(_choices, argument[1]), key=len)]
+        elif kind in ("ASSERT", "ASSERT_NOT"):
+            inside = _choices(argument[1])
+            choices += inside if len(inside) > 1 else []
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, content = argument
+            inside = _choices(content)
+            if least > _MOST_CHOICES or (most > 1 and inside):
+                raise re.error("it repeats what has choices")
+            choices += ["repeat", *inside]
+        elif kind not in ("ANY", "AT", "IN", "LITERAL", "NOT_LITERAL"):
+            raise re.error(f"{kind} is not supported")
+    return choices
+
+
+# ---- configs from the caller ----
+
+
+def as_peft_config(value: Any) -> Any:
+    """A config of PEFT; of a dict, the one with these arguments (LoRA where it names no `peft_type`)."""
+    if value is None or hasattr(value, "peft_type"):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"peft_config is {quoted(value)}: it must be a config of PEFT, such as LoraConfig(r=16, "
+            "target_modules='all-linear'), or a dict of its arguments."
+        )
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    arguments = dict(value)
+    kinds = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = str(arguments.pop("peft_type", "LORA")).upper()
+    if (config := kinds.get(name)) is None:
+        raise ConfigError(f"peft_config has the peft_type {name!r}, which PEFT lacks{did_you_mean(name, kinds)}")
+    known = [each.name for each in fields(config) if each.init]
+    for key in arguments.keys() - set(known):
+        raise ConfigError(f"{config.__name__} of PEFT has no {key!r}{did_you_mean(key, known)}")
+    try:
+        return config(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"peft_config is no {config.__name__}: {first_line(error)}.") from None
+
+
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+"""What PEFT itself adds to `modules_to_save` for a task type. (PEFT 0.21)"""
+
+
+def with_modules_to_save(config: Any, parameters: Iterable[str]) -> Any:
+    """A config of PEFT by which the owners of these parameters are trained whole and saved; the same if they are."""
+    if not hasattr(config, "modules_to_save"):
+        return config
+    task = getattr(config.task_type, "value", config.task_type)
+    chosen = list(config.modules_to_save or ())
+    covered = (*chosen, *_HEADS.get(str(task), ()))
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    added = [owner for owner in owners if owner and not _ends_in(owner, covered)]
+    if added:
+        config = copy(config)
+        config.modules_to_save = [*chosen, *added]
+    return config
+
+
+def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether the name of a module, or of one around it, ends in one of these."""
+    names = name.split(".")
+    return any(".".join(names[:count]).endswith(endings) for count in range(1, len(names) + 1))
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "default", seed: int | None = None) -> Any:

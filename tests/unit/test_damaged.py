@@ -26,8 +26,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
-from hf_fsdp_tools.sharding.adapter_files import open_adapter_config, refuse_endless_patterns
-from hf_fsdp_tools.sharding.adapters import load_adapter
+from hf_fsdp_tools.sharding.adapters import load_adapter, open_adapter_config, refuse_endless_patterns
 from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
 
 Damage = Callable[[Path], object]

@@ -17,14 +17,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, from_pretrained, load_weights
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader
 from hf_fsdp_tools.loading.quantized import dequantize
-from hf_fsdp_tools.loading.quantized.float_rules import RULES
+from hf_fsdp_tools.loading.quantized.dequantize import RULES, WORK_BYTES
 from hf_fsdp_tools.loading.quantized.recognize import with_floats
-from hf_fsdp_tools.loading.quantized.windows import WORK_BYTES
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 

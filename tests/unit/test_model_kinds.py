@@ -22,7 +22,7 @@ from hf_fsdp_tools.scripting import (
 )
 from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
-from hf_fsdp_tools.sharding.adapter_files import with_modules_to_save
+from hf_fsdp_tools.sharding.adapters import with_modules_to_save
 
 SIZES = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

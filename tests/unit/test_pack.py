@@ -14,7 +14,7 @@ from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_w
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
 from hf_fsdp_tools.loading.io.files import Reader
-from hf_fsdp_tools.loading.quantized.windows import WORK_BYTES
+from hf_fsdp_tools.loading.quantized.dequantize import WORK_BYTES
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of, refuse_cast
 from tests._checkpoints import make_checkpoint
 from tests._late import LateSideStream, Machine

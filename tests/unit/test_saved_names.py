@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.saved_names import is_wrapped, model_part, peft_part
+from hf_fsdp_tools.loading.formats.dcp import is_wrapped, model_part, peft_part
 from hf_fsdp_tools.loading.index import CheckpointIndex
 
 KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
-from hf_fsdp_tools.modeling.untrusted import parse_json_object, refuse_pointer, refuse_special
+from hf_fsdp_tools.modeling.pickles import parse_json_object, refuse_pointer, refuse_special
 from hf_fsdp_tools.text import dtype_name, listed, quoted
 
 DTYPES: Mapping[str, torch.dtype] = {

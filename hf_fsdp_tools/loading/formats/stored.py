@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.text import listed

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.regions import View, slice_piece

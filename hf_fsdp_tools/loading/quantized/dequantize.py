@@ -7,17 +7,165 @@ makes of the whole weight.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import BlockScales
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
-from hf_fsdp_tools.loading.quantized.float_rules import RULES, unpacked
-from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.loading.regions import View, row_major_strides
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+WORK_BYTES = 32
+"""Bytes of host memory that packing or dequantising one value takes on a CPU, intermediate tensors included. (assumed)
+"""
+
+
+class Bounds(NamedTuple):
+    """How much is worked on at a time."""
+
+    scale_bytes: int
+    """Scales that are joined together."""
+
+    window_bytes: int
+    """Values that are read together; one such window is worked on while the next one is read."""
+
+    part_values: int
+    """Values that one call takes."""
+
+    @classmethod
+    def of(cls, device: torch.device, staging_bytes: int) -> "Bounds":
+        """On a CPU, half of `staging_bytes` in all; buffers for reading take the other half.
+
+        An accelerator's memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
+        eight ranks' windows are joined together. (assumed)
+        """
+        if device.type != "cpu":
+            return cls(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
+        return cls(staging_bytes // 8, staging_bytes // 16, staging_bytes // (4 * WORK_BYTES))
+
+
+def batches(
+    items: Iterable[T],
+    num_bytes: int,
+    size_of: Callable[[T], int],
+    kind_of: Callable[[T], object] = lambda item: None,
+) -> Iterator[list[T]]:
+    """Yield neighbours of one kind that together take at most `num_bytes`, or single items."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        size = size_of(item)
+        if group and (held + size > num_bytes or kind_of(group[0]) != kind_of(item)):
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group
+
+
+def work_in_windows(
+    windows: Iterable[Sequence[T]],
+    reader: Reader,
+    *,
+    begin: Callable[[Sequence[T]], tuple[list[P], list[Transfer]]],
+    work: Callable[[P], object],
+) -> TransferStats:
+    """Read windows one after the other, and work on each while the next one is read; what reading cost."""
+    stats = TransferStats()
+    arrived: list[P] = []
+
+    def work_on_arrived() -> None:
+        while arrived:  # each part is forgotten, and its memory freed, when it is done
+            work(arrived.pop(0))
+
+    for window in windows:
+        parts, transfers = begin(window)
+        wait = reader.begin(transfers)
+        try:
+            work_on_arrived()
+        finally:
+            stats += wait()
+        arrived = parts
+    work_on_arrived()
+    return stats
+
+
+Rule = Callable[[torch.Tensor, Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+"""(stored values, [rows, stored elements]; what belongs to the blocks of each row, [rows, blocks] each; dtype) to the
+floats of that dtype, [rows, values]."""
+
+
+def _scaled_in_fp32(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Fine-grained FP8, and 4-bit values two to a byte: times the scale in float32."""
+    floats = Fp8Dequantize(None)._dequantize_one(values, scales["scale"], dtype)
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _mxfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """MXFP4 as gpt-oss stores it: blocks of 32 values that share an exponent."""
+    exponents = scales["scale"].unsqueeze(0)
+    blocks = values.view(*exponents.shape, -1)
+    floats = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _scaled(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Values of compressed-tensors: less the zero point and times the scale, in the dtype of the scale."""
+    scale = scales["scale"]
+    floats = values.to(scale.dtype).view(*scale.shape, -1)
+    if "zero point" in scales:
+        floats = floats - scales["zero point"].to(scale.dtype).unsqueeze(2)
+    return (floats * scale.unsqueeze(2)).to(dtype).view(values.shape)
+
+
+def unpacked(words: torch.Tensor, first_bits: torch.Tensor, bits: int) -> torch.Tensor:
+    """The signed integers of so many bits that begin at these bits of int32 words, stored less their smallest value."""
+    return (((words >> first_bits) & ((1 << bits) - 1)) - (1 << bits - 1)).to(torch.int8)
+
+
+def _packed(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, bits: int) -> torch.Tensor:
+    """Integers of compressed-tensors, side by side in int32 words, the first one in the lowest bits."""
+    first_bits = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
+    return _scaled(unpacked(values.unsqueeze(2), first_bits, bits).flatten(1), scales, dtype)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The 4-bit floats of the OCP Microscaling formats, by their codes; bit 3 is the sign."""
+
+
+def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """4-bit floats two to a byte: times the scale of their group over the weight's own, by way of bfloat16."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=values.device)
+    floats = table[torch.stack([values & 15, values >> 4], -1).flatten(1).int()]
+    scale = scales["scale"].to(torch.float32) / scales["global scale"]
+    floats = floats.view(*scale.shape, -1) * scale.unsqueeze(2)
+    return floats.to(torch.bfloat16).to(dtype).flatten(1)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "mxfp4": _mxfp4,
+        "nvfp4": _nvfp4,
+        "packed int4": partial(_packed, bits=4),
+        "packed int8": partial(_packed, bits=8),
+        "scaled": _scaled,
+        "scaled in fp32": _scaled_in_fp32,
+    }
+)
+"""Rules by the names that `QuantizedTensor` has for them."""
 
 
 def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes: int) -> TransferStats:

@@ -16,14 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.boxes import Box
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Place, Transfer, reads_of, whole_place
-from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.quantized.dequantize import Bounds, batches, dequantize, work_in_windows
 from hf_fsdp_tools.loading.quantized.weights_4bit import PackedWeight, Span, Weights4Bit, compute_device
-from hf_fsdp_tools.loading.quantized.windows import Bounds, batches, work_in_windows
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.linear4bit import Packing, packing_of, set_quant_state
 
