@@ -235,13 +235,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
+    about = "with --train: N ranks share the rows of each batch (context parallelism)"
+    parser.add_argument("--cp-size", type=int, default=1, metavar="N", help=about)
     parser.add_argument("--only-failed", action="store_true", help="with --train: run again what does not agree")
     arguments = parser.parse_args()
     if arguments.train:
         from benchmarks.architectures.run import write_census
 
-        output = arguments.output or Path(__file__).parent / "results" / "census_train.jsonl"
-        return write_census(output, arguments.only, arguments.jobs, only_failed=arguments.only_failed)
+        name = "census_train.jsonl" if arguments.cp_size == 1 else f"census_cp{arguments.cp_size}.jsonl"
+        output = arguments.output or Path(__file__).parent / "results" / name
+        options = {"only_failed": arguments.only_failed, "cp_size": arguments.cp_size}
+        return write_census(output, arguments.only, arguments.jobs, **options)
     rows: list[dict[str, Any]] = []
     work = tasks(arguments.only, arguments.classes)
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ names it. Rows are kept between runs.
 """
 
 
-def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool) -> int:
+def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool, cp_size: int) -> int:
     """Write a row of each type to a file as it comes, and the summary beside it; return the exit status."""
     written = written_rows(output)
     if only or only_failed:
@@ -46,7 +47,7 @@ def write_census(output: Path, only: list[str], jobs: int, *, only_failed: bool)
     else:
         types = [name for name in sorted(CONFIG_MAPPING.keys()) if name not in written and classes_by_default(name)]
     with output.open("a") as file, ThreadPoolExecutor(jobs) as pool:  # each job takes two processes
-        for count, future in enumerate(as_completed([pool.submit(row_of, name) for name in types]), 1):
+        for count, future in enumerate(as_completed([pool.submit(row_of, name, cp_size) for name in types]), 1):
             row = future.result()
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -64,28 +65,31 @@ def written_rows(path: Path) -> dict[str, Row]:
     return {row["type"]: row for row in map(json.loads, lines)}
 
 
-def row_of(model_type: str) -> Row:
+def row_of(model_type: str, cp_size: int = 1) -> Row:
     """The row of a type; a crash or a hang of its processes is in it as their error."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="census-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         row: Row = {"type": model_type, "verdict": "not built"}
         try:
-            row |= run_ranks(examine_plain, 1, model_type, folder, timeout_s=TIMEOUT_S)[0]
+            row |= run_ranks(examine_plain, 1, model_type, folder, tuple(PRECISIONS), cp_size, timeout_s=TIMEOUT_S)[0]
             if row["verdict"] == "plain" and not row["why"]:
                 row["verdict"] = "failed"
                 row |= judged(run_ranks(examine_on_ranks, WORLD, folder, timeout_s=TIMEOUT_S))
         except AssertionError as error:  # with the traceback of a rank
             row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
+            if "cannot be trained with cp_size" in row["why"]:
+                row["verdict"] = "refused"
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS) -> Row:
+def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, cp_size: int = 1) -> Row:
     """Facts of a case, which is left in the folder with what the plain model computes."""
     try:
         case, row = make_case(model_type, folder / "checkpoint")
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
+    case = replace(case, cp_size=cp_size)
     plain = {}
     for precision in precisions:
         try:

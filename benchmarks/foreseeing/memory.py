@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.foreseeing import gloo
 from benchmarks.foreseeing.cases import CASES, SIZES, Case, case_named
 from benchmarks.foreseeing.training import Training
-from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model

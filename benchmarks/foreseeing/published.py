@@ -36,6 +36,8 @@ from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.efficiency import NEWER_ATTENTION, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.planning.policy import HybridPolicy
 
 Recomputed = Fraction | Literal["selective-op"]
@@ -131,6 +133,13 @@ class Row:
         words += [f"AC {self.recomputed}" if self.recomputed != 1 else "AC"] if self.recomputed else []
         flags = {"HSDP": setup.dp_replicate_size > 1, "offload": setup.offload, "compile": setup.compile}
         return " ".join([*words, *(word for word, holds in flags.items() if holds)])
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """That of its GPU in the software of its year."""
+        latest = efficiency_of(gpu_named(self.setup.gpu))
+        is_old = self.entry.get("era", "2024") < "2024"
+        return replace(latest, attention=latest.attention / NEWER_ATTENTION) if is_old else latest
 
     def foresee(self) -> MemoryEstimate:
         """The memory of the training, with the events of its step."""

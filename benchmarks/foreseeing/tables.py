@@ -44,7 +44,7 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
             errors["peak memory"].append(foreseen / float(gib) - 1)
             peaks.append((source, row.name, gib, f"{foreseen:.1f}", f"{foreseen / float(gib) - 1:+.1%}"))
         if row.tokens_per_second:
-            estimate = throughput_of(memory, **({"era": row.entry["era"]} if "era" in row.entry else {}))
+            estimate = throughput_of(memory, efficiency=row.efficiency)
             rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
             errors["tokens per second"].append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))

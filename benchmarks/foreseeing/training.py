@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
 from hf_fsdp_tools import ParallelDims, add_adapter, build_meta_model, make_wrap_plan, shard_model
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.images import Images, images_of, make_batch
+from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding
@@ -117,7 +117,7 @@ def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.op
 
 def _batch(model: nn.Module, setup: TrainingSetup, images: Images | None, device: torch.device) -> dict[str, Any]:
     """The batch of which the dry run assumes the shapes, with random words."""
-    batch = make_batch(model, setup, images)
+    batch = batch_of(model, setup, images)
     for name in {"input_ids", "labels"} & batch.keys():
         if batch[name].dim() > 1:
             words = torch.randint(20, 200, batch[name].shape)

@@ -31,7 +31,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
-    from hf_fsdp_tools.foresight.recommendation import Recommendation
+    from hf_fsdp_tools.foresight.recommend import Recommendation
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 
@@ -96,7 +96,7 @@ def _config(options: argparse.Namespace) -> None:
         reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
-        searched = {each.field: "; ".join(each.reasons) for each in best.choices}
+        searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
         names = ("reshard_after_forward", "dp_replicate_size", "offload_params", "activation_checkpointing")
         searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
         reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_tools.cli.options import check_writable, prepare_model, progress, setup_of, write
+from hf_fsdp_tools.cli.options import check_writable, prepare_model, progress, setup_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import merge_names, reason_of, table
 
@@ -39,9 +39,8 @@ def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int
     """Draw the memory of a step: as a page with all that belongs to it, or as one picture."""
     from hf_fsdp_tools.foresight.timeline import step_schedule
     from hf_fsdp_tools.plots.curves import ScalingCurve, draw_scaling
-    from hf_fsdp_tools.plots.figure import save
+    from hf_fsdp_tools.plots.figure import page_text, save
     from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
-    from hf_fsdp_tools.plots.page import page_text
     from hf_fsdp_tools.plots.schedule import draw_schedule
     from hf_fsdp_tools.text import show_bytes
 
@@ -79,7 +78,7 @@ def draw_estimate(path: Path, estimates: dict[str, "Estimate"], scaled: dict[int
         breakdown=memory.at_peak,
         figures=figures,
         plan=forecast.plan,
-        notes=[*memory.notes, f"Efficiencies: {time.source}; software of {time.era}."],
+        notes=[*memory.notes, f"Efficiencies: {time.source}; software of 2024."],
     )
     path.write_text(page, encoding="utf-8")
 
@@ -100,32 +99,26 @@ def show_units(options: argparse.Namespace) -> None:
     from hf_fsdp_tools.foresight.forecast import step_of
     from hf_fsdp_tools.foresight.throughput import straggling
     from hf_fsdp_tools.foresight.timeline import step_schedule
-    from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, efficiency_of
+    from hf_fsdp_tools.foresight.timing.efficiency import efficiency_of
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-    from hf_fsdp_tools.foresight.timing.simulation import chrome_trace, simulate
 
     path = options.output
-    is_trace = path is not None and path.suffix == ".json"
     check_writable(path)
-    if not is_trace:
-        check_picture(path, (*PICTURES, ".json"))
+    check_picture(path, PICTURES)
     measured = _measured(options.measured)
-    if measured and (path is None or is_trace):
+    if measured and path is None:
         raise ConfigError("--measured draws a real step below the foreseen one: name the picture with --output.")
     setup, kwargs = setup_of(options), prepare_model(options)
     with progress() as say:
         say(f"a step of {options.model} without memory ...")
         forecast = step_of(options.model, setup, **kwargs)
-        timing = simulate(forecast.step.events, setup)
-        schedule = step_schedule(forecast.step.events, timing.spans)
-        if path is not None and not is_trace:
+        schedule = step_schedule(forecast.step.events, forecast.timing.spans)
+        if path is not None:
             say("drawing ...")
             from hf_fsdp_tools.plots.figure import save
             from hf_fsdp_tools.plots.schedule import draw_schedule
 
             save(draw_schedule(schedule, model=setting_of(forecast), measured=measured), path)
-    if is_trace:
-        write(path, json.dumps(chrome_trace(forecast.step.events, timing)))
     if options.json:
         print(schedule.to_json())
         return
@@ -135,7 +128,7 @@ def show_units(options: argparse.Namespace) -> None:
         f"{setup.seq_len:,} tokens: {_ms(schedule.seconds)} ms\n"
         f"{_ms(exposed)} of {_ms(total)} ms of communication are exposed; times of one unit in ms"
     )
-    if late := straggling(setup, efficiency_of(gpu_named(setup.gpu), LATEST_ERA)) * schedule.seconds:
+    if late := straggling(setup, efficiency_of(gpu_named(setup.gpu))) * schedule.seconds:
         print(f"{_ms(late)} ms of waiting for the slowest GPU come on top in an estimate of the whole step")
     print("", *_table(schedule), sep="\n")
     if path is not None:
@@ -144,7 +137,7 @@ def show_units(options: argparse.Namespace) -> None:
 
 def _measured(path: Path | None) -> "Schedule | None":
     """The schedule of a recorded step."""
-    from hf_fsdp_tools.foresight.measured import read_schedule
+    from hf_fsdp_tools.foresight.timeline import read_schedule
 
     if path is None:
         return None

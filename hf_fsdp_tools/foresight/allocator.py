@@ -88,11 +88,6 @@ class CachingAllocator:
         self.allocated += block.size
         return block
 
-    @property
-    def free_blocks(self) -> list[object]:
-        """The free blocks of each stream and pool, to compare."""
-        return [(key, [(size, address) for size, address, _ in pool.free]) for key, pool in self._pools.items()]
-
     def give_back(self, block: _Block) -> None:
         """Free a block and join it with free neighbours."""
         self.allocated -= block.size
@@ -138,23 +133,19 @@ class CachingAllocator:
 
     def _reserve(self, num_bytes: int) -> None:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
-            self.retries.append(self._release_cached())
+            count = 0  # of segments without a block in use, which go back to the driver
+            for pool in self._pools.values():
+                for *_, block in list(pool.free):
+                    if block.before is None and block.behind is None:
+                        pool.remove(block)
+                        count += 1
+                        self.reserved -= block.size
+                        if pool.last is block:
+                            pool.last = None
+            self.retries.append(count)
             if self.reserved + num_bytes > self._limit:
                 raise OutOfMemory(f"no room for {num_bytes} bytes")
         self.reserved += num_bytes
-
-    def _release_cached(self) -> int:
-        """Give segments that no block in use lies in back to the driver; their number."""
-        count = 0
-        for pool in self._pools.values():
-            for *_, block in list(pool.free):
-                if block.before is None and block.behind is None:
-                    pool.remove(block)
-                    count += 1
-                    self.reserved -= block.size
-                    if pool.last is block:
-                        pool.last = None
-        return count
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)
@@ -181,8 +172,7 @@ class CachingAllocator:
 class Replay:
     """What the allocator did with a list of events."""
 
-    allocated: Sequence[int]
-    """Bytes in use after each event, as those taken from the driver."""
+    allocated: Sequence[int]  # Bytes in use after each event, as those taken from the driver
     reserved: Sequence[int]
     retried: tuple[tuple[int, int], ...]
     """Where the device was full: index of the event, and how many cached segments were given back for it."""
@@ -209,12 +199,7 @@ def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool =
     reserved: list[int] = []
     retried: list[tuple[int, int]] = []
     full_at = None
-    before: tuple[Iterable[Event], list[object]] | None = None
     for events in lists:
-        now = (events, allocator.free_blocks)
-        if before is not None and before[0] is events and before[1] == now[1]:
-            continue  # the same events met the same free blocks: they do again what they did
-        before = now
         allocated, reserved, retried, full_at = [], [], [], None
         take, give_back = allocator.take, allocator.give_back
         for at, event in enumerate(events):

@@ -50,11 +50,9 @@ class Alloc:
 
     block: int
     """Number of the memory in this list of events; freed by the same number. One that is never freed outlives it."""
-    num_bytes: int
-    """As requested, before an allocator rounds it."""
+    num_bytes: int  # As requested, before an allocator rounds it
     kind: Kind
-    unit: str
-    """The plan's unit in which it is taken: fqn of the unit's first module, "" for the root."""
+    unit: str  # The plan's unit in which it is taken: fqn of the unit's first module, "" for the root
     stream: Stream = "compute"
     source: str = ""
     """What makes it: the module inside of its unit, with "*" for numbers, and the operator; "" for memory of FSDP."""
@@ -72,22 +70,17 @@ class Work:
     """A kernel, a copy or a collective."""
 
     operation: Operation
-    flops: float
-    """Floating-point operations; a multiplication and an addition count two. 0 for copies and collectives."""
+    flops: float  # Floating-point operations; a multiplication and an addition count two. 0 for copies and collectives
     num_bytes: float
     """Bytes that it reads and writes in the GPU's memory; of a collective: the bytes of the whole tensor, gathered or
     before it is reduced; of a copy to or from the host: the bytes that cross the link."""
     unit: str
     phase: Phase
     stream: Stream = "compute"
-    dtype_bytes: int = 2
-    """Bytes of an element of its inputs: which rate of the matrix units counts."""
-    again: bool = False
-    """Whether activation checkpointing computes it for the second time."""
-    size: int = 0
-    """Of a matmul: the smallest of its three dimensions, on which its efficiency depends."""
-    ranks: int = 1
-    """Of a collective: how many take part."""
+    dtype_bytes: int = 2  # Bytes of an element of its inputs: which rate of the matrix units counts
+    again: bool = False  # Whether activation checkpointing computes it for the second time
+    size: int = 0  # Of a matmul: the smallest of its three dimensions, on which its efficiency depends
+    ranks: int = 1  # Of a collective: how many take part
     model_flops: float = 0.0
     """What it counts for in the usual count of a model's operations (PaLM, appendix B): attention in full also where it
     is causal, its backward pass twice its forward pass, and nothing that is computed again."""
@@ -101,16 +94,14 @@ class Mark:
     """`before_backward`: the gradient of the output is there; `after_backward`: those of the inputs are (never, where
     no input has one)."""
     module: str
-    again: bool = False
-    """Whether this is a forward pass of activation checkpointing, inside the backward pass."""
+    again: bool = False  # Whether this is a forward pass of activation checkpointing, inside the backward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """The whole gradient of a parameter is complete; the memory stays until FSDP has reduced it."""
 
-    parameter: str
-    """Fqn of the parameter; of a tied one the first of its names."""
+    parameter: str  # Fqn of the parameter; of a tied one the first of its names
     block: int
 
 
@@ -220,16 +211,11 @@ class TensorSize:
 class Parameter(TensorSize):
     """One parameter of the model, whole, in the dtype in which it is gathered, or kept whole on every rank."""
 
-    fqn: str
-    """Its first name."""
-    other_names: tuple[str, ...] = ()
-    """Its other names, where it is tied."""
-    requires_grad: bool
-    """Whether it is trained."""
-    is_whole: bool = False
-    """Whether every rank holds it whole, because the plan replicates it or nothing is wrapped."""
-    packed_values: int = 0
-    """Of a 4-bit weight: how many values its elements hold."""
+    fqn: str  # Its first name
+    other_names: tuple[str, ...] = ()  # Its other names, where it is tied
+    requires_grad: bool  # Whether it is trained
+    is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
+    packed_values: int = 0  # Of a 4-bit weight: how many values its elements hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,26 +225,14 @@ class Trace:
     events: tuple[Event, ...]
     """In the order of their issue. Memory of parameters and buffers is in none of them; whole gradients are taken and
     never freed."""
-    parameters: tuple[Parameter, ...]
-    """In the order of `named_parameters`."""
-    buffer_bytes: int
-    """Of all buffers; every rank holds them."""
-    model_flops: float
-    """Of forward and backward pass by the usual count (`Work.model_flops`)."""
-    tokens: int
-    """Tokens of the micro-step on one rank."""
-    notes: tuple[str, ...] = ()
-    """Remarks for a reader: what was assumed, what could not be followed."""
-    repeated: int = 0
-    """How many blocks have events that were repeated, and not recorded."""
+    parameters: tuple[Parameter, ...]  # In the order of `named_parameters`
+    buffer_bytes: int  # Of all buffers; every rank holds them
+    model_flops: float  # Of forward and backward pass by the usual count (`Work.model_flops`)
+    tokens: int  # Tokens of the micro-step on one rank
+    notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
+    repeated: int = 0  # How many blocks have events that were repeated, and not recorded
 
     @property
     def num_params(self) -> int:
         """Parameters of the model, tied ones once, 4-bit ones as values."""
         return sum(each.packed_values or each.numel for each in self.parameters)
-
-
-def modules_above(fqn: str) -> list[str]:
-    """The modules that a parameter is in, the innermost first, the root last."""
-    parts = fqn.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

@@ -1,28 +1,36 @@
 """From a model's name to the events of a step: the way that estimates of memory and time share, with its cache."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any, TypeAlias, TypeVar
 
+import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.foresight.build import build
+from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.modeling.configs import max_positions
+from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.adapters import add_lora
+from hf_fsdp_tools.sharding.added import plan_with_adapters
 
 Value = TypeVar("Value")
 
 Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 """What a model is made from: hub name, folder, `config.json`, configuration, or the model itself."""
+
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 _NOT_TRACED = (
     "num_gpus",
@@ -41,15 +49,18 @@ _NOT_TRACED = (
 )
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
-_MOST_TRACES = 16  # Kept in this process; one of a large model takes some tens of MB. (assumed)
+_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
+"""Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
+
+_MOST_MODELS, _MOST_TRACES = 2, 16
+"""Kept in this process; the trace of a large model takes some tens of MB. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """A training before it runs."""
 
-    setup: TrainingSetup
-    """`loss` is that of the model where none was named."""
+    setup: TrainingSetup  # `loss` is that of the model where none was named
     plan: WrapPlan
     trace: Trace
     step: Step
@@ -65,27 +76,20 @@ class Forecast:
         return simulate(self.step.events, self.setup)
 
 
-_NOT_BUILT = (
-    *_NOT_TRACED,
-    "batch_size",
-    "images",
-    "image_size",
-    "activation_checkpointing",
-    "compile",
-    "loss",
-)
+_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS = 2  # How many models on meta are kept. (assumed)
 
-_models: "OrderedDict[tuple[object, ...], tuple[object, nn.Module, WrapPlan]]" = OrderedDict()
-_traces: "OrderedDict[tuple[object, ...], tuple[object, WrapPlan, Trace, TrainingSetup]]" = OrderedDict()
+_Key: TypeAlias = tuple[object, ...]
+_models: dict[_Key, tuple[object, nn.Module, WrapPlan]] = {}
+_traces: dict[_Key, tuple[object, WrapPlan, Trace, TrainingSetup]] = {}
+"""With the source, so that no other object gets its address."""
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
     """The events of one optimizer step of a training; the model and its trace are kept in this process for the next."""
 
-    # The source is kept too, so that no other object gets its address.
     def built() -> tuple[object, nn.Module, WrapPlan]:
         return (name_or_model, *build(name_or_model, setup, **model_kwargs))
 
@@ -102,23 +106,96 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 
 
-def _kept(
-    kept: "OrderedDict[tuple[object, ...], Value]", key: tuple[object, ...], most: int, make: Callable[[], Value]
-) -> Value:
-    """The value of a key, made if it is not kept; of many, those are kept that were asked for last."""
-    if key not in kept:
-        kept[key] = make()
-        while len(kept) > most:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
-
-
-def _key(
-    name_or_model: Source, setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]
-) -> tuple[object, ...]:
+def _key(source: Source, setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
     """What a model or a trace depends on."""
-    is_named = isinstance(name_or_model, str | PathLike)
-    source = str(name_or_model) if is_named else id(name_or_model)
     own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
-    return source, repr(sorted(model_kwargs.items())), repr(own)
+    place = str(source) if isinstance(source, str | PathLike) else id(source)
+    return place, repr(sorted(model_kwargs.items())), repr(own)
+
+
+def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Value]) -> Value:
+    """The value of a key, made if it is not kept; of many, those are kept that were asked for last."""
+    kept[key] = value = kept.pop(key) if key in kept else make()
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+    return value
+
+
+def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> tuple[nn.Module, WrapPlan]:
+    """The model of a training on meta, and the plan of its units."""
+    own = name_or_model if isinstance(name_or_model, nn.Module) else None
+    model = _built(name_or_model, setup, model_kwargs) if own is None else own
+    if setup.freeze_vision_tower:
+        model = model if own is None else _on_meta(model)
+        _image_encoder(model).requires_grad_(False)
+    if setup.lora_r is not None and not is_adapted(model):
+        model = model if own is None else _on_meta(model)
+        targets = setup.lora_target_modules
+        names = targets if isinstance(targets, str) else list(targets)
+        model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
+    if limit is not None and setup.seq_len > limit:
+        raise ConfigError(
+            f"seq_len {setup.seq_len:,} is beyond the {limit:,} positions of {type(base).__name__}. Use {limit:,} or "
+            "less, or give a configuration with more positions."
+        )
+    plan = plan_with_adapters(base, setup.policy)
+    if setup.wrapping != "hybrid":
+        root = replace(
+            plan.units[-1],
+            num_params=sum(unit.num_params for unit in plan.units),
+            num_bytes=sum(unit.num_bytes for unit in plan.units),
+            reason="the whole model in one unit",
+        )
+        plan = replace(plan, units=(root,))
+    return base, plan
+
+
+def _image_encoder(model: nn.Module) -> nn.Module:
+    find = getattr(base_of(model), "get_encoder", None)
+    encoder = find(modality="image") if find is not None else None
+    if not isinstance(encoder, nn.Module) or encoder is base_of(model):
+        raise ConfigError(f"{type(model).__name__} has no vision tower to freeze. Leave out freeze_vision_tower.")
+    return encoder
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model with parameters of its own, on meta."""
+    own = {
+        parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+
+    def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return {key: None if value is None else own[value] for key, value in module._parameters.items()}
+
+    return copy_tree(model, parameters=parameters).model
+
+
+def _built(
+    source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]
+) -> nn.Module:
+    hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
+    config = load_config(source, **hub)
+    if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
+        raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
+    options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
+    if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
+        options.setdefault("attn_implementation", setup.attn_implementation)
+    frozen = setup.lora_r is not None or setup.load_in_4bit
+    options.setdefault("dtype", DTYPES[setup.precision if frozen else setup.master_dtype])
+    if setup.load_in_4bit:
+        options.setdefault(
+            "quantization_config",
+            transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=DTYPES[setup.precision],
+                bnb_4bit_quant_storage=DTYPES[setup.precision],
+            ),
+        )
+    own_code = bool(hub.get("trust_remote_code"))
+    model: nn.Module = build_meta_model(config, trust_remote_code=own_code, **options)
+    return model

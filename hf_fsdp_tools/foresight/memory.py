@@ -13,20 +13,13 @@ from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timeline import Timeline, memory_timeline, states
-from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, taken at the first matmul (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`) …"""
-_WORKSPACES = {
-    "h100": 32 * 2**20,
-    "b200": 32 * 2**20,
-    "blackwell": 32 * 2**20,
-    "mi250x": 32 * 2**20,
-    "mi300x": 128 * 2**20,
-    "mi355x": 128 * 2**20,
-}
-"""… by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
+_WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
+"""… in MiB by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
 
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _COMPILED = (
@@ -59,28 +52,19 @@ class MemoryEstimate:
     model_class: str
     num_params: int
     setup: TrainingSetup
-    peak_allocated: int
-    """Bytes of the blocks in use at the peak: `torch.cuda.max_memory_allocated`."""
-    peak_reserved: int
-    """Bytes that the allocator holds at most: `torch.cuda.max_memory_reserved`."""
-    at_peak: Mapping[str, int]
-    """`peak_allocated` by kind; "rounding" is what blocks are longer than what was asked for."""
+    peak_allocated: int  # Bytes of the blocks in use at the peak: `torch.cuda.max_memory_allocated`
+    peak_reserved: int  # Bytes that the allocator holds at most: `torch.cuda.max_memory_reserved`
+    at_peak: Mapping[str, int]  # `peak_allocated` by kind; "rounding" is what blocks are longer than what was asked for
     peak_phase: str
-    peak_unit: str
-    """The unit that computes at the peak: fqn of its first module, "" for the root."""
-    outside: Mapping[str, int]
-    """Bytes that PyTorch's allocator does not know of: of the CUDA context and of NCCL."""
-    peak_event: int
-    """Index of the event of the step after which the peak stands."""
-    limit_bytes: int
-    """Memory of the GPU that the training may use."""
+    peak_unit: str  # The unit that computes at the peak: fqn of its first module, "" for the root
+    outside: Mapping[str, int]  # Bytes that PyTorch's allocator does not know of: of the CUDA context and of NCCL
+    peak_event: int  # Index of the event of the step after which the peak stands
+    limit_bytes: int  # Memory of the GPU that the training may use
     retried: tuple[tuple[int, int], ...]
     """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
     index of the event, number of segments; () where there is room."""
-    is_full: bool
-    """Whether the step ends with "out of memory" on this GPU."""
-    host_bytes: int = 0
-    """Host memory of one process under CPU offload: shards, gradients, optimizer state."""
+    is_full: bool  # Whether the step ends with "out of memory" on this GPU
+    host_bytes: int = 0  # Host memory of one process under CPU offload: shards, gradients, optimizer state
     notes: tuple[str, ...] = ()
     forecast: Forecast = field(repr=False, compare=False)
     replay: Replay = field(repr=False, compare=False)
@@ -225,7 +209,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
     unit, held, _ = next(states(step.events, step.resident, [at]))
     coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
-    kinds = {**held, "cuBLAS workspace": _WORKSPACES.get(gpu.family, _WORKSPACE)}
+    kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     return MemoryEstimate(
         model_class=forecast.model_class,
@@ -255,9 +239,13 @@ def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
-    workspace = Alloc(-1, _WORKSPACES.get(gpu_named(setup.gpu).family, _WORKSPACE), "temporaries", "")
+    workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
     later = [step.events] * (1 if expandable else _SETTLED)
     return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
+
+
+def _workspace(gpu: Gpu) -> int:
+    return _WORKSPACES[gpu.family] * 2**20 if gpu.family in _WORKSPACES else _WORKSPACE
 
 
 def _outside(setup: TrainingSetup) -> dict[str, int]:

@@ -1,9 +1,11 @@
 """Recommend the settings of a training: the fastest that fit, why, and what was rejected by how much."""
 
+import json
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
+from textwrap import wrap
 from typing import Any
 
 from torch import nn
@@ -12,14 +14,6 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
-from hf_fsdp_tools.foresight.recommendation import (
-    Alternative,
-    Choice,
-    Recommendation,
-    percent,
-    setting_words,
-    training_words,
-)
 from hf_fsdp_tools.foresight.search import GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
@@ -35,7 +29,129 @@ above what is foreseen (`docs/foresight.md`)."""
 
 _NOT_FORESEEN = "tokens/s are not foreseen: of this GPU no published training is known. They compare settings."
 
+SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
+MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The fastest setting that fits, and what speaks for it.
+
+    Example:
+        >>> best = recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4)
+        >>> isinstance(best, Recommendation), best.global_batch_size
+        (True, 4)
+    """
+
+    model: str
+    setup: TrainingSetup
+    cost: Cost
+    gpu_bytes: int
+    margin: float  # Part of `gpu_bytes` that stays free at least
+    whole_logits_bytes: int = 0
+    """`cost.peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
+    reasons: Mapping[str, tuple[str, ...]]
+    """Of each field that was searched or could have been, why it has its value: a line per value that was rejected,
+    with the figures of the setting that has it."""
+    proposals: tuple[str, ...] = ()
+    """Faster settings that fit and are not chosen unasked, since they change how numbers are rounded or how the model
+    is started."""
+    estimated: int
+    possible: int  # Settings among which was searched; the others follow from the estimated ones
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, over all GPUs."""
+        return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.num_gpus
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.global_batch_size * self.setup.seq_len / self.cost.step_seconds / self.setup.num_gpus
+
+    def __str__(self) -> str:
+        setup, cost = self.setup, self.cost
+        lines = [
+            f"{self.model}, {_training_words(setup)}, on {setup.num_gpus} x {setup.gpu}",
+            *wrap(setup.words, 99, initial_indent="assumed   ", subsequent_indent=" " * 10),
+            "",
+        ]
+        width = max(len(_TITLES[field]) for field in self.reasons)
+        for field, reasons in self.reasons.items():
+            head = f"{_TITLES[field]:<{width}}  {_value_words(getattr(setup, field)):>5}  "
+            lines += [(" " * len(head) if at else head) + reason for at, reason in enumerate(reasons)]
+        free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
+        lines += [
+            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x {setup.batch_size} x "
+            f"{setup.gradient_accumulation_steps} steps, {self.global_batch_size * setup.seq_len:,} tokens",
+            "",
+            f"memory    {show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
+            f"(at least {reserve} for what estimates cannot know)",
+        ]
+        if cost.retries:
+            lines.append(
+                f"          full {cost.retries} times per step, for which the GPU stands still (in the speed below)"
+            )
+        if whole := self.whole_logits_bytes:
+            fits = "" if whole <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
+            words = f"with whole logits {show_bytes(whole)}{fits}"
+            lines.append(f"loss      in pieces, as hf-fsdp finetune makes it; {words}")
+        if cost.host_bytes:
+            processes = min(setup.gpus_per_node, setup.num_gpus)
+            lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
+        rate = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        return "\n".join(
+            [
+                *lines,
+                f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows",
+                *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
+                *(f"note      {note}" for note in cost.notes),
+                f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",
+            ]
+        )
+
+    def to_json(self) -> str:
+        """All of it as JSON: fields as here, sizes in bytes."""
+        derived = {name: getattr(self, name) for name in ("global_batch_size", "tokens_per_second_per_gpu")}
+        return json.dumps(asdict(self) | derived, indent=1, default=str)
+
+
+_TITLES = {
+    "seq_len": "tokens per sequence",
+    "batch_size": "micro-batch",
+    "activation_checkpointing": "activation checkpointing",
+    "reshard_after_forward": "reshard after forward",
+    "sync_each_batch": "reduction in every micro-step",
+    "dp_replicate_size": "copies of the model",
+    "offload": "offload",
+    "compile": "torch.compile",
+    "reduce_dtype": "reduction in",
+    "wrapping": "wrapping",
+}
+
+
+def _percent(part: float) -> str:
+    """0.123 as "12 %", 0.004 as "0.4 %"."""
+    return f"{100 * part:.{1 if abs(part) < 0.0095 else 0}f} %"
+
+
+def _training_words(setup: TrainingSetup) -> str:
+    """What is trained how, without what is searched: "LoRA (r 16), sequences of 4,096 tokens"."""
+    kind = "full fine-tuning" if setup.lora_r is None else f"{'Q' * setup.load_in_4bit}LoRA (r {setup.lora_r})"
+    return f"{kind}, sequences of {setup.seq_len:,} tokens"
+
+
+def _value_words(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    """Fields with their values: "without activation checkpointing, micro-batch 2"."""
+    return ", ".join(
+        f"{'with' if value else 'without'} {_TITLES[field]}" if isinstance(value, bool) else f"{_TITLES[field]} {value}"
+        for field, value in changes.items()
+    )
 
 
 def recommend_config(
@@ -78,21 +194,45 @@ def recommend_config(
         >>> print(recommend_config("checkpoint", num_gpus=2, gpu="h100-80gb", seq_len=32, global_batch_size=4))
         checkpoint, ...
     """
-    kwargs = dict(model_kwargs or {})
-    longest = None
+    if not 0 <= margin < 1:
+        raise ConfigError(f"margin is {margin}: it is the part of the memory that stays free; use 0.1 for 10 %")
+    kwargs, prices = dict(model_kwargs or {}), list[Cost]()
+    evaluate, longest = _pricing(name_or_model, kwargs, margin), None
     if fixed.get("seq_len", 0) is None:
         del fixed["seq_len"]
         longest = _most_tokens(name_or_model, kwargs)
 
-    return choose(
-        _model_name(name_or_model),
-        TrainingSetup.of(setup, **fixed),
-        _pricing(name_or_model, kwargs, margin),
-        fixed=set(fixed) & set(SEARCHED),
-        global_batch_size=global_batch_size,
-        longest=longest,
+    def priced(one: TrainingSetup) -> Cost:
+        say(f"estimating micro-batch {one.batch_size} of {one.seq_len:,} tokens")
+        prices.append(evaluate(one))
+        return prices[-1]
+
+    given = frozenset(fixed) & frozenset(SEARCHED)
+    job = Job(_model_name(name_or_model), TrainingSetup.of(setup, **fixed), given, margin, priced)
+    if longest is not None:  # of powers of two and the longest, where the leanest setting fits
+        lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
+        place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length))
+        job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
+    search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
+    best: Point | None = None
+    while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
+        best = found
+        reasons = _reasons(search, best, job)
+    if best is None:
+        raise ConfigError(_nothing_fits(job))
+    cost, chosen = search.cost(best), search.space.setup(best)
+    whole = priced(replace(chosen, loss="full")).peak_bytes if cost.loss == "chunked" and chosen.loss is None else 0
+    return Recommendation(
+        model=job.model,
+        setup=replace(chosen, loss=cost.loss or chosen.loss),
+        cost=cost,
+        gpu_bytes=job.gpu_bytes,
         margin=margin,
-        say=say,
+        whole_logits_bytes=whole,
+        reasons=reasons,
+        proposals=tuple(_proposals(job, search, best)),
+        estimated=len(prices),
+        possible=len(search.space),
     )
 
 
@@ -105,8 +245,8 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: flo
         time = throughput_of(memory)
         waiting = time.parts["communication"] + time.parts["offload"]
         return Cost(
-            num_bytes=memory.total,
-            seconds=time.step_seconds,
+            peak_bytes=memory.total,
+            step_seconds=time.step_seconds,
             floor_seconds=time.step_seconds - waiting,
             host_bytes=memory.host_bytes,
             retries=len(memory.retried),
@@ -122,7 +262,7 @@ def what_fits(
 ) -> list[str]:
     """Changes, each of which makes a training fit that does not, in words; [] where none is known."""
     priced = _pricing(name_or_model, model_kwargs or {}, 0.0)
-    return list(_nearest(Job(_model_name(name_or_model), setup, frozenset(SEARCHED), None, 0.0, priced)))
+    return list(_nearest(Job(_model_name(name_or_model), setup, frozenset(SEARCHED), 0.0, priced)))
 
 
 def _model_name(name_or_model: Source) -> str:
@@ -130,10 +270,7 @@ def _model_name(name_or_model: Source) -> str:
     if not isinstance(name_or_model, str | PathLike):
         return type(name_or_model).__name__
     path = local_path(name := fspath(name_or_model))
-    if path is None:
-        return name
-    path = path.resolve()
-    return path.parent.name if path.is_file() else path.name
+    return name if path is None else (path.parent if path.is_file() else path).resolve().name
 
 
 def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
@@ -144,121 +281,52 @@ def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
     return (max_positions(config) if isinstance(config, PreTrainedConfig) else None) or LONGEST
 
 
-def choose(
-    model: str,
-    setup: TrainingSetup,
-    evaluate: Evaluate,
-    *,
-    fixed: Collection[str] = (),
-    global_batch_size: int | None = None,
-    longest: int | None = None,
-    margin: float = MARGIN,
-    say: Callable[[str], None] = lambda text: None,
-) -> Recommendation:
-    """The fastest setting that fits, by any function that prices settings."""
-    if not 0 <= margin < 1:
-        raise ConfigError(f"margin is {margin}: it is the part of the memory that stays free; use 0.1 for 10 %")
-    prices: list[Cost] = []
-
-    def priced(one: TrainingSetup) -> Cost:
-        say(f"estimating micro-batch {one.batch_size} of {one.seq_len:,} tokens")
-        prices.append(evaluate(one))
-        return prices[-1]
-
-    job = Job(model, setup, frozenset(fixed), global_batch_size, margin, priced)
-    if longest is not None:
-        job = replace(job, setup=replace(setup, seq_len=_longest_that_fits(job, longest)))
-    search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
-    best = search.best()
-    if best is None:
-        raise ConfigError(_nothing_fits(job))
-    choices = tuple(_choices(search, best, job))
-    # What was priced to be compared may turn out to be better.
-    while (better := search.best()) not in (best, None):
-        best = better
-        choices = tuple(_choices(search, best, job))
-    cost, chosen = search.cost(best), search.space.setup(best)
-    whole = priced(replace(chosen, loss="full")).num_bytes if cost.loss == "chunked" and chosen.loss is None else 0
-    return Recommendation(
-        model=model,
-        setup=replace(chosen, loss=cost.loss or chosen.loss),
-        peak_bytes=cost.num_bytes,
-        gpu_bytes=job.gpu_bytes,
-        margin=margin,
-        host_bytes=cost.host_bytes,
-        step_seconds=cost.seconds,
-        retries=cost.retries,
-        whole_logits_bytes=whole,
-        choices=choices,
-        proposals=tuple(_proposals(job, search, best)),
-        notes=cost.notes,
-        estimated=len(prices),
-        possible=len(search.space),
-    )
-
-
-def _longest_that_fits(job: Job, most: int) -> int:
-    """The longest sequence that fits at some setting, of powers of two and `most`; the shortest of these if none."""
-    lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < most] + [most]
-    return lengths[bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length))]
-
-
-def _choices(search: Search, best: Point, job: Job) -> Iterator[Choice]:
-    """Each field, its value, and what other values of it would have meant."""
+def _reasons(search: Search, best: Point, job: Job) -> dict[str, tuple[str, ...]]:
+    """By field, what other values of it would have meant."""
     space = search.space
     batches = list(space.accumulation)
     place = batches.index(best.batch_size)
     alternatives = {"batch_size": batches[max(place - 1, 0) : place + 2], **space.values}
     if len(space.values["sync_each_batch"]) == 1 or space.accumulation[best.batch_size] == 1:
         del alternatives["sync_each_batch"]
+    reasons = {}
     for field, values in alternatives.items():
-        value = getattr(best, field)
-        rejected = [_alternative(search, best, field, other, job) for other in values if other != value]
-        yield Choice(field=field, value=value, fixed=field in job.fixed, rejected=tuple(rejected))
+        others = [other for other in values if other != getattr(best, field)]
+        lines = tuple(_rejected(search, best, field, other, job) for other in others)
+        reasons[field] = ("as given",) if field in job.fixed else lines or ("nothing else to choose from",)
+    return reasons
 
 
-def _alternative(search: Search, best: Point, field: str, value: Any, job: Job) -> Alternative:
-    """The recommended setting with another value of a field: of the micro-batches that are priced with it the fastest
-    that fits; where none does, the smallest, its own among them."""
+def _rejected(search: Search, best: Point, field: str, value: Any, job: Job) -> str:
+    """The figures of the recommended setting with another value of a field: of the micro-batches that are priced with
+    it the fastest that fits; where none does, the smallest, its own among them."""
     point = best._replace(**{field: value})
     if field != "batch_size":
         alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
         fitting = [one for one in alike if search.fits(one)]
         smallest = min([*alike, point], key=lambda one: one.batch_size)
         point = max(fitting, key=search.rate) if fitting else smallest
-    values, before = search.space.setup(point), search.space.setup(best)
-    names = dict.fromkeys((field, *Point._fields))
-    cost = search.cost(point)
-    return Alternative(
-        setup=values,
-        changes={name: new for name in names if (new := getattr(values, name)) != getattr(before, name)},
-        peak_bytes=cost.num_bytes,
-        step_seconds=cost.seconds,
-        verdict=_verdict(cost.num_bytes, 1 - search.rate(point) / search.rate(best), job),
-    )
-
-
-def _verdict(num_bytes: int, slower: float, job: Job) -> str:
-    of = f"{show_bytes(num_bytes)} of {show_bytes(job.gpu_bytes)}"
+    values, before, cost = search.space.setup(point), search.space.setup(best), search.cost(point)
+    changes = {name: new for name in Point._fields if (new := getattr(values, name)) != getattr(before, name)}
+    more = _words({name: new for name, new in changes.items() if name != field})
+    num_bytes, slower = cost.peak_bytes, 1 - search.rate(point) / search.rate(best)
+    verdict = f"{show_bytes(num_bytes)} of {show_bytes(job.gpu_bytes)}"
     if num_bytes > job.gpu_bytes:
-        return f"{of}, +{percent(num_bytes / job.gpu_bytes - 1)}"
-    if num_bytes > job.usable_bytes:
-        return f"{of}, less than {percent(job.margin)} free"
-    speed = f"{percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
-    if slower > GAIN:
-        return f"fits, but {speed}"
-    return f"fits, {speed if abs(slower) > 0.0005 else 'as fast'}, takes {show_bytes(num_bytes)}"
+        verdict += f", +{_percent(num_bytes / job.gpu_bytes - 1)}"
+    elif num_bytes > job.usable_bytes:
+        verdict += f", less than {_percent(job.margin)} free"
+    else:
+        speed = f"{_percent(abs(slower))} {'slower' if slower > 0 else 'faster'}"
+        speed = speed if abs(slower) > 0.0005 else "as fast"
+        verdict = f"fits, but {speed}" if slower > GAIN else f"fits, {speed}, takes {show_bytes(num_bytes)}"
+    return f"{_value_words(value)}{f' ({more})' if more else ''}: {verdict}"
 
 
-SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
-MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
-
-
-def _proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:
+def _proposals(job: Job, search: Search, best: Point) -> Iterator[str]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     setup, cost = search.space.setup(best), search.cost(best)
     changes_to_try: list[dict[str, Any]] = [] if setup.compile else [{"compile": True}]
-    is_exposed = 1 - cost.floor_seconds / cost.seconds > 2 * GAIN
+    is_exposed = 1 - cost.floor_seconds / cost.step_seconds > 2 * GAIN
     if is_exposed and setup.precision == "bf16" and setup.reduce_dtype == "fp32":
         changes_to_try.append({"reduce_dtype": "bf16"})
     # What fits in the smallest part of a machine may fit on one GPU.
@@ -268,25 +336,20 @@ def _proposals(job: Job, search: Search, best: Point) -> Iterator[Alternative]:
     for changes in changes_to_try:
         if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):
             continue
-        price = job.priced(other := replace(setup, **changes))
-        gain = cost.seconds / price.seconds - 1
-        if price.num_bytes <= job.usable_bytes and gain > GAIN:
-            yield Alternative(
-                setup=other,
-                changes={name: value for name, value in changes.items() if value != getattr(setup, name)},
-                peak_bytes=price.num_bytes,
-                step_seconds=price.seconds,
-                verdict=f"{percent(gain)} faster, takes {show_bytes(price.num_bytes)}",
-            )
+        price = job.priced(replace(setup, **changes))
+        gain = cost.step_seconds / price.step_seconds - 1
+        if price.peak_bytes <= job.usable_bytes and gain > GAIN:
+            changed = {name: value for name, value in changes.items() if value != getattr(setup, name)}
+            yield f"{_words(changed)}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
 
 
 def _nothing_fits(job: Job) -> str:
     """Why nothing fits, and the nearest that does."""
-    setup, most = job.setup, show_bytes(job.usable_bytes)
+    setup, most, free = job.setup, show_bytes(job.usable_bytes), _percent(job.margin)
     fitting = "; ".join(_nearest(job))
     return (
-        f"{job.model}, {training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
-        f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({percent(job.margin)} stays free). "
+        f"{job.model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
+        f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({free} stays free). "
         + (f"What fits: {fitting}. " if fitting else "Take a smaller model. ")
         + "Expert and context parallelism are not in this package."
     )
@@ -301,10 +364,10 @@ def _nearest(job: Job) -> Iterator[str]:
     changes = [name for name in fields if getattr(before, name) != getattr(after, name)]
     for name in changes if len(changes) > 1 else ():
         if job.fits(fixed=job.fixed - {name}):
-            yield setting_words(name, getattr(after, name))
+            yield _words({name: getattr(after, name)})
             return
     if changes and job.fits(fixed=()):
-        yield ", ".join(setting_words(name, getattr(after, name)) for name in changes)
+        yield _words({name: getattr(after, name) for name in changes})
         return
     if setup.loss == "full" and job.fits(loss="chunked"):
         yield "a chunked loss"

@@ -26,22 +26,19 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 class Cost:
     """What one setting needs on each GPU."""
 
-    num_bytes: int
-    """Of the GPU's memory, at the peak; more than may be used where the step does not run in it."""
-    seconds: float
-    """Of one optimizer step."""
+    peak_bytes: int
+    """Of the GPU's memory, with what CUDA and NCCL take; more than may be used where the step does not run in it."""
+    step_seconds: float
     floor_seconds: float = 0.0
-    """Of `seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
-    host_bytes: int = 0
-    """Of host memory, per GPU, under offload."""
+    """Of `step_seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
+    host_bytes: int = 0  # Host memory of one process under offload
     retries: int = 0
-    """How often in a step the allocator is full and gives cached memory back."""
+    """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
     loss: Literal["full", "chunked", None] = None
     notes: tuple[str, ...] = ()
 
 
-Evaluate = Callable[[TrainingSetup], Cost]
-"""Price a setting; called once per setting."""
+Evaluate = Callable[[TrainingSetup], Cost]  # Price a setting; called once per setting
 
 
 class Point(NamedTuple):
@@ -64,10 +61,8 @@ class Space:
     """Settings to choose from: every combination of the values below, other fields as in `base`."""
 
     base: TrainingSetup
-    accumulation: Mapping[int, int]
-    """Micro-batches in ascending order, and the accumulation steps that go with each."""
-    values: Mapping[str, tuple[Any, ...]]
-    """Of the other fields of a point, in the order in which they are tried."""
+    accumulation: Mapping[int, int]  # Micro-batches in ascending order, and the accumulation steps that go with each
+    values: Mapping[str, tuple[Any, ...]]  # Of the other fields of a point, in the order in which they are tried
 
     @classmethod
     def of(cls, setup: TrainingSetup, fixed: Collection[str], global_batch_size: int | None) -> "Space":
@@ -136,13 +131,9 @@ class Job:
     """A search for the settings of one model."""
 
     model: str
-    setup: TrainingSetup
-    """Values of all that is fixed, and of what is not searched."""
-    fixed: frozenset[str]
-    """Those of `SEARCHED` that stay as in `setup`."""
-    global_batch_size: int | None
+    setup: TrainingSetup  # Values of all that is fixed, and of what is not searched
+    fixed: frozenset[str]  # Those of `SEARCHED` that stay as in `setup`
     margin: float
-    """Part of a GPU's memory that stays free."""
     priced: Evaluate
 
     @property
@@ -151,13 +142,12 @@ class Job:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a GPU that a setting may use."""
         return int(self.gpu_bytes * (1 - self.margin))
 
     def least_bytes(self, *, fixed: Collection[str] | None = None, **changes: Any) -> int:
         """Memory of the leanest setting, with other values of what is not searched."""
         space = Space.of(replace(self.setup, **changes), self.fixed if fixed is None else fixed, None)
-        return self.priced(space.setup(space.leanest())).num_bytes
+        return self.priced(space.setup(space.leanest())).peak_bytes
 
     def fits(self, **changes: Any) -> bool:
         return self.least_bytes(**changes) <= self.usable_bytes
@@ -178,13 +168,14 @@ class Search:
 
     def fits(self, point: Point) -> bool:
         """Whether a point stays below the limit, by its price or by that of another point."""
-        if point not in self.costs and any(self._exceeds(one) and _is_leaner(one, point) for one in self.costs):
+        full = [one for one, cost in self.costs.items() if cost.peak_bytes > self.limit_bytes]
+        if point not in self.costs and any(_is_leaner(one, point) for one in full):
             return False
-        return self.cost(point).num_bytes <= self.limit_bytes
+        return self.cost(point).peak_bytes <= self.limit_bytes
 
     def rate(self, point: Point) -> float:
         """Sequences per second and GPU."""
-        return self._sequences(point) / self.cost(point).seconds
+        return self._sequences(point) / self.cost(point).step_seconds
 
     def best(self) -> Point | None:
         """The fastest point that fits, or one with less memory that is about as fast (`GAIN`); None if nothing fits.
@@ -201,14 +192,11 @@ class Search:
             fitting = self.fitting()
             most = max(map(self.rate, fitting))
             near = [point for point in fitting if self.rate(point) * (1 + GAIN) >= most]
-            return min(near, key=lambda point: (point.offload, self.cost(point).num_bytes, -self.rate(point)))
+            return min(near, key=lambda point: (point.offload, self.cost(point).peak_bytes, -self.rate(point)))
         return None
 
     def fitting(self) -> list[Point]:
-        return [point for point in self.costs if not self._exceeds(point)]
-
-    def _exceeds(self, point: Point) -> bool:
-        return self.costs[point].num_bytes > self.limit_bytes
+        return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]
 
     def _sequences(self, point: Point) -> int:
         return point.batch_size * self.space.accumulation[point.batch_size]

@@ -4,11 +4,15 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.text import did_you_mean
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose
 from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import node_network
-from hf_fsdp_tools.foresight.timing.efficiency import LATEST_ERA, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.text import show_count
@@ -49,24 +48,17 @@ class ThroughputEstimate:
 
     name: str
     setup: TrainingSetup
-    era: str
-    """Software whose efficiencies were taken (`efficiency.ERAS`)."""
-    step_seconds: float
-    """Of the slowest GPU, for which all wait."""
-    tokens_per_step: int
-    """Of one GPU, over all its micro-steps."""
+    step_seconds: float  # Of the slowest GPU, for which all wait
+    tokens_per_step: int  # Of one GPU, over all its micro-steps
     model_flops: float
     """Of one GPU and step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
-    hardware_flops: float
-    """`model_flops`, and what activation checkpointing computes again."""
+    hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
     parts: Mapping[str, float]
     """What the GPU does in `step_seconds`, as in `Timing.parts`, and `slowest GPU`: waiting for it."""
-    communication_seconds: float
-    """Of all collectives, hidden or not."""
+    communication_seconds: float  # Of all collectives, hidden or not
     error: float
     """What tokens per second may be off, as a share (`Efficiency.error`); infinite where they are not foreseen."""
-    source: str
-    """What the efficiencies were fitted on."""
+    source: str  # What the efficiencies were fitted on
     notes: tuple[str, ...] = ()
 
     @property
@@ -137,7 +129,7 @@ class ThroughputEstimate:
 
     def __str__(self) -> str:
         setup = self.setup
-        step, lines = _show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
+        step, lines = show_seconds(self.step_seconds), [f"{self.name} on {setup.num_gpus:,} × {self.gpu.title}"]
         if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
@@ -156,15 +148,15 @@ class ThroughputEstimate:
             ]
         for part, seconds in self.parts.items():
             if seconds >= 0.0005 * self.step_seconds:
-                lines.append(f"    {_PARTS[part]:<32} {_show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
+                lines.append(f"    {_PARTS[part]:<32} {show_seconds(seconds):>10} {seconds / self.step_seconds:>7.1%}")
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
-            lines.append(f"  {_show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
-        lines.append(f"  software of {self.era}; efficiencies {self.source}")
+            lines.append(f"  {show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
+        lines.append(f"  software of 2024; efficiencies {self.source}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def _show_seconds(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
     """0.0123 as "12.3 ms"."""
     if seconds >= 1:
         return f"{seconds:,.2f} s"
@@ -175,7 +167,6 @@ def estimate_throughput(
     name_or_model: Source,
     setup: TrainingSetup | None = None,
     *,
-    era: str = LATEST_ERA,
     model_kwargs: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> ThroughputEstimate:
@@ -186,14 +177,13 @@ def estimate_throughput(
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
         setup: the training; without it `TrainingSetup()`.
-        era: year of the software, of `efficiency.ERAS`.
         model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
         fields: of `TrainingSetup`, by name, in place of those of `setup`.
 
     Any rank may call; nothing is communicated, and no accelerator is used.
 
     Raises:
-        ConfigError: a field has a value that cannot be, or GPU or era is unknown.
+        ConfigError: a field has a value that cannot be, or the GPU is unknown.
         CheckpointError, WrapPlanError: the model cannot be built or planned.
 
     Example:
@@ -202,20 +192,17 @@ def estimate_throughput(
         True
     """
     forecast = step_of(name_or_model, TrainingSetup.of(setup, **fields), **(model_kwargs or {}))
-    return throughput_of(memory_of(forecast), era=era)
+    return throughput_of(memory_of(forecast))
 
 
-def throughput_of(
-    memory: MemoryEstimate, *, era: str = LATEST_ERA, efficiency: Efficiency | None = None
-) -> ThroughputEstimate:
+def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = None) -> ThroughputEstimate:
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
 
     Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
-    `efficiency` stands in place of that of the GPU in the era.
     """
     setup, trace = memory.forecast.setup, memory.forecast.trace
     steps = setup.gradient_accumulation_steps
-    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), era)
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu))
     memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
     timings = []
     for each in memories:
@@ -232,7 +219,6 @@ def throughput_of(
     return ThroughputEstimate(
         name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",
         setup=setup,
-        era=era,
         step_seconds=timing.seconds + late,
         tokens_per_step=trace.tokens * steps,
         model_flops=trace.model_flops * steps,

@@ -14,12 +14,10 @@ from transformers import TrainerCallback
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
-from hf_fsdp_tools.foresight.timeline import Schedule, Timeline, step_schedule
-from hf_fsdp_tools.plots.figure import check_matplotlib, save
+from hf_fsdp_tools.foresight.timeline import Schedule, Timeline, read_memory, read_schedule, step_schedule
+from hf_fsdp_tools.plots.figure import check_matplotlib, page_text, save
 from hf_fsdp_tools.plots.memory import draw_memory
-from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.schedule import draw_schedule
 from hf_fsdp_tools.text import show_bytes
 
@@ -142,7 +140,7 @@ class MemoryTimeline(TrainerCallback):  # type: ignore[misc]  # transformers is 
             title=f"One step of {model}",
             setting="recorded by torch's profiler",
             numbers=numbers | {"exposed communication, measured": f"{1e3 * self.schedule.exposed_seconds:,.1f} ms"},
-            breakdown=predicted.at_peak if predicted is not None else {},
+            breakdown=self.predicted.at_peak if self.predicted is not None else {},
             figures={"memory of a step": memory, "streams of a step": streams},
             plan=forecast.plan if forecast is not None else None,
         )

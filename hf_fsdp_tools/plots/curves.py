@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 @styled
-def draw_losses(
-    runs: Mapping[str, Sequence[tuple[int, float]]],
-    *,
-    title: str | None = None,
-    setting: str,
-) -> "Figure":
+def draw_losses(runs: Mapping[str, Sequence[tuple[int, float]]], *, title: str | None = None, setting: str) -> "Figure":
     """The loss of each run over its steps."""
     if not runs or not all(runs.values()):
         raise ConfigError("There is a run without steps, or no run at all. Give (step, loss) of each logged step.")
@@ -40,10 +35,8 @@ class ScalingCurve:
 
     name: str
     num_gpus: tuple[int, ...]
-    values: tuple[float | None, ...]
-    """Per GPU at each number; None where the model does not fit."""
-    published: tuple[tuple[int, float], ...] = ()
-    """(number of GPUs, value) that others measured, drawn as open circles."""
+    values: tuple[float | None, ...]  # Per GPU at each number; None where the model does not fit
+    published: tuple[tuple[int, float], ...] = ()  # (number of GPUs, value) that others measured, drawn as open circles
 
     @property
     def points(self) -> list[tuple[int, float]]:

@@ -24,11 +24,7 @@ _LETTER = 0.011  # Part of the axes that a letter of a phase's name takes
 
 @styled
 def draw_memory(
-    timeline: Timeline,
-    *,
-    model: str,
-    limit_bytes: int | None = None,
-    measured: Timeline | None = None,
+    timeline: Timeline, *, model: str, limit_bytes: int | None = None, measured: Timeline | None = None
 ) -> "Figure":
     """The memory of one step by kind, as areas on each other, with the peak, the device's limit and a real step."""
     figure = new_figure(_finding(timeline, limit_bytes, measured), 5.0)

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.throughput import show_seconds
 from hf_fsdp_tools.foresight.timeline import Bar, Schedule
 from hf_fsdp_tools.plots.figure import COLORS, INK, new_figure, short_unit, styled
 
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}
-"""Centre and height of each row."""
+_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}  # Centre and height of each row
 
 _ROLES = {
     "all-gather": "gather buffers",
@@ -68,14 +68,10 @@ def draw_schedule(schedule: Schedule, *, model: str, measured: Schedule | None =
 
 def _finding(drawn: Sequence[Schedule]) -> str:
     return "\n".join(
-        f"{one.origin.capitalize()}: {_time(one.exposed_seconds)} of {_time(one.communication_seconds)} of "
-        f"communication exposed, {one.exposed_seconds / one.seconds:.1%} of a step of {_time(one.seconds)}"
+        f"{one.origin.capitalize()}: {show_seconds(one.exposed_seconds)} of {show_seconds(one.communication_seconds)} "
+        f"of communication exposed, {one.exposed_seconds / one.seconds:.1%} of a step of {show_seconds(one.seconds)}"
         for one in drawn
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.1f} ms"
 
 
 def _windows(schedule: Schedule) -> list[_Window]:

@@ -190,7 +190,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in mesh.get_all_groups():
+        for group in (*mesh.get_all_groups(), *(sharding.cp.get_all_groups() if sharding.cp else ())):
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -316,7 +316,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         device_type=sharding.mesh.device_type,
         kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
         experts=experts,
-        shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
+        is_one_rank=sharding.mesh.size(-1) == 1,
     )
     if sharding.cp is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.cp)))

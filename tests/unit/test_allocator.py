@@ -1,7 +1,5 @@
 """The caching allocator as a model: rounding, pools, segments, splitting, best fit, merging, streams, a full device."""
 
-import random
-
 import pytest
 
 from hf_fsdp_tools.foresight.allocator import CachingAllocator, OutOfMemory, replay
@@ -99,17 +97,3 @@ def test_blocks_of_an_earlier_part_can_be_freed_in_a_later_one():
     done = replay([Alloc(1, MIB, "parameters", "")], [Free(1), Alloc(2, 0, "activations", ""), Free(2)])
     assert done.allocated == [0, 0, 0]
     assert done.peak_reserved == 2 * MIB
-
-
-@pytest.mark.parametrize("limit", [None, 200 * MIB])
-def test_a_step_that_is_given_again_is_replayed_until_it_settles(limit):
-    """The same list again and equal lists, none of which is recognised, end alike, in steps that settle late."""
-    generator = random.Random(0)
-    for _ in range(20):
-        sizes = [generator.randrange(1, 24 * MIB) for _ in range(12)]
-        freed = generator.sample(range(12), 12)
-        step = [Alloc(at, size, "temporaries", "") for at, size in enumerate(sizes[:8])]
-        step += [Free(at) for at in freed if at < 8]
-        step += [Alloc(at, sizes[at], "temporaries", "") for at in range(8, 12)] + [Free(at) for at in range(8, 12)]
-        again = replay([], step, step, step, step, limit=limit)
-        assert again == replay([], *(list(step) for _ in range(4)), limit=limit)

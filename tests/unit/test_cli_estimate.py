@@ -88,8 +88,8 @@ def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_sa
     assert "fits" in value["reasons"]["activation_checkpointing"], "why the search chose it"
     chosen = {name: setup[name] for name in (*SEARCHED, "precision")}
     memory = estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **chosen))
-    assert memory.setup.loss == setup["loss"] == "chunked" and memory.total == found["peak_bytes"]
-    assert throughput_of(memory).step_seconds == pytest.approx(found["step_seconds"])
+    assert memory.setup.loss == setup["loss"] == "chunked" and memory.total == found["cost"]["peak_bytes"]
+    assert throughput_of(memory).step_seconds == pytest.approx(found["cost"]["step_seconds"])
 
 
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
@@ -168,8 +168,7 @@ def test_a_page_holds_all_pictures(capsys, llama, tmp_path):
         assert f'alt="{caption}"' in text
 
 
-def test_the_schedule_is_a_line_per_kind_of_unit_and_a_trace_beside_a_measured_one(capsys, llama, tmp_path):
-    """The written trace has the simulation's times; a trace of torch's profiler is drawn in the same picture."""
+def test_the_schedule_is_a_line_per_kind_of_unit_and_a_picture_beside_a_measured_one(capsys, llama, tmp_path):
     code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")
     assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
     bars = [Bar(**bar) for bar in json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]]
@@ -180,13 +179,9 @@ def test_the_schedule_is_a_line_per_kind_of_unit_and_a_trace_beside_a_measured_o
     ]
     (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..1}"))
     assert float(line.split()[2]) == pytest.approx(1e3 * sum(computing) / 2, rel=0.01)
-    seconds = max(bar.end_s for bar in bars)
-    assert f"{1e3 * seconds:,.0f} ms" in out
+    assert f"{1e3 * max(bar.end_s for bar in bars):,.0f} ms" in out
 
-    trace, picture, recorded = tmp_path / "step.json", tmp_path / "step.svg", tmp_path / "recorded.json.gz"
-    assert run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--output", trace)[0] == 0
-    rows = json.loads(trace.read_text())["traceEvents"]
-    assert max(row["ts"] + row["dur"] for row in rows) == pytest.approx(1e6 * seconds, rel=1e-6)
+    picture, recorded = tmp_path / "step.svg", tmp_path / "recorded.json.gz"
     pytest.importorskip("matplotlib")
     label = {"ph": "X", "tid": 1, "cat": "user_annotation", "name": "FSDP::pre_forward (layers.0)", "ts": 0, "dur": 1}
     operation = {"ph": "X", "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 2, "dur": 7e6}

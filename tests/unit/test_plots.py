@@ -13,9 +13,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timeline import memory_timeline, step_schedule
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
-from hf_fsdp_tools.plots.figure import save
+from hf_fsdp_tools.plots.figure import page_text, save
 from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
-from hf_fsdp_tools.plots.page import page_text
 from hf_fsdp_tools.plots.schedule import draw_schedule
 from tests.unit.test_timeline import GB, a_step
 
@@ -115,7 +114,7 @@ def test_a_page_holds_all_and_needs_no_network():
         title="Fits & runs",
         setting="a <model>",
         numbers={"peak": "60.0 GB"},
-        breakdown=STEP.at_peak,
+        breakdown={"activations": 3 * GB, "parameters": GB},
         figures={"memory": PICTURES["memory"](), "schedule": PICTURES["schedule"]()},
         plan=PLAN,
         notes=["estimated"],

@@ -6,14 +6,16 @@ The searches here price settings by a small formula, so that every setting can b
 import random
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.recommend import choose
+from hf_fsdp_tools.foresight import recommend
 from hf_fsdp_tools.foresight.search import BATCHES, GAIN, Cost, Point
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.text import show_bytes
 
 GPU = gpu_named("h100-80gb").memory_bytes
 
@@ -45,6 +47,14 @@ class Toy:
         return Cost(int(shards + gathered + kept), seconds, steps * floor)
 
 
+def choose(setup, toy, *, fixed=(), longest=None, **options):
+    """The recommended setting of a model with the prices of a toy."""
+    given = {name: getattr(setup, name) for name in fixed} | ({} if longest is None else {"seq_len": None})
+    priced = patch.object(recommend, "_pricing", return_value=toy)
+    with priced, patch.object(recommend, "_most_tokens", return_value=longest):
+        return recommend.recommend_config("toy", setup, **given, **options)
+
+
 def settings(setup, *, global_batch_size=None, replicas=(1,)):
     """Every setting of the space."""
     for batch, *values in product(BATCHES, (False, True), (False, True), (True, False), (True, False), replicas):
@@ -58,7 +68,7 @@ def settings(setup, *, global_batch_size=None, replicas=(1,)):
 
 
 def rate(setup, cost):
-    return setup.batch_size * setup.gradient_accumulation_steps / cost.seconds
+    return setup.batch_size * setup.gradient_accumulation_steps / cost.step_seconds
 
 
 @pytest.mark.parametrize("global_batch_size", [None, 512])
@@ -76,16 +86,16 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
         setup = TrainingSetup(num_gpus=32, seq_len=2048)
         every = [(one, toy(one)) for one in settings(setup, global_batch_size=global_batch_size, replicas=(1, 2, 4))]
         # Offload is for what does not fit without.
-        fitting = [one for one in every if one[1].num_bytes <= 0.9 * GPU]
+        fitting = [one for one in every if one[1].peak_bytes <= 0.9 * GPU]
         fitting = [one for one in fitting if not one[0].offload] or fitting
         toy.asked.clear()
         if not fitting:
             with pytest.raises(ConfigError, match="fits on 32 x h100-80gb at no setting"):
-                choose("toy", setup, toy, global_batch_size=global_batch_size)
+                choose(setup, toy, global_batch_size=global_batch_size)
             continue
         found += 1
-        best = choose("toy", setup, toy, global_batch_size=global_batch_size)
-        assert best.peak_bytes == toy(best.setup).num_bytes <= 0.9 * GPU
+        best = choose(setup, toy, global_batch_size=global_batch_size)
+        assert best.cost.peak_bytes == toy(best.setup).peak_bytes <= 0.9 * GPU
         most = max(rate(*one) for one in fitting)
         assert rate(best.setup, toy(best.setup)) * (1 + GAIN) ** 3 >= most
         shares.append(best.estimated / len(every))
@@ -96,23 +106,26 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
 
 def test_rejected_settings_have_their_figures():
     toy, setup = Toy(activation=3e6), TrainingSetup(num_gpus=8, seq_len=8192)
-    best = choose("toy-8B", setup, toy, global_batch_size=64)
-    rejected = {choice.field: choice.rejected for choice in best.choices}
-    larger = next(other for other in rejected["batch_size"] if other.setup.batch_size > best.setup.batch_size)
-    assert larger.peak_bytes == toy(larger.setup).num_bytes > GPU
-    (other,) = rejected["activation_checkpointing"]
-    slower = 1 - rate(other.setup, toy(other.setup)) / rate(best.setup, toy(best.setup))
-    assert f"fits, but {100 * slower:.0f} % slower" in str(other) and other.short in str(best)
+    best = choose(setup, toy, global_batch_size=64)
+    chosen = best.setup
+    larger = replace(chosen, batch_size=4, gradient_accumulation_steps=2)
+    num_bytes = toy(larger).peak_bytes
+    assert chosen.batch_size == 2 and num_bytes > GPU
+    words = f"4: {show_bytes(num_bytes)} of {show_bytes(GPU)}, +{100 * num_bytes / GPU - 100:.0f} %"
+    assert best.reasons["batch_size"][1] == words and words in str(best)
+    other = replace(chosen, offload=True)
+    slower = 1 - rate(other, toy(other)) / rate(chosen, toy(chosen))
+    assert best.reasons["offload"] == (f"yes: fits, but {100 * slower:.0f} % slower",)
 
 
 def test_what_is_given_stays():
     toy, setup = Toy(), TrainingSetup(num_gpus=32, dp_replicate_size=2, batch_size=3, activation_checkpointing=True)
     given = ("dp_replicate_size", "batch_size", "activation_checkpointing")
-    best = choose("toy", setup, toy, fixed=given, global_batch_size=192)
+    best = choose(setup, toy, fixed=given, global_batch_size=192)
     assert best.setup.gradient_accumulation_steps == 2
     for field in given:
         assert {getattr(one, field) for one in toy.asked} == {getattr(setup, field)}
-        assert next(choice for choice in best.choices if choice.field == field).reasons == ("as given",)
+        assert best.reasons[field] == ("as given",)
 
 
 def test_faster_settings_that_nobody_asked_for_are_named():
@@ -120,29 +133,28 @@ def test_faster_settings_that_nobody_asked_for_are_named():
 
     def toy(setup):
         cost = Toy(1e9, gather=30.0)(setup)
-        links = cost.seconds - cost.floor_seconds
+        links = cost.step_seconds - cost.floor_seconds
         halved = links / 2 if setup.reduce_dtype == "bf16" else links
-        return replace(cost, seconds=cost.floor_seconds * (0.8 if setup.compile else 1) + halved, loss="chunked")
+        return replace(cost, step_seconds=cost.floor_seconds * (0.8 if setup.compile else 1) + halved, loss="chunked")
 
     setup = TrainingSetup(num_gpus=16, seq_len=512)
-    best = choose("toy", setup, toy)
+    best = choose(setup, toy)
     assert not best.setup.compile and best.setup.reduce_dtype == "fp32" and best.setup.sync_each_batch
-    changes = [dict(each.changes) for each in best.proposals]
-    assert {"compile": True} in changes and {"reduce_dtype": "bf16"} in changes
-    for each in best.proposals:
-        gain = best.step_seconds / toy(each.setup).seconds - 1
-        assert f"{100 * gain:.0f} % faster" in each.verdict and each.verdict in str(best)
+    for words, changes in (("with torch.compile", {"compile": True}), ("reduction in bf16", {"reduce_dtype": "bf16"})):
+        gain = best.cost.step_seconds / toy(replace(best.setup, **changes)).step_seconds - 1
+        (line,) = (each for each in best.proposals if each.startswith(f"{words}: {100 * gain:.0f} % faster"))
+        assert line in str(best)
     assert best.setup.loss == "chunked" and best.whole_logits_bytes > 0 and "with whole logits" in str(best)
-    assert not choose("toy", replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
+    assert not choose(replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
 
 
 def test_the_longest_sequence_that_fits():
     """At some setting: the leanest."""
     toy = Toy(activation=1e7)
-    best = choose("toy", TrainingSetup(num_gpus=8), toy, longest=100_000)
+    best = choose(TrainingSetup(num_gpus=8), toy, longest=100_000)
     assert best.setup.seq_len == 65536
-    assert toy(replace(best.setup, seq_len=100_000)).num_bytes > 0.9 * GPU
-    assert choose("toy", TrainingSetup(num_gpus=8), Toy(activation=1e4), longest=100_000).setup.seq_len == 100_000
+    assert toy(replace(best.setup, seq_len=100_000)).peak_bytes > 0.9 * GPU
+    assert choose(TrainingSetup(num_gpus=8), Toy(activation=1e4), longest=100_000).setup.seq_len == 100_000
 
 
 @pytest.mark.parametrize(
@@ -156,7 +168,7 @@ def test_the_longest_sequence_that_fits():
 def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, given, cures):
     setup = TrainingSetup(**changes)
     with pytest.raises(ConfigError, match=r"fits on .* at no setting: it takes .* per GPU at least") as error:
-        choose("toy", setup, Toy(params), fixed=given)
+        choose(setup, Toy(params), fixed=given)
     assert "\n" not in str(error.value)
     for cure in cures:
         assert cure in str(error.value)
@@ -164,13 +176,13 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
 
 def test_a_global_batch_that_cannot_be_made():
     with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
-        choose("toy", TrainingSetup(num_gpus=8), Toy(), global_batch_size=100)
+        choose(TrainingSetup(num_gpus=8), Toy(), global_batch_size=100)
     fixed = {"batch_size": 2, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
-        choose("toy", TrainingSetup(num_gpus=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
+        choose(TrainingSetup(num_gpus=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
 
 
 def test_a_margin_is_a_part():
     with pytest.raises(ConfigError, match=r"use 0\.1 for 10 %"):
-        choose("toy", TrainingSetup(), Toy(), margin=10)
-    assert choose("toy", TrainingSetup(), Toy(1e9), margin=0.5).peak_bytes <= 0.5 * GPU
+        choose(TrainingSetup(), Toy(), margin=10)
+    assert choose(TrainingSetup(), Toy(1e9), margin=0.5).cost.peak_bytes <= 0.5 * GPU

@@ -19,7 +19,6 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import DTYPES, build
 from hf_fsdp_tools.foresight.events import (
     Alloc,
     Event,
@@ -33,9 +32,10 @@ from hf_fsdp_tools.foresight.events import (
     Wait,
     Work,
 )
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
@@ -352,16 +352,16 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
 )
 def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, state: list[int], temporary: int) -> None:
     updated = [TensorSize(shape=(50, 100), dtype=torch.float32)] * 2
-    step = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
-    assert sorted(step.state) == sorted(state)
-    most, now = memory_of(step.events)
+    events, made = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
+    assert sorted(made) == sorted(state)
+    most, now = memory_of(events)
     assert now == 0 and temporary <= most <= 1.1 * temporary + 100
 
 
 def test_an_optimizer_of_8_bits_has_a_scale_per_block_and_a_table() -> None:
     updated = [TensorSize(shape=(64, 128), dtype=torch.bfloat16), TensorSize(shape=(256,), dtype=torch.bfloat16)]
-    step = optimizer_step(updated, TrainingSetup(optimizer="adamw_8bit", max_grad_norm=None))
-    assert step.state == (8192, 128, 1024, 8192, 128, 1024, 512, 512)
+    _, state = optimizer_step(updated, TrainingSetup(optimizer="adamw_8bit", max_grad_norm=None))
+    assert state == (8192, 128, 1024, 8192, 128, 1024, 512, 512)
 
 
 def test_each_optimizer_is_an_option_of_the_trainer_that_steps_shards() -> None:

@@ -186,7 +186,6 @@ def estimate(steps: Steps, setup: TrainingSetup = SETUP, efficiency: Efficiency 
     return ThroughputEstimate(
         name="two units",
         setup=setup,
-        era="2024",
         step_seconds=timing.seconds,
         tokens_per_step=4096,
         model_flops=6e13,

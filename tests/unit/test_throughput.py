@@ -95,7 +95,7 @@ def row(start: str, **setup: object) -> Row:
     ids=lambda each: each.name,
 )
 def test_published_trainings_run_as_fast_as_foreseen(published: Row) -> None:
-    foreseen = throughput_of(published.foresee(), era=published.entry["era"]).tokens_per_second_per_gpu
+    foreseen = throughput_of(published.foresee(), efficiency=published.efficiency).tokens_per_second_per_gpu
     assert foreseen == pytest.approx(published.tokens_per_second, rel=0.08)
 
 
@@ -105,10 +105,7 @@ def test_the_committed_efficiencies_are_those_of_the_table_of_results() -> None:
     for published in read_rows("throughput"):
         if published.setup.gpu[:4] not in ("a100", "h100"):
             continue
-        fit, kept = (
-            efficiency_from(fitted, published),
-            efficiency_of(gpu_named(published.setup.gpu), published.entry["era"]),
-        )
+        fit, kept = efficiency_from(fitted, published), published.efficiency
         for name in ("matmul", "matmul_half", "attention", "memory", "straggler"):
             assert getattr(kept, name) == pytest.approx(getattr(fit, name), rel=0.01), name
         if published.setup.compile:

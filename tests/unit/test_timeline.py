@@ -4,8 +4,7 @@ import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Free, Work
-from hf_fsdp_tools.foresight.measured import read_memory, read_schedule
-from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, step_schedule
+from hf_fsdp_tools.foresight.timeline import extremes, memory_timeline, read_memory, read_schedule, step_schedule
 
 GB = 10**9
 
@@ -57,7 +56,8 @@ def test_memory_of_a_step_by_kind():
     events, resident, _ = a_step()
     line = memory_timeline(events, resident)
     assert line.peak_bytes == 42 * GB and (line.peak_phase, line.peak_unit) == ("loss", "model.layers.2")
-    assert line.at_peak == {"parameters": 10 * GB, "activations": 6 * GB, "logits and loss": 26 * GB}
+    held = {kind: values[line.peak] for kind, values in line.kinds.items() if values[line.peak]}
+    assert held == {"parameters": 10 * GB, "activations": 6 * GB, "logits and loss": 26 * GB}
     assert line.allocated[-1] == 10 * GB and line.positions == tuple(map(float, range(len(events))))
     assert set(line.phases) == {"forward", "loss", "backward", "optimizer"}
     assert max(line.kinds["gathered parameters"]) == 2 * GB, "one unit ahead"

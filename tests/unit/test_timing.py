@@ -7,7 +7,7 @@ import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import Group, collective_seconds, group_of, node_network
+from hf_fsdp_tools.foresight.timing.efficiency import Group, collective_seconds, group_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 
 BIG, SMALL = 64e9, 1e3

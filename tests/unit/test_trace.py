@@ -13,8 +13,8 @@ from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Trace, Work
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model

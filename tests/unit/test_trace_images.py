@@ -10,12 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.foreseeing.cases import SIZES, case_named
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.build import build
 from hf_fsdp_tools.foresight.events import Trace
+from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.foresight.tracing.images import NoImagesError, images_of, make_batch
-from hf_fsdp_tools.foresight.tracing.values import followed_values
+from hf_fsdp_tools.foresight.tracing.images import NoImagesError, batch_of, images_of, known_values
 
 PLAIN = {"precision": "fp32", "wrapping": "root", "attn_implementation": "eager", "seq_len": 32, "image_size": (56, 84)}
 
@@ -54,7 +53,7 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     foreseen = trace_model(model, plan, setup, device="cpu")
     assert foreseen.notes[0] == f"Images in each sequence: {images.count}, of {tokens} tokens each."
     real = auto_class.from_config(config, attn_implementation="eager").train()
-    batch = {key: value.contiguous() for key, value in make_batch(real, setup, images).items()}
+    batch = {key: value.contiguous() for key, value in batch_of(real, setup, images).items()}
     with FlopCounterMode(display=False) as counter:
         real(**batch, use_cache=False).loss.backward()
     assert foreseen.model_flops == counter.get_total_flops()
@@ -105,7 +104,7 @@ def test_images_that_cannot_be_followed_are_left_out_and_the_note_says_where(mon
 
 
 def test_values_follow_from_the_batch_until_something_unknown_is_written():
-    with FakeTensorMode(allow_non_fake_inputs=True), followed_values() as values:
+    with FakeTensorMode(allow_non_fake_inputs=True), known_values() as values:
         ids = values.as_fake(torch.tensor([[5, 9, 9, 5]]))
         hidden = torch.empty(1, 4, 8)
         mask = ids == 9

@@ -1,7 +1,7 @@
 """Clipping and the optimizer's step: torch's own code on shards without data, recorded as the model's code is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -36,17 +36,11 @@ _SMALLEST_8BIT = 4096  # Elements below which torchao keeps its state in the sha
 _BLOCK_8BIT = 256  # Elements with one fp32 scale (`block_size`); shards of other multiples stay whole too
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStep:
-    """A step of an optimizer that has its state."""
-
-    events: tuple[Event, ...]
-    state: tuple[int, ...]  # Bytes of each tensor of its state on the device
-    num_bytes: float  # That its work reads and writes
+_Step = tuple[tuple[Event, ...], tuple[int, ...]]  # Its events, and the bytes of each tensor of its state on the device
 
 
-def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> OptimizerStep:
-    """Clipping and one step of the optimizer of a setup."""
+def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> _Step:
+    """Clipping and one step of the optimizer of a setup, which has its state."""
     name, clips = setup.optimizer, setup.max_grad_norm is not None
     if name == "adafactor":
         check_kind(torch.optim.Adafactor)
@@ -59,25 +53,24 @@ def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> Optim
     return _resized(_record(stand_ins, name, clips), stand_ins, updated)
 
 
-def _resized(step: OptimizerStep, stand_ins: Sequence[TensorSize], updated: Sequence[TensorSize]) -> OptimizerStep:
+def _resized(step: _Step, stand_ins: Sequence[TensorSize], updated: Sequence[TensorSize]) -> _Step:
     """The step of an optimizer that treats all elements alike, for tensors of other sizes."""
     sizes = {stand_in.num_bytes: each.num_bytes for stand_in, each in zip(stand_ins, updated, strict=True)}
     ratio = sum(sizes.values()) / max(sum(sizes), 1)
     events: list[Event] = []
-    for event in step.events:
+    for event in step[0]:
         if isinstance(event, Alloc):
             event = replace(event, num_bytes=sizes.get(event.num_bytes, event.num_bytes))
         elif isinstance(event, Work):
             event = replace(event, num_bytes=event.num_bytes * ratio)
         events.append(event)
-    state = tuple(sizes.get(num_bytes, num_bytes) for num_bytes in step.state)
-    return OptimizerStep(events=tuple(events), state=state, num_bytes=step.num_bytes * ratio)
+    return tuple(events), tuple(sizes.get(num_bytes, num_bytes) for num_bytes in step[1])
 
 
 @cache
-def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> OptimizerStep:
+def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> _Step:
     if not updated:
-        return OptimizerStep(events=(), state=(), num_bytes=0.0)
+        return (), ()
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
         for parameter in parameters:
@@ -88,11 +81,8 @@ def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> Optimize
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
             clipping = _temporary(recorder.events)
         make = OPTIMIZERS[name][1]
-        state, events = _step_8bit(updated) if make is None else _step(parameters, make)
-    events = (*clipping, *events)
-    return OptimizerStep(
-        events=events, state=state, num_bytes=sum(event.num_bytes for event in events if isinstance(event, Work))
-    )
+        events, state = _step_8bit(updated) if make is None else _step(parameters, make)
+    return (*clipping, *events), state
 
 
 def _recorder(parameters: Sequence[nn.Parameter], phase: Phase) -> Recorder:
@@ -103,7 +93,7 @@ def _recorder(parameters: Sequence[nn.Parameter], phase: Phase) -> Recorder:
     return recorder
 
 
-def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, ...], tuple[Event, ...]]:
+def _step(parameters: Sequence[nn.Parameter], make: _Make) -> _Step:
     optimizer = make(parameters)
     optimizer.step()
     is_fused = bool(optimizer.param_groups[0].get("fused"))
@@ -116,10 +106,10 @@ def _step(parameters: Sequence[nn.Parameter], make: _Make) -> tuple[tuple[int, .
     recorder.ignore(state)
     with recorder:
         optimizer.step()
-    return tuple(tensor.nbytes for tensor in on_device), _temporary(recorder.events)
+    return _temporary(recorder.events), tuple(tensor.nbytes for tensor in on_device)
 
 
-def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Event, ...]]:
+def _step_8bit(updated: Sequence[TensorSize]) -> _Step:
     """torchao's AdamW8bit: two states of a byte per element, each with a scale for each block and a table of 256."""
     state: list[int] = []
     num_bytes = 0.0
@@ -129,8 +119,7 @@ def _step_8bit(updated: Sequence[TensorSize]) -> tuple[tuple[int, ...], tuple[Ev
         own = 2 * ([each.num_bytes] if is_whole else [numel, 4 * numel // _BLOCK_8BIT, 4 * 256])
         state += own
         num_bytes += 2 * sum(own) + 3 * numel * each.dtype.itemsize
-    work = Work("memory", 0.0, num_bytes, "", "optimizer", dtype_bytes=1)
-    return tuple(state), (work,)
+    return (Work("memory", 0.0, num_bytes, "", "optimizer", dtype_bytes=1),), tuple(state)
 
 
 def _temporary(events: Sequence[Event]) -> tuple[Event, ...]:

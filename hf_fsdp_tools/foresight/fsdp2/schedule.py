@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_fsdp_tools.foresight.events import EventWriter, Mark, Stream
-from hf_fsdp_tools.foresight.fsdp2.reduce import BEFORE_2_15, Reducer
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard, UnitShards
+from hf_fsdp_tools.foresight.fsdp2.shards import BEFORE_2_15, Reducer, Shard, UnitShards
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 _State = Literal["idle", "forward", "pre_backward", "post_backward"]  # `TrainingState`

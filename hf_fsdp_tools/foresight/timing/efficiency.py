@@ -1,39 +1,35 @@
-"""What training reaches of a GPU's peaks, by generation of GPU and era of software, and how long one kernel, copy or
-collective runs by itself: a roofline."""
+"""What training reaches of a GPU's peaks, and how long one kernel, copy or collective runs by itself: a roofline.
+
+Of collectives the model is NCCL's own, by which it chooses an algorithm and a protocol (`ncclTopoTuneModel` in its
+`src/graph/tuning.cc`, as of 2025): seconds = latency + bytes / bandwidth, and the fastest choice counts. The terms of
+bandwidth are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005): over a ring of n ranks (n - 1) / n of the bytes pass each link once, or twice for an all-reduce.
+NCCL's collectives inside switches (NVLS, SHARP) are left out: they need buffers that FSDP2 does not register.
+"""
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Operation, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.collectives import Axis, Group, collective_seconds, group_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
-
-ERAS = ("2022", "2023", "2024")
-"""Years of software whose rows were published: FSDP without fused attention (PyTorch 1.12), FSDP with the first flash
-attention (PyTorch 2.0), FSDP2 with FlashAttention 2 and `torch.compile` (PyTorch 2.3 and later)."""
-
-LATEST_ERA = ERAS[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the peaks that kernels reach, and the source of these numbers."""
 
-    matmul: float
-    """Of the peak flop/s, by a large matmul."""
+    matmul: float  # Of the peak flop/s, by a large matmul
     matmul_half: float = 0.0
     """The smallest dimension at which a matmul reaches half of that: share x size / (size + this)."""
     attention: float
-    memory: float
-    """Of the peak bandwidth, by kernels that the GPU's memory bounds."""
+    memory: float  # Of the peak bandwidth, by kernels that the GPU's memory bounds
     network: float = 0.8
     straggler: float = 0.0
     """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
     sqrt(2 ln n), the expected maximum of n normal deviates."""
-    compiled_memory: float = 0.35
-    """Share of the traffic of elementwise kernels that is left under `torch.compile`."""
+    compiled_memory: float = 0.35  # Share of the traffic of elementwise kernels that is left under `torch.compile`
     error: float
     """What tokens per second of a tuned loop may be off, as a share. On A100 and H100 nine of ten trainings by
     publishers that were left out of the fit were within 13 %, and about three of four by others within 20 %. Infinite
@@ -64,7 +60,13 @@ _H100 = Efficiency(
     source=f"{_SOURCE}: 51 on H100",
 )
 
-_OTHERS = "benchmarks/results/foresight_published.md"
+_FEW_LANES = "; with few lanes of PCIe give link_gb_s"
+
+
+def _set_from(trainings: str, remark: str = "", **shares: float) -> Efficiency:
+    source = f"set from {trainings} (benchmarks/results/foresight_published.md){remark}"
+    return replace(_A100, source=source, **shares)
+
 
 _SHARES = {
     "a100-40gb": _A100,
@@ -72,65 +74,182 @@ _SHARES = {
     "h100-80gb": _H100,
     "h100-96gb": _H100,
     "h200-141gb": replace(_H100, source=f"{_H100.source}; 4 trainings on H200 ran 8 to 19 % slower"),
-    "b200-180gb": replace(
-        _A100,
-        matmul=0.6,
-        error=0.3,
-        source=f"set from 2 trainings by torchtitan ({_OTHERS}); B200 with a power limit reached half",
+    "b200-180gb": _set_from(
+        "2 trainings by torchtitan", "; B200 with a power limit reached half", matmul=0.6, error=0.3
     ),
-    "mi300x": replace(
-        _A100,
-        matmul=0.3,
-        attention=0.15,
-        memory=0.45,
-        error=0.4,
-        source=f"set from 1 training by torchao, early 2025 ({_OTHERS})",
+    "mi300x": _set_from("1 training by torchao, early 2025", matmul=0.3, attention=0.15, memory=0.45, error=0.4),
+    "rtx-3090": _set_from(
+        "3 trainings by Answer.AI, 2024", _FEW_LANES, matmul=0.93, attention=0.42, memory=0.75, error=0.2
     ),
-    "rtx-3090": replace(
-        _A100,
-        matmul=0.93,
-        attention=0.42,
-        memory=0.75,
-        error=0.2,
-        source=f"set from 3 trainings by Answer.AI, 2024 ({_OTHERS}); with few lanes of PCIe give link_gb_s",
-    ),
-    "rtx-4090": replace(
-        _A100,
-        matmul=0.97,
-        attention=0.5,
-        memory=0.8,
-        error=0.15,
-        source=f"set from 7 trainings by Answer.AI and torchtune, 2024 ({_OTHERS})",
+    "rtx-4090": _set_from(
+        "7 trainings by Answer.AI and torchtune, 2024", matmul=0.97, attention=0.5, memory=0.8, error=0.15
     ),
 }
 """By name of the GPU: those of which published trainings are known. GeForce GPUs run above the clock of their data
 sheets, so that they reach most of the peak that these give for it."""
 
-_NEWER_ATTENTION = 1.648
-"""How much faster attention is in the software of 2024 than in that of 2023; fitted like the others."""
+NEWER_ATTENTION = 1.648
+"""How much faster attention is in the software of 2024 (FSDP2 with FlashAttention 2, PyTorch 2.3 and later) than in
+that of 2023, of which the shares are; fitted like the others."""
 
 
-def efficiency_of(gpu: Gpu, era: str = LATEST_ERA) -> Efficiency:
-    """The efficiencies of a GPU in an era of software.
+def efficiency_of(gpu: Gpu) -> Efficiency:
+    """The efficiencies of a GPU in the software of 2024.
 
     A GPU of which no published training is known gets the shares of one of its family, or else those of the A100. They
-    serve to compare settings; its `error` is infinite. 2022 differs from 2023 in what runs (no fused attention), not in
-    how well.
+    serve to compare settings; its `error` is infinite.
     """
-    if era not in ERAS:
-        raise ConfigError(f"Software era {era!r} is not known; choose one of {', '.join(ERAS)}.")
     shares = _SHARES.get(gpu.name)
     if shares is None:
         near = next((name for name in _SHARES if GPUS[name].family == gpu.family), "a100-80gb")
         source = f"those of {GPUS[near].title}, for want of any published training on {gpu.title}"
         shares = replace(_SHARES[near], error=math.inf, source=source)
-    return replace(shares, attention=shares.attention * _NEWER_ATTENTION) if era == LATEST_ERA else shares
+    return replace(shares, attention=shares.attention * NEWER_ATTENTION)
 
+
+# ---- collectives ----
+
+Axis = Literal["shard", "replicate"]
+"""The two axes of a mesh of FSDP: ranks that share one copy of the model, and ranks that hold the same shards."""
+
+_LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
+"""What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
+on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
+
+_PROTOCOLS = ("LL", "LL128", "Simple")
+"""How NCCL marks data as complete: with each 8 bytes, with each 128 bytes, or by a fence."""
+
+_BASE_MICROSECONDS = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
+"""Start of a collective by protocol (`baseLat`)."""
+
+_STEP_MICROSECONDS = {
+    ("nvlink", "ring"): (0.6, 1.9, 3.4),
+    ("nvlink", "tree"): (0.6, 1.25, 4.0),
+    ("pcie", "ring"): (1.0, 2.5, 5.7),
+    ("pcie", "tree"): (1.0, 1.9, 4.0),
+    ("network", "ring"): (2.7, 4.0, 14.0),
+    ("network", "tree"): (5.0, 8.5, 14.0),
+}
+"""One step over a link by protocol (`hwLat`)."""
+
+_POST_MICROSECONDS = (1.0, 1.0, 3.0)
+"""What a step inside a machine takes at least where a ring leaves it, by protocol (`getNetOverhead`, Intel's CPUs)."""
+
+_RING_SHARE = (0.5, 0.92, 1.0)  # What the protocols leave of a ring's bandwidth
+
+_TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)  # What the protocols leave of a tree's bandwidth
+
+_LL_NETWORK_BANDWIDTH = 20e9  # Bytes per second of LL between machines at most (`llMaxBws`: 19 to 22.5 GB/s)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective, where they are, and what they share."""
+
+    ranks: int
+    ranks_per_node: int
+    link: Literal["nvlink", "pcie"]
+    link_bandwidth: float  # Bytes per second that a ring gets of a GPU's link inside a machine, in one direction
+    network_bandwidth: float  # Bytes per second that this group gets of a machine's network cards, in one direction
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.ranks_per_node)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the narrowest link of a ring."""
+        return self.link_bandwidth if self.nodes == 1 else min(self.link_bandwidth, self.network_bandwidth)
+
+
+def group_of(
+    axis: Axis, setup: TrainingSetup, gpu: Gpu, network_efficiency: float = 1.0, ranks: int | None = None
+) -> Group:
+    """The group of a rank along an axis of the mesh.
+
+    Ranks fill machines one after another. Those that share a copy of the model are neighbours; those that hold the same
+    shards are `setup.dp_shard_size` apart, so that a machine holds ranks of several such groups, which communicate at
+    the same time and share its network.
+    """
+    replicas = setup.num_gpus // setup.dp_shard_size
+    all_ranks, apart = (setup.dp_shard_size, 1) if axis == "shard" else (replicas, setup.dp_shard_size)
+    ranks = all_ranks if ranks is None else ranks
+    in_node = min(setup.gpus_per_node, setup.num_gpus)
+    ranks_per_node = max(1, min(ranks, in_node // apart))
+    sharing = max(1, in_node // ranks_per_node)
+    usual = gpu.link_bandwidth * _LINK_EFFICIENCY[gpu.link]
+    return Group(
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        link=gpu.link,
+        link_bandwidth=usual if setup.link_gb_s is None else setup.link_gb_s * 1e9,
+        network_bandwidth=node_network(setup, gpu) * network_efficiency / sharing,
+    )
+
+
+def node_network(setup: TrainingSetup, gpu: Gpu) -> float:
+    """Bytes per second of all network cards of one machine, in one direction."""
+    gbit_s = setup.network_gbit_s
+    return (gbit_s if gbit_s is not None else gpu.network_gbit_s * setup.gpus_per_node) * 1e9 / 8
+
+
+def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> float:
+    """Seconds until every rank of the group has the result of a collective; 0 in a group of one."""
+    if group.ranks <= 1:
+        return 0.0
+    if operation == "all_reduce":
+        return min(_ring(num_bytes, group, 2), _tree(num_bytes, group))
+    return min(_ring(num_bytes, group, 1), _pat(num_bytes, group))
+
+
+def _ring(num_bytes: float, group: Group, rounds: int) -> float:
+    """The fastest protocol's seconds over a ring: `rounds` times n - 1 steps, each with an n-th of the bytes."""
+    steps, nodes = group.ranks - 1, group.nodes
+    moved = rounds * steps / group.ranks * num_bytes
+    times = []
+    for protocol in range(len(_PROTOCOLS)):
+        inside = _STEP_MICROSECONDS[group.link, "ring"][protocol]
+        if nodes > 1:
+            inside = max(inside, _POST_MICROSECONDS[protocol])
+        # with one rank per machine nothing hides the network's latency, and NCCL takes a tree's
+        between = _STEP_MICROSECONDS["network", "tree" if group.ranks_per_node == 1 else "ring"][protocol]
+        latency = rounds * ((steps - nodes + 1) * inside + (nodes - 1) * between)
+        bandwidth = group.bandwidth * _RING_SHARE[protocol]
+        if protocol == 0 and nodes > 1:
+            bandwidth = min(bandwidth, _LL_NETWORK_BANDWIDTH)
+        times.append((_BASE_MICROSECONDS["ring"][protocol] + latency) * 1e-6 + moved / bandwidth)
+    return min(times)
+
+
+def _tree(num_bytes: float, group: Group) -> float:
+    """The fastest protocol's seconds of an all-reduce up and down a tree of machines, a chain inside each."""
+    times = []
+    for protocol in range(len(_PROTOCOLS)):
+        inside = (group.ranks_per_node - 1) * _STEP_MICROSECONDS[group.link, "tree"][protocol]
+        between = math.log2(group.nodes) * _STEP_MICROSECONDS["network", "tree"][protocol]
+        bandwidth = group.bandwidth * _TREE_SHARE[protocol]
+        if protocol == 0 and group.nodes > 1:
+            bandwidth = min(bandwidth, _LL_NETWORK_BANDWIDTH)
+        start = _BASE_MICROSECONDS["tree"][protocol]
+        times.append((start + 2 * (inside + between)) * 1e-6 + 2 * num_bytes / bandwidth)
+    return min(times)
+
+
+def _pat(num_bytes: float, group: Group) -> float:
+    """Seconds of NCCL's logarithmic algorithm (PAT, since 2.23), which it has for one rank per machine."""
+    if group.ranks_per_node > 1:
+        return math.inf
+    step = _STEP_MICROSECONDS["network", "tree"][2]
+    latency = 8.0 + math.log2(group.nodes) * step / 3.5 + 2.8 * group.ranks
+    # NCCL takes the whole tensor, not (n - 1) / n of it
+    return latency * 1e-6 + num_bytes / (0.75 * group.bandwidth)
+
+
+# ---- one kernel, copy or collective ----
 
 _KERNEL_SECONDS = 2e-6  # A kernel at least, with the gap before it. (assumed)
 
-_HOST_COPY = 0.8
-"""Share of the link to the host that copies of pinned memory reach: 25 of 32 GB/s on PCIe 4. (assumed)"""
+_HOST_COPY = 0.8  # Share of the link to the host that copies of pinned memory reach: 25 of 32 GB/s on PCIe 4. (assumed)
 
 _HOST_MEMORY = 0.7
 """Share of the host's memory bandwidth that an optimizer on its CPUs reaches. (assumed; ZeRO-Offload, arXiv 2101.06840,
@@ -152,7 +271,6 @@ class Durations:
         self._host_memory = gpu.host_memory_bandwidth * _HOST_MEMORY
         self._traffic = efficiency.compiled_memory if setup.compile else 1.0
         self._setup, self._gpu = setup, gpu
-        self._groups: dict[tuple[Axis, int], Group] = {}
 
     def seconds(self, work: Work) -> float:
         """Seconds of a kernel, copy or collective that has the GPU, its memory and the links for itself."""
@@ -182,7 +300,4 @@ class Durations:
     def group(self, work: Work) -> Group:
         """Who takes part in a collective. FSDP2 reduces over replicas on a stream of its own."""
         axis: Axis = "replicate" if work.stream == "all_reduce" else "shard"
-        key = axis, work.ranks
-        if key not in self._groups:
-            self._groups[key] = group_of(axis, self._setup, self._gpu, self._efficiency.network, work.ranks)
-        return self._groups[key]
+        return group_of(axis, self._setup, self._gpu, self._efficiency.network, work.ranks)

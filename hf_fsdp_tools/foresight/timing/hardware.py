@@ -16,34 +16,23 @@ class Gpu:
     """One kind of GPU as `torch.cuda` sees it (a GCD of an MI250X is one). One of your own is a value of
     `TrainingSetup.gpu`: `dataclasses.replace(GPUS["a100-40gb"], name="half", memory_bytes=20 * 2**30)`."""
 
-    name: str
-    """Key in `GPUS`; of another GPU any word."""
+    name: str  # Key in `GPUS`; of another GPU any word
     title: str
     family: str
     """Generation, such as `h100`: says which shares of its peaks it reaches (`efficiency`), and cuBLAS' workspace."""
-    fp32: float
-    """Peak flop/s of fp32 without TF32, which is torch's default for matmuls."""
-    bf16: float
-    """Peak dense flop/s of bf16 with fp32 accumulation; that of fp32 where there is none (V100)."""
-    fp16: float
-    """Peak dense flop/s of fp16 with fp32 accumulation."""
-    fp8: float
-    """Peak dense flop/s of fp8; that of fp16 where there is none."""
+    fp32: float  # Peak flop/s of fp32 without TF32, which is torch's default for matmuls
+    bf16: float  # Peak dense flop/s of bf16 with fp32 accumulation; that of fp32 where there is none (V100)
+    fp16: float  # Peak dense flop/s of fp16 with fp32 accumulation
+    fp8: float  # Peak dense flop/s of fp8; that of fp16 where there is none
     memory_bytes: int
     """What the driver reports as total memory (`torch.cuda.get_device_properties`): below the number in the name, since
     ECC and the driver take their part."""
-    memory_bandwidth: float
-    """Bytes per second of the GPU's memory, as the other bandwidths."""
-    link: Literal["nvlink", "pcie"]
-    """What joins the GPUs of one machine; AMD's Infinity Fabric counts as NVLink."""
-    link_bandwidth: float
-    """That one GPU sends to the others of its machine, in one direction."""
-    network_gbit_s: float
-    """Gbit/s of the usual network per GPU, in one direction."""
-    host_bandwidth: float
-    """Between GPU and host memory in one direction (PCIe, or NVLink-C2C)."""
-    host_memory_bandwidth: float
-    """Of host memory, per GPU of a usual machine: bounds an optimizer on the CPU."""
+    memory_bandwidth: float  # Bytes per second of the GPU's memory, as the other bandwidths
+    link: Literal["nvlink", "pcie"]  # What joins the GPUs of one machine; AMD's Infinity Fabric counts as NVLink
+    link_bandwidth: float  # That one GPU sends to the others of its machine, in one direction
+    network_gbit_s: float  # Gbit/s of the usual network per GPU, in one direction
+    host_bandwidth: float  # Between GPU and host memory in one direction (PCIe, or NVLink-C2C)
+    host_memory_bandwidth: float  # Of host memory, per GPU of a usual machine: bounds an optimizer on the CPU
     source: str
 
     def peak(self, dtype_bytes: int, precision: str = "bf16") -> float:

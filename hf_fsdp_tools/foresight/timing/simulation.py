@@ -9,7 +9,7 @@ multiple NCCL communicators concurrently"); collectives that share a link take t
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Record, Wait, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -72,8 +72,7 @@ class Timing:
     """What the compute stream does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory
     bounds), or it has nothing to do: `communication` (while a collective runs: exposed), `offload` (while bytes move
     between GPU and host, or the optimizer runs on the CPU), `allocator` (the stalls), `host` (launches are late)."""
-    communication: float
-    """Seconds of all collectives, hidden or exposed."""
+    communication: float  # Seconds of all collectives, hidden or exposed
 
     def continued(self, two: "Timing", steps: int) -> "Timing":
         """The timing of so many micro-steps, of which this is one and `two` are two: all others are like the second."""
@@ -128,7 +127,6 @@ def _program(
     """What the host does, one after the other, with kernels in a row on the compute stream put together."""
     kernels: _Task | None = None
     tickets: dict[str, int] = {}
-    known: dict[tuple[object, ...], float] = {}
     from_python, from_autograd = _HOST_SECONDS * host_factor, _AUTOGRAD_SECONDS * host_factor
     for index, event in enumerate(events):
         if kernels is not None and index in stalls:
@@ -138,11 +136,7 @@ def _program(
             yield _Stall(stalls[index])
         if isinstance(event, Work):
             operation = event.operation
-            shape = event.flops, event.num_bytes, event.size, event.dtype_bytes
-            key = operation, event.stream, event.phase, event.ranks, shape
-            seconds = known.get(key, -1.0)
-            if seconds < 0:
-                seconds = known[key] = durations.seconds(event)
+            seconds = durations.seconds(event)
             if event.stream == "compute" and operation not in COLLECTIVES and operation not in COPIES:
                 if kernels is None:
                     kernels = _Task("compute")
@@ -341,22 +335,3 @@ class _Simulation:
         ends = [*starts[1:], self._now]
         for (index, _), start, end in zip(task.works, starts, ends, strict=True):
             self.spans[index] = start, end
-
-
-def chrome_trace(events: Sequence[Event], timing: Timing) -> dict[str, Any]:
-    """A step as a trace for `chrome://tracing` and Perfetto: a row per stream; write it as JSON."""
-    works = [event for event in events if isinstance(event, Work)]
-    return {
-        "traceEvents": [
-            {
-                "name": f"{work.operation} {work.unit or '(root)'}",
-                "cat": work.phase,
-                "ph": "X",
-                "pid": 0,
-                "tid": work.stream,
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-            }
-            for work, (start, end) in zip(works, timing.spans, strict=True)
-        ]
-    }

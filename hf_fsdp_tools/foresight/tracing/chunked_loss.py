@@ -90,9 +90,9 @@ class _LogProbs(torch.autograd.Function):
         )
         tile = hidden.new_empty(min(hidden.shape[0], _TOKENS), _WORDS)
         for part, rows, columns in _pieces(tile, hidden, weight, ctx.recorder):
-            ctx.recorder.repeated += 1
+            ctx.recorder.again = True
             torch.mm(hidden[rows], weight[columns].t(), out=part)
-            ctx.recorder.repeated -= 1
+            ctx.recorder.again = False
             part.neg_()  # logits become their gradients in place
             if of_hidden is not None:
                 _add_product(of_hidden[rows], part, weight[columns])

@@ -13,25 +13,18 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.foresight.build import DTYPES
 from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Work
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
-from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, give_memory, images_of, make_batch
+from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, repeating_stacks, short_copy
-from hf_fsdp_tools.foresight.tracing.splice import Bounds, expand
-from hf_fsdp_tools.foresight.tracing.values import followed_values
+from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -76,8 +69,7 @@ def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: De
             if images is None:
                 raise
             continue  # some choose hidden states of images by the number of the block
-        events = expand(recorder.events, stacks, bounds)
-        if events is not None:
+        if (events := bounds.expand()) is not None:
             return _trace(model, plan, setup, events, stacks)
     recorder, _ = _dry_run(model, plan, setup, device, (), images)
     return _trace(model, plan, setup, recorder.events, ())
@@ -139,8 +131,8 @@ def _dry_run(
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
         with ExitStack() as stack:
-            values = stack.enter_context(followed_values())
-            batch = {name: values.as_fake(value) for name, value in make_batch(twin, setup, images).items()}
+            values = stack.enter_context(known_values())
+            batch = {name: values.as_fake(value) for name, value in batch_of(twin, setup, images).items()}
             recorder.take_inputs(batch.values())
             stack.enter_context(_no_packed_sequences())
             if setup.attn_implementation == "flash_attention_2":
@@ -195,7 +187,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if hasattr(config, "use_cache"):
             config.use_cache = False
     if setup.activation_checkpointing:
-        _checkpoint(model, recorder)
+        checkpoint_activations(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -318,16 +310,3 @@ def _no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
-
-
-def _checkpoint(model: nn.Module, recorder: Recorder) -> None:
-    """Let the blocks of a copy compute again, and the recorder know what does."""
-    checkpoint_activations(model)
-
-    def count(change: int, *_: object) -> None:
-        recorder.repeated += change if recorder.phase == "backward" else 0
-
-    for module in model.modules():
-        module.register_forward_pre_hook(partial(count, 1), prepend=True)
-        # also where what is needed has been computed
-        module.register_forward_hook(partial(count, -1), always_call=True)

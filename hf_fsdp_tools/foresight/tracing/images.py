@@ -1,8 +1,12 @@
 """A batch of the right shapes for any architecture, with images: what the model's image processor makes of a picture,
-and how many tokens stand for it."""
+how many tokens stand for it, and the values that follow from the batch (where images stand, grids, positions, masks).
+
+Code of models for images reads them. Weights and activations have no values; code that reads theirs cannot be followed.
+"""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,8 +14,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
 # Of the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
@@ -23,9 +35,8 @@ from transformers.models.auto.image_processing_auto import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.kernels import imitate_4bit
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, imitate_4bit
 from hf_fsdp_tools.foresight.tracing.repeats import short_copy
-from hf_fsdp_tools.foresight.tracing.values import followed_values
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
 
@@ -52,10 +63,8 @@ class Images:
 
     tensors: Mapping[str, torch.Tensor]
     """Arguments of the model, for all sequences. Pixels are all 1, in one element that is expanded."""
-    count: int
-    """Images of each sequence."""
-    tokens: int
-    """That stand for each image, and are replaced by its features; 0 where text attends to images."""
+    count: int  # Images of each sequence
+    tokens: int  # That stand for each image, and are replaced by its features; 0 where text attends to images
     token_id: int
 
 
@@ -176,7 +185,7 @@ def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
         twin: Any = short_copy(model, ())
         give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
         imitate_4bit(twin)
-        with followed_values() as values:
+        with known_values() as values:
             batch = {name: values.as_fake(value) for name, value in made.items() if name in takes}
             output = twin.get_image_features(**batch)
         features = tree_leaves(getattr(output, "pooler_output", output))
@@ -204,7 +213,7 @@ _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioCl
 """How classes end whose labels are one class for each sequence or image."""
 
 
-def make_batch(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
+def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = None) -> dict[str, Any]:
     """Arguments of the model's forward pass for one micro-step of training: tensors on the CPU, with any values.
 
     Sequences are full and not packed, so that no mask is given.
@@ -256,3 +265,133 @@ def _with_images(model: nn.Module, setup: TrainingSetup, images: Images) -> dict
 
 def _integers(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
+
+
+# ---- values ----
+
+_MOST_BYTES = 2**26  # Of a result that is followed: token ids are, masks of long sequences squared not. (assumed)
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Runs operations whose inputs have values a second time on real tensors, and answers where values are read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._known: Any = WeakTensorKeyDictionary()
+        """Fake tensor -> real one; views of one memory are views of one real memory."""
+        self._lost: dict[int, torch.UntypedStorage] = {}
+        """Real memory into which something unknown was written, by address."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor; None if they are not known."""
+        real = self._known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+        return None if real is None or real.untyped_storage()._cdata in self._lost else real
+
+    def as_fake(self, real: Any) -> Any:
+        """Fake tensors with the values of real ones, nested alike; a fake tensor as it is."""
+        if isinstance(real, FakeTensor):
+            return real
+        fake = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), real)
+        self._keep(fake, real)
+        return fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        follows = not is_random and func.overloadpacket.__name__ not in MAKES_NOTHING
+        is_known = follows and all(self.of(one) is not None for one in inputs)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not is_known:
+                return self._shaped_by_a_mask(func, args, kwargs)
+            return self.as_fake(self._real(func, args, kwargs))
+        if not is_known:
+            self._forget(func, args, kwargs)
+        elif _new_bytes(result, inputs) <= _MOST_BYTES:
+            self._keep(result, self._real(func, args, kwargs))
+        return result
+
+    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return func(*tree_map_only(torch.Tensor, self.of, args), **tree_map_only(torch.Tensor, self.of, kwargs))
+
+    def _keep(self, fake: Any, real: Any) -> None:
+        for one, value in zip(tree_leaves(fake), tree_leaves(real), strict=True):
+            if isinstance(one, FakeTensor):
+                self._known[one] = value
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an operation writes without known values is known no longer."""
+        if not func._schema.is_mutable:
+            return
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for one in tree_leaves(named.get(argument.name)):
+                    if isinstance(one, torch.Tensor) and (real := self.of(one)) is not None:
+                        self._lost[real.untyped_storage()._cdata] = real.untyped_storage()
+
+    def _shaped_by_a_mask(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that chooses elements without values by a mask with values."""
+        name = func.overloadpacket.__name__
+        if name == "masked_select" and (mask := self.of(args[1])) is not None:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's own
+            return args[0].new_empty(_count(mask, shape))
+        if name == "masked_scatter_backward":
+            return args[0].new_empty(args[2])
+        if name == "index":
+            args = (args[0], self._places(args[1]))
+        return func(*args, **kwargs)  # without the values of a mask it fails again, and names the operation
+
+    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Indices with numbers in the place of masks."""
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            mask = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self.of(index)
+            if mask is None:
+                places.append(index)
+            else:
+                places += [torch.empty(_count(mask, mask.shape), dtype=torch.int64) for _ in range(mask.dim())]
+        return places
+
+
+class _Lists(TorchFunctionMode):
+    """`torch.tensor` of tensors without dimensions takes their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            args = (tree_map_only(FakeTensor, lambda one: one.item(), args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def known_values() -> Iterator[Values]:
+    """A block, within a `FakeTensorMode`, in which values that follow from the batch can be read."""
+    kind: Any = FakeTensor
+    plain = kind.tolist
+
+    def tolist(fake: FakeTensor) -> Any:
+        real = values.of(fake)
+        return plain(fake) if real is None else real.tolist()
+
+    kind.tolist = tolist  # torch's own reads one element after the other: seconds for the tokens of a long sequence
+    try:
+        with _Lists(), Values() as values:
+            yield values
+    finally:
+        kind.tolist = plain
+
+
+def _count(mask: torch.Tensor, shape: torch.Size) -> int:
+    """How many elements of a shape a real mask chooses."""
+    with _disable_current_modes():
+        return int(mask.expand(shape).sum())
+
+
+def _new_bytes(result: Any, inputs: Sequence[torch.Tensor]) -> int:
+    """Bytes of results that are new memory."""
+    old = {one.untyped_storage()._cdata for one in inputs}
+    storages = [one.untyped_storage() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in old)

@@ -1,7 +1,7 @@
 """The operations of a GPU that differ from those of a CPU, on fake tensors of the CPU: attention, dropout, norms."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,27 +16,15 @@ from transformers import masking_utils, modeling_utils
 from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
-MAKES_NOTHING = (
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-)  # Operations without a kernel
+# Operations without a kernel
+MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
 class AsOnCuda(TorchFunctionMode):
     """While active, functions choose the kernels that they choose for CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is functional.rms_norm:
-            return _rms_norm(*args, **kwargs)
-        if func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _ON_CUDA.get(func, func)(*args, **(kwargs or {}))
 
 
 def _rms_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -72,6 +60,13 @@ def _attention(
     mask = None if attn_mask is None else _additive(attn_mask, query, key)
     efficient = ops._scaled_dot_product_efficient_attention
     return efficient(query, key, value, mask, keep, dropout_p, is_causal, scale=scale)[0]
+
+
+_ON_CUDA: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    functional.dropout: _dropout,
+}
 
 
 @contextmanager

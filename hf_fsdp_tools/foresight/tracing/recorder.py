@@ -45,9 +45,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.phase: Phase = "forward"
         self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
-        self.repeated = 0  # Above 0 where a backward pass computes for the second time what its forward pass did
+        self.again = False  # Whether a backward pass without modules computes what its forward pass did
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
-        self._sources: dict[tuple[str, str, str], str] = {}
         self._units = units
         self._on_cuda = on_cuda
         self._root = _Pass("", "")
@@ -140,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         operation, flops, model_flops = counted(func, args, kwargs, result)
         read = _tensors((args, kwargs))
         # an autograd function of a model runs without gradients, also where its module is computed again
-        again = self.phase == "backward" and (self.repeated > 0 or bool(self.modules) or torch.is_grad_enabled())
+        again = self.phase == "backward" and (self.again or bool(self.modules) or torch.is_grad_enabled())
         self.events.append(
             Work(
                 operation=operation,
@@ -174,15 +173,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _append(self, num_bytes: int, kind: Kind) -> int:
         self._next += 1
         unit = self._passes[-1].unit
-        self.events.append(Alloc(self._next, num_bytes, kind, unit, source=self._source(unit)))
+        module = (self.modules[-1] if self.modules else unit).removeprefix(unit).removeprefix(".")
+        source = re.sub(r"\b\d+\b", "*", module) + " " + self.last_operation.removesuffix(".default")
+        self.events.append(Alloc(self._next, num_bytes, kind, unit, source=source.lstrip()))
         return self._next
-
-    def _source(self, unit: str) -> str:
-        key = unit, self.modules[-1] if self.modules else unit, self.last_operation
-        if key not in self._sources:
-            inside = re.sub(r"\b\d+\b", "*", key[1].removeprefix(unit).removeprefix("."))
-            self._sources[key] = f"{inside} {self.last_operation.removesuffix('.default')}".lstrip()
-        return self._sources[key]
 
     def _give_back(self, address: int, number: int) -> None:
         block = self._blocks.pop(address, None)

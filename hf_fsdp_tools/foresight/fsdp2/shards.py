@@ -1,18 +1,91 @@
-"""How FSDP2 reduces the whole gradients of a unit to shards: torch 2.13's `foreach_reduce`, and what `FSDPParamGroup`
-keeps for it."""
+"""How FSDP2 splits the parameters of a traced model between ranks, and reduces whole gradients to shards: torch 2.13's
+`foreach_reduce`, and what `FSDPParamGroup` keeps for it."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from hf_fsdp_tools.foresight.build import DTYPES
-from hf_fsdp_tools.foresight.events import EventWriter, Stream
-from hf_fsdp_tools.foresight.fsdp2.shard_sizes import Shard
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.events import EventWriter, Parameter, Stream, TensorSize
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
+from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.sharding.placement import split_dim
 
 BEFORE_2_15 = torch.__version__ < "2.15"
 """Whether FSDP2 gathers and reduces in functions that are so long that their variables keep tensors meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(TensorSize):
+    """One parameter's shard on the first rank, which has the longest one; FSDP2 pads the shards of all ranks to it.
+
+    Its dtype is that of the optimizer's updates; the gathered parameter has `parameter.dtype`.
+    """
+
+    parameter: Parameter
+    dim: int  # The dimension that is split
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        return self.numel * self.parameter.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.parameter.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitShards:
+    """One unit of a plan with its shards."""
+
+    unit: WrapUnit
+    shards: tuple[Shard, ...]  # In the order in which FSDP2 gathers them
+
+    @property
+    def name(self) -> str:
+        """Fqn of the unit's first module; "" for the root."""
+        return self.unit.modules[0]
+
+
+def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: TrainingSetup) -> tuple[UnitShards, ...]:
+    """The units of a plan, the root first and then in the order of their modules, with their shards."""
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    first: dict[str, int] = {}
+    members: dict[WrapUnit, list[tuple[int, int, Parameter]]] = {unit: [] for unit in plan.units}
+    for at, parameter in enumerate(parameters):
+        for name in (parameter.fqn, *parameter.other_names):
+            for module in _modules_above(name):
+                first.setdefault(module, at)
+        if not parameter.is_whole:
+            module = next(module for module in _modules_above(parameter.fqn) if module in unit_of)
+            unit = unit_of[module]
+            members[unit].append((unit.modules.index(module), at, parameter))
+    order = sorted(plan.units, key=lambda unit: min((first.get(m, len(parameters)), len(m)) for m in unit.modules))
+    return tuple(
+        UnitShards(
+            unit=unit,
+            shards=tuple(_shard(parameter, setup) for _, _, parameter in sorted(members[unit], key=lambda m: m[:2])),
+        )
+        for unit in order
+    )
+
+
+def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
+    ranks, shape = setup.dp_shard_size, parameter.shape
+    dtype = parameter.dtype
+    is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
+    if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
+        dtype = DTYPES[setup.master_dtype]
+    dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
+    own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+    return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own)
+
+
+def _modules_above(fqn: str) -> list[str]:
+    """The modules that a parameter is in, the innermost first, the root last."""
+    parts = fqn.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 class Reducer:
