@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -30,6 +30,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
+from hf_fsdp_tools.text import first_line
 
 _SUFFIX = "|context_parallel"
 """Ends the names of attention functions that exchange heads, after the name of the model's own function."""
@@ -42,7 +43,8 @@ IGNORED = -100
 class Rows:
     """The rows that the ranks of a group share, and what is known of those in the forward pass under way."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None where a model on meta is tried, and nothing is communicated."""
     rank: int
     size: int
     is_cut: bool = False
@@ -74,7 +76,7 @@ class Rows:
 
     def compare(self, tokens: torch.Tensor) -> None:
         """Refuse different rows on the ranks of the group; one all-reduce of 32 bytes in the first pass alone."""
-        if self.were_compared:
+        if self.were_compared or self.group is None:
             return
         self.were_compared = True
         values = tokens.detach().double().flatten()
@@ -97,13 +99,14 @@ class Rows:
 
     def _from_all(self, to_ranks: torch.Tensor, dim: int) -> torch.Tensor:
         counts = [1] * self.size
-        received = all_to_all_single_autograd(to_ranks.contiguous(), counts, counts, self.group)
+        to_ranks = to_ranks.contiguous()
+        received = to_ranks if self.group is None else all_to_all_single_autograd(to_ranks, counts, counts, self.group)
         return torch.cat(received.unbind(), dim)
 
 
 def check_rows(model: nn.Module, size: int) -> None:
-    """Refuse a model whose rows so many ranks cannot share. Nothing is communicated."""
-    if problem := _refusal(model, size):
+    """Refuse a model whose rows so many ranks cannot share; one on meta is tried. Nothing is communicated."""
+    if problem := _refusal(model, size) or _tried(model, size):
         raise ConfigError(
             f"{type(model).__name__} cannot be trained with cp_size {size}: {problem}. Leave cp_size out; long rows "
             "then need activation checkpointing, offload or more GPUs."
@@ -116,6 +119,9 @@ def _refusal(model: nn.Module, size: int) -> str:
         return "it is not a decoder of transformers alone"
     if LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss ({model.loss_type}) is not that of the next token"
+    for name, part in model.named_modules():
+        if name and isinstance(part, PreTrainedModel) and part.get_output_embeddings() is not None:
+            return f"its loss is computed of the outputs of {name}, a model with a head of its own"
     blocks = _blocks(model)
     if not blocks:
         return "no stack of blocks was found in its decoder"
@@ -132,6 +138,32 @@ def _refusal(model: nn.Module, size: int) -> str:
     return ""
 
 
+def _tried(model: nn.Module, size: int) -> str:
+    """Why a model on meta that runs with whole rows does not run with parts of them; empty if it does."""
+    length = 4 * size
+    tokens = {
+        "input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta"),
+        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool, device="meta"),  # made: no value is read
+        "use_cache": False,
+    }
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        return ""
+    with torch.no_grad():
+        try:
+            model(**tokens)
+        except Exception:  # values decide what it computes (experts, images), so nothing can be said
+            return ""
+        handles = _add_hooks(model, Rows(None, 0, size))
+        try:
+            model(**tokens)
+        except Exception as error:
+            return f"it does not run on a part of a row ({first_line(error)})"
+        finally:
+            for handle in handles:
+                handle.remove()
+    return ""
+
+
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Let the ranks of a mesh with one axis share the rows of a model; return the handles of the hooks.
 
@@ -141,7 +173,10 @@ def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
 
     The model must be one that `check_rows` takes.
     """
-    rows = Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    return _add_hooks(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+
+
+def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     blocks = list(_blocks(model).values())
     for block in blocks:
         for attention in _attentions(block):
