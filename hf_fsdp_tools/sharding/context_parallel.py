@@ -32,6 +32,9 @@ from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.text import first_line
 
+_WITH_ANY_MASK = ("eager", "sdpa")
+"""Attention functions that take a mask of any values: they can attend from a part of a row to the whole row."""
+
 _SUFFIX = "|context_parallel"
 """Ends the names of attention functions that exchange heads, after the name of the model's own function."""
 
@@ -132,9 +135,9 @@ def _refusal(model: nn.Module, size: int) -> str:
         if not attentions:
             return f"{name} ({type(block).__name__}) does not call an attention function of transformers' registry"
         for attention in attentions:
-            heads = getattr(attention.config, "num_attention_heads", size)
-            if heads % size:
-                return f"{heads} attention heads of {name} cannot be divided among {size} ranks"
+            heads, function = getattr(attention.config, "num_attention_heads", size), _function_of(attention.config)
+            if heads % size and function not in _WITH_ANY_MASK:
+                return f"{heads} attention heads of {name} cannot be divided among {size} ranks, as {function} needs"
     return ""
 
 
@@ -219,13 +222,18 @@ def _attentions(block: nn.Module) -> Iterator[Any]:
 def _use_exchange(attention: Any) -> None:
     """Let an attention module look up the function that exchanges heads around its own function."""
     config = attention.config
-    name = config._attn_implementation
-    if name.endswith(_SUFFIX):
+    name = _function_of(config)
+    if config._attn_implementation != name:
         return
     AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name + _SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
     config._attn_implementation_internal = name + _SUFFIX
+
+
+def _function_of(config: Any) -> str:
+    """The name of the model's own attention function."""
+    return str(config._attn_implementation).removesuffix(_SUFFIX)
 
 
 def _attend(
@@ -248,11 +256,15 @@ def _attend(
     if rows is None or not rows.is_cut:
         return attend(module, query, key, value, attention_mask, *args, **kwargs)
     heads, groups = query.shape[1], key.shape[1]
-    if query.shape[2] != key.shape[2] or heads % rows.size:
+    if query.shape[2] != key.shape[2]:
         raise ConfigError(
-            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens with {heads} heads: with "
-            f"cp_size {rows.size} only attention of a row to itself is possible, and heads that it divides."
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: with cp_size {rows.size} "
+            "only attention of a row to itself is possible."
         )
+    if heads % rows.size:
+        key, value = (rows.whole(tensor, 2) for tensor in (key, value))
+        attention_mask = _mask_of_part(module, query, attention_mask, rows, is_added=inner == "eager")
+        return attend(module, query, key, value, attention_mask, *args, **kwargs)
     if copies := rows.size // math.gcd(groups, rows.size) - 1:  # fewer key heads than ranks: each to several
         key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
     query, key, value = (rows.exchange(tensor, cut=1, join=2) for tensor in (query, key, value))
@@ -263,6 +275,17 @@ def _attend(
     seen = _OfHeads(module, heads, own, num_key_value_groups=query.shape[1] // key.shape[1])
     output, _ = attend(seen, query, key, value, attention_mask, *args, **kwargs)
     return rows.exchange(output, cut=1, join=2), None
+
+
+def _mask_of_part(module: Any, query: torch.Tensor, mask: Any, rows: Rows, *, is_added: bool) -> Any:
+    """The rows of a mask that are of this rank's tokens; the causal one where the model leaves it to the function."""
+    if isinstance(mask, torch.Tensor):
+        return rows.part(mask, -2) if mask.shape[-2] > 1 else mask
+    if not getattr(module, "is_causal", False):
+        return None
+    length = query.shape[2] * rows.size
+    mask = rows.part(torch.ones(length, length, dtype=torch.bool, device=query.device).tril(), 0)[None, None]
+    return torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype) if is_added else mask
 
 
 def _of_heads(value: Any, heads: int, own: slice) -> Any:

@@ -24,15 +24,19 @@ KINDS = {  # with what attention is beside full causal attention
     "cohere2": "layers without rotary angles",
     "gemma2": "soft caps",
     "llama4_text": "chunks",
+    "three heads": "keys and values gathered, as the ranks do not divide the heads",
 }
-OPTIONS = {"qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
+OPTIONS = {
+    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16},
+}
 LENGTH = 21  # which neither 2 nor 4 divides
 
 
 @cache
 def plain(kind: str) -> Any:
     """A model in which every parameter matters, without randomness."""
-    config = tiny_config(kind)
+    config = tiny_config("llama" if kind == "three heads" else kind)
     config.update(OPTIONS.get(kind, {}))
     for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if hasattr(config, name):
@@ -191,10 +195,10 @@ def what_cannot_share_rows_is_refused():
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
-    config = tiny_config("llama")
-    config.update({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16})
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"3 attention heads of layers.0 cannot be divided among 2 ranks"):
+    model = AutoModelForCausalLM.from_config(plain("three heads").config, attn_implementation="flex_attention")
+    with pytest.raises(
+        ConfigError, match=r"3 attention heads of layers.0 cannot be divided .* as flex_attention needs"
+    ):
         shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 
