@@ -32,10 +32,9 @@ def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -
 
 
 def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
-    seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=800))
-    assert seconds == pytest.approx(63 / 64 * BIG / 100e9, rel=0.01)
-    fast = all_gather(BIG, group(num_gpus=64, network_gbit_s=16_000))
-    assert fast == pytest.approx(63 / 64 * BIG / 240e9, rel=0.01)
+    for network_gbit_s, bandwidth in ((800, 100e9), (16_000, 240e9)):
+        seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=network_gbit_s))
+        assert seconds == pytest.approx(63 / 64 * BIG / bandwidth, rel=0.01)
 
 
 def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
@@ -111,14 +110,9 @@ def test_the_rate_follows_from_the_dtype() -> None:
     assert v100.peak(2, "bf16") == v100.peak(4) == 15.7e12, "a V100 has no matrix units for bf16"
 
 
-def test_the_network_is_that_of_all_cards_of_a_machine() -> None:
-    h100 = GPUS["h100-80gb"]
-    assert node_network(TrainingSetup(num_gpus=16), h100) == 8 * 50e9
-    assert node_network(TrainingSetup(num_gpus=16, gpus_per_node=4), h100) == 4 * 50e9
-    assert node_network(TrainingSetup(num_gpus=16, network_gbit_s=100), h100) == 12.5e9
-
-
-def test_links_inside_a_machine_can_be_given() -> None:
+def test_the_network_is_that_of_all_cards_of_a_machine_and_links_inside_can_be_given() -> None:
+    for fields, bandwidth in (({}, 8 * 50e9), ({"gpus_per_node": 4}, 4 * 50e9), ({"network_gbit_s": 100}, 12.5e9)):
+        assert node_network(TrainingSetup(num_gpus=16, **fields), GPUS["h100-80gb"]) == bandwidth  # type: ignore[arg-type]
     usual, slow = (group_of("shard", TrainingSetup(num_gpus=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5))
     assert usual.bandwidth == 12e9 and slow.bandwidth == 2.5e9
     with pytest.raises(ConfigError, match=r"link_gb_s is 0; give GB/s above 0, or leave it out\."):

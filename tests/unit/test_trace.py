@@ -1,6 +1,8 @@
 """The dry run of a model sees what a real step takes, gives back and computes; few blocks stand for many."""
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Free, Gradient, Trace, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing import dry_run
@@ -61,16 +63,24 @@ def allocs(trace: Trace, *, unit: str | None = None) -> list[Alloc]:
     return [each for each in trace.events if isinstance(each, Alloc) and unit in (None, each.unit)]
 
 
-def peak(trace: Trace) -> int:
-    held = highest = 0
-    taken = {each.block: each.num_bytes for each in allocs(trace)}
-    for event in trace.events:
+def changes_of(events: Iterable[Event]) -> list[tuple[int, str]]:
+    """What events take and, below 0, give back, with its kind."""
+    taken: dict[int, Alloc] = {}
+    changes: list[tuple[int, str]] = []
+    for event in events:
         if isinstance(event, Alloc):
-            held += event.num_bytes
+            taken[event.block] = event
+            changes.append((event.num_bytes, event.kind))
         elif isinstance(event, Free):
-            held -= taken[event.block]
-        highest = max(highest, held)
-    return highest
+            freed = taken.pop(event.block)
+            changes.append((-freed.num_bytes, freed.kind))
+    return changes
+
+
+def memory_of(events: Iterable[Event]) -> tuple[int, int]:
+    """The most memory above that before the events, and that after them."""
+    totals = list(accumulate((change for change, _ in changes_of(events)), initial=0))
+    return max(totals), totals[-1]
 
 
 # ---- depth ----
@@ -109,7 +119,7 @@ def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monk
 
 
 def test_dropout_of_adapters_keeps_an_input_and_a_mask_for_each_layer():
-    plain, dropped = (peak(traced("llama", 4, lora_r=4, lora_dropout=each)) for each in (0.0, 0.1))
+    plain, dropped = (memory_of(traced("llama", 4, lora_r=4, lora_dropout=each).events)[0] for each in (0.0, 0.1))
     inputs, alone = 6 * 48 + 68, 3 * 48 + 68  # of adapted layers, and of those that share none with another
     assert 4 * 32 * (3 * inputs - 2 * alone) <= dropped - plain <= 4 * 32 * 3 * inputs
     with pytest.raises(ConfigError, match=r"lora_dropout is 1; give a share"):
@@ -139,12 +149,11 @@ def test_memory_and_products_are_those_of_a_real_step():
         real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     real.zero_grad()
     changes = memory_changes(lambda: real(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    held = highest = 0
-    for change in changes:
-        held += change
-        highest = max(highest, held)
+    highest = max(accumulate(changes))
     inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
-    assert 0 <= highest - (peak(foreseen) - inputs) <= 64, "but for numbers that a CPU's kernels keep as tensors"
+    assert 0 <= highest - (memory_of(foreseen.events)[0] - inputs) <= 64, (
+        "but for numbers that a CPU's kernels keep as tensors"
+    )
     assert foreseen.model_flops == counter.get_total_flops()
 
 
