@@ -155,21 +155,13 @@ def linear(fqn: str, *shape: int, **options: Any) -> Parameter:
 
 def hand_made(*, is_whole: bool = False) -> Trace:
     """A model of two units, "" and "b", of 1,000 and 2,000 elements; its blocks 1 and 2 are the gradients."""
-    marks = {
-        (where, module): Mark(where, module)
-        for where in ("before_forward", "after_forward", "before_backward", "after_backward")
-        for module in ("", "b")
-    }
     events = (
-        marks["before_forward", ""],
-        marks["before_forward", "b"],
-        marks["after_forward", "b"],
-        marks["after_forward", ""],
-        marks["before_backward", ""],
-        marks["before_backward", "b"],
+        *(Mark("before_forward", module) for module in ("", "b")),
+        *(Mark("after_forward", module) for module in ("b", "")),
+        *(Mark("before_backward", module) for module in ("", "b")),
         Alloc(2, 4000, "whole gradients", "b"),
         Gradient("b.weight", 2),
-        marks["after_backward", "b"],
+        Mark("after_backward", "b"),
         Alloc(1, 2000, "whole gradients", ""),
         Gradient("weight", 1),
     )
