@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.distributed.rounds import Rounds, rounds_apart, using
+from hf_fsdp_tools.distributed.rounds import Rounds, rounds_apart, rounds_of_thread
 from hf_fsdp_tools.errors import FSDPToolsError, RanksError
 from hf_fsdp_tools.text import show_bytes
 
@@ -89,23 +89,23 @@ class _Save:
         self.thread.start()
 
     def _run(self, rounds: Rounds | None, finish: Callable[[], SaveReport], known: SaveReport, start_s: float) -> None:
-        with using(rounds):
-            try:
-                with agreed("saving in the background", known.folder):
-                    report = replace(
-                        finish(),
-                        pause_seconds=known.pause_seconds,
-                        copied_bytes=known.copied_bytes,
-                        seconds=round(time.perf_counter() - start_s, 4),
-                    )
-                    if rank_and_size()[0] == 0:
-                        _print(report)  # may fail: a terminal is closed
-                self.report = report
-            except BaseException as error:  # the main thread raises it
-                self._fail(error)
-            finally:
-                if rounds is not None:
-                    rounds.wait_for_readers()  # the process may end now
+        rounds_of_thread.set(rounds)
+        try:
+            with agreed("saving in the background", known.folder):
+                report = replace(
+                    finish(),
+                    pause_seconds=known.pause_seconds,
+                    copied_bytes=known.copied_bytes,
+                    seconds=round(time.perf_counter() - start_s, 4),
+                )
+                if rank_and_size()[0] == 0:
+                    _print(report)  # may fail: a terminal is closed
+            self.report = report
+        except BaseException as error:  # the main thread raises it
+            self._fail(error)
+        finally:
+            if rounds is not None:
+                rounds.wait_for_readers()  # the process may end now
 
     def _fail(self, error: BaseException) -> None:
         """Agree with the other ranks on the step before which all of them raise the error."""

@@ -230,7 +230,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_tools.distributed.cpu_backend import one_gloo_thread
+    from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 
     torch.set_num_threads(1)
     with open(Path(folder, f"{rank}.stack"), "w") as stack:
@@ -244,8 +244,8 @@ def _rank_main(
             fn, args = pickle.loads(call)
             gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through imports: 0.2 s each time
             backend = "gloo" if gpus is None else "cpu:gloo,cuda:nccl"
-            with one_gloo_thread():
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+            add_cpu_backend()
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it
             torch.save(result, Path(folder, f"{rank}.result"))

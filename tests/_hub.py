@@ -191,15 +191,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, sent: dict[str, Any]) -> None:
         name = f"{sent['organization'] or 'me'}/{sent['name']}"
+        place = {"url": f"{self.server.url}/{name}", "name": name, "id": "1"}
         if name in self.server.repositories:
-            return self._send(409, b'{"error": "it is there"}')
+            return self._send(409, json.dumps(place).encode())
         assert self.server.root is not None
         folder = self.server.root / name / "empty"
         folder.mkdir(parents=True)
         (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
         self.server.repositories[name] = {"main": folder}
         self.server.created[name] = sent
-        self._json({"url": f"{self.server.url}/{name}", "name": name, "id": "1"})
+        self._json(place)
 
     def _branch(self, name: str, revision: str, body: bytes) -> None:
         folders = self.server.repositories[name]

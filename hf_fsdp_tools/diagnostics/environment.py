@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity
-from hf_fsdp_tools.distributed.cpu_backend import loopback_address
+from hf_fsdp_tools.distributed.cpu_backend import loopback_advice
 from hf_fsdp_tools.distributed.mesh import ParallelDims, streams_are_serialized
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -204,12 +204,6 @@ def _check_devices(backends: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def _check_network() -> Iterator[Finding]:
-    if address := loopback_address():
-        yield Finding(
-            code="loopback",
-            severity="warning",
-            fact=f"The name of this machine resolves to {address}, and the job runs on several machines (WORLD_SIZE is "
-            "above LOCAL_WORLD_SIZE): gloo would tell the others that address, at which they find themselves.",
-            cure="Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between the machines, as `ip "
-            "address` lists them; or give the host name its real address in /etc/hosts.",
-        )
+    if advice := loopback_advice():
+        fact, _, cure = advice.partition(". ")
+        yield Finding(code="loopback", severity="warning", fact=f"{fact}.", cure=cure)

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
-from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_of_at_least, rounds_of, rounds_of_thread
+from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_for_collectives, rounds_of, rounds_of_thread
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; (0, 1) without a process group."""
-    if (apart := rounds_of_thread()) is not None:  # the group may be over
+    if (apart := rounds_of_thread.get()) is not None:  # the group may be over
         return apart.rank, len(apart.ranks)
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -38,14 +37,11 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int] | None = None) -> list[T]:
-    """Every rank's value, in rank order; only this rank's where there is nobody else to ask (see `rounds_of`).
+    """Every rank's value, in rank order, through the store of the process group; only this rank's where there is nobody
+    else to ask (see `rounds_of`).
 
-    Args:
-        value: is pickled; keep it small.
-        doing: what the ranks do, for messages; the same on every rank, or they stop with one error.
-        ranks: the ranks that call; None means all ranks of the default process group.
-
-    The values travel through the process group's key-value store, so no backend is used.
+    The value is pickled: keep it small. What the ranks are `doing` is the same on every rank, or they stop with one
+    error. Only `ranks` call, by default all of the default process group.
 
     Raises:
         RanksError: a rank does not come, is lost, or is in another call.
@@ -55,9 +51,9 @@ def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int
 
 
 def shared_rng_state() -> torch.Tensor:
-    """The state of rank 0's default generator on the CPU, on every rank; this rank's own under the "fake" backend.
+    """The state of rank 0's default generator on the CPU; this rank's own under the "fake" backend. Nothing is drawn.
 
-    Every rank must call. Nothing is drawn.
+    Every rank must call.
     """
     is_first = rounds_of() is None or rank_and_size()[0] == 0
     shared = all_ranks(torch.get_rng_state() if is_first else None, "sharing the random state")[0]
@@ -114,20 +110,16 @@ def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> Iterator[
     An `agreed` block within it is one of the steps: it has a name for messages, and no round of its own. Arguments
     that the ranks compare (`same_on_all_ranks`) travel with the errors, where this block ends.
     """
-    if _steps.get() is not None:
-        with agreed(doing):
-            yield
-        return
-    with _agreed_at_end(doing, "", ranks, _Steps(ranks)):
+    block = agreed(doing) if _steps.get() is not None else _agreed_at_end(doing, "", ranks, _Steps(ranks))
+    with block:
         yield
 
 
 @dataclass(eq=False)
 class _Steps:
-    """The steps of a block with one round at its end."""
+    """The steps of a block with one round at its end, for some ranks or all."""
 
     ranks: Sequence[int] | None
-    """The ranks that are in it; None for all."""
 
     compared: list[tuple[Any, Callable[[list[Any]], object]]] = field(default_factory=list)
     """This rank's values to exchange at its end, each with the check of all values."""
@@ -185,9 +177,13 @@ def _agreed_at_end(
                 text = f"While {doing}: rank {rounds.rank} failed: {error!r}. All ranks stop."
                 rounds.give_up(scope, RanksError(text))
                 raise
+        problem = None  # the name of the error that the other ranks raise, its text, and the step that failed
+        if failure is not None:
+            is_own = isinstance(failure, FSDPToolsError)
+            said = (type(failure).__name__, str(failure)) if is_own else ("CheckpointError", repr(failure))
+            problem = (*said, (steps and steps.failed) or _sentence(doing, where))
+        compared = steps.compared if steps else []
         try:
-            compared = steps.compared if steps else []
-            problem = _problem(failure, (steps and steps.failed) or _sentence(doing, where))
             answers = rounds.exchange((problem, [value for value, _ in compared]), doing, ends=scope)
         except RanksError as error:
             if failure is not None:
@@ -207,27 +203,29 @@ def _raise_failures(failure: Exception | None, failed: dict[int, tuple[str, str,
     if not failed:
         return
     name, _, step = next(iter(failed.values()))
-    kind = getattr(errors, name)
     texts = list(dict.fromkeys(text for _, text, _ in failed.values()))
-    if len(failed) == size and len(texts) == 1:
-        assert failure is not None
-        if type(failure) is kind:
-            raise failure  # its traceback says where; a second error would say the same once more
-        raise kind(texts[0]) from None
+    if failure is not None and len(failed) == size and len({problem[:2] for problem in failed.values()}) == 1:
+        raise failure  # its traceback says where; a second error would say the same once more
     lines = [f"rank {listed([str(r) for r in failed if failed[r][1] == text], 8)}: {text}" for text in texts]
-    raise kind(f"{step} failed on {len(failed)} of {size} ranks.\n{listed_lines(lines, head='')}") from failure
+    text = f"{step} failed on {len(failed)} of {size} ranks.\n{listed_lines(lines, head='')}"
+    raise getattr(errors, name)(text) from failure
 
 
-def compare_at_end(value: Any, check: Callable[[list[Any]], object], doing: str = "comparing the ranks") -> None:
+def compare_at_end(
+    value: Any,
+    check: Callable[[list[Any]], object],
+    doing: str = "comparing the ranks",
+    *,
+    ranks: Sequence[int] | None = None,
+) -> None:
     """Give `check` every rank's value, in rank order: in `agreed_steps` where that ends, otherwise at once.
 
     The check must do the same on every rank, where it may raise or exchange more. Every rank must call.
     """
-    steps = _steps.get()
-    if steps is not None:
+    if (steps := _steps.get()) is not None:
         steps.compared.append((value, check))
     else:
-        check(all_ranks(value, doing))
+        check(all_ranks(value, doing, ranks=ranks))
 
 
 @contextmanager
@@ -242,14 +240,8 @@ def announced(doing: str) -> Iterator[None]:
 
 
 def wait_for_all_ranks() -> None:
-    """Return once every rank has called this. A rank that has ended is named within seconds.
-
-    No backend is used. How long a rank may do something of its own before it comes: see `patience`.
-    """
-    rounds = rounds_of()
-    if rounds is not None:
-        rounds.exchange(None, "waiting for every rank")
-        rounds.wait_for_readers()  # a script may end here
+    """Return once every rank has called this. A rank that has ended is named within seconds. No backend is used."""
+    all_ranks(None, "waiting for every rank")
 
 
 @contextmanager
@@ -259,58 +251,39 @@ def going_first(is_first: bool) -> Iterator[None]:
     Every rank must enter. The first ranks may make no progress for as long as a collective would wait (`timeout_of`),
     or `patience` says if that is longer; bytes that they read and write are progress.
     """
-    if rounds_of() is None:
-        yield
-        return
-    with patience_of_at_least(timeout_of().total_seconds()), _agreed_at_end("waiting for the ranks that go first"):
+    with patience_for_collectives(), _agreed_at_end("waiting for the ranks that go first"):
         if is_first:
             yield
     if not is_first:
         yield
 
 
-def _problem(failure: Exception | None, step: str) -> tuple[str, str, str] | None:
-    """The name of the error that the other ranks raise, its text, and the step that failed."""
-    if failure is None:
-        return None
-    if isinstance(failure, FSDPToolsError):
-        return type(failure).__name__, str(failure), step
-    return "CheckpointError", repr(failure), step
-
-
 def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> None:
     """Refuse ranks that give one call different arguments, with which they would run unequal collectives.
 
     Arguments are compared by value: policies, configs and other dataclasses by their fields, classes and functions by
-    their names, a plan by its digest, a mesh by its ranks; of other objects, the class.
+    their names, a plan by its digest, a mesh by its ranks; of other objects, the class. Leave out what may differ
+    between ranks: paths, tokens, devices with an index.
 
-    Args:
-        doing: what the ranks do, for messages; the same on every rank: "loading the model".
-        ranks: the ranks that call; None means all ranks of the default process group.
-        arguments: by their names. Leave out what may differ between ranks: paths, tokens, devices with an index.
-
-    Every rank must call. The ranks exchange the arguments, in `agreed_steps` where that ends.
+    Every rank of `ranks` must call, by default all. They exchange the arguments, in `agreed_steps` where that ends.
 
     Raises:
-        ConfigError: some differ; each is named with the values that ranks gave. The same on every rank.
+        ConfigError: some differ; one is named with the values that ranks gave. The same on every rank.
     """
     steps = _steps.get()
     ranks = ranks if steps is None else steps.ranks
-    if rounds_of(ranks) is None:
-        return
-    data = {name: _as_data(value) for name, value in arguments.items()}
 
-    def check(answers: list[dict[str, Any]]) -> None:
-        every = [dict(_leaves(one)) for one in answers]
-        values = {name: [one.get(name, "not given") for one in every] for name in sorted(set().union(*every))}
-        differing = [f"{name} is {by_rank(texts, ranks)}" for name, texts in values.items() if len(set(texts)) > 1]
-        if differing:
-            raise ConfigError(
-                f"While {doing}, the ranks give different arguments: {listed(differing, separator='; ')}. Give the "
-                "same on every rank."
-            )
+    def check(answers: list[dict[str, str]]) -> None:
+        for name in sorted(set().union(*answers)):
+            texts = [answer.get(name, "not given") for answer in answers]
+            if len(set(texts)) > 1:
+                raise ConfigError(
+                    f"While {doing}, the ranks give different arguments: {name} is {by_rank(texts, ranks)}. Give the "
+                    "same on every rank."
+                )
 
-    compare_at_end(data, check) if steps else check(all_ranks(data, doing, ranks=ranks))
+    data = json.loads(json.dumps(arguments, default=_as_data, skipkeys=True))
+    compare_at_end(dict(_leaves(data)), check, doing, ranks=ranks)
 
 
 def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
@@ -322,33 +295,27 @@ def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
 
 
 def _as_data(value: Any) -> Any:
-    """A value as data for JSON that is equal where the value means the same, without addresses in memory."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    """A value that JSON does not know as data that is equal where the value means the same, without addresses."""
     if isinstance(value, (torch.dtype, PurePath, Enum)):
         return str(value)
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_as_data(one), sort_keys=True) for one in value)
-    if isinstance(value, (list, tuple)):
-        return [_as_data(one) for one in value]
+        return sorted(json.dumps(one, default=_as_data, sort_keys=True) for one in value)
     if isinstance(value, Mapping):
-        return {str(name): _as_data(one) for name, one in value.items()}
+        return {str(name): one for name, one in value.items()}
     if isinstance(value, partial):
-        return [_as_data(value.func), _as_data(value.args), _as_data(value.keywords)]
+        return [value.func, value.args, value.keywords]
     if isinstance(value, DeviceMesh):
         return [value.device_type, list(value.mesh_dim_names or ()), value.mesh.tolist()]
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = {"kind": f"{type(value).__module__}.{type(value).__qualname__}"}
     if isinstance(digest := getattr(value, "digest", None), str):
-        return {"kind": kind, "digest": digest[:16]}
+        return kind | {"digest": digest[:16]}
     if is_dataclass(value):
-        return {"kind": kind} | {field.name: _as_data(getattr(value, field.name, None)) for field in fields(value)}
-    if callable(getattr(value, "to_dict", None)):
-        return {"kind": kind, **_as_data(value.to_dict())}
-    return kind
+        return kind | {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return kind | value.to_dict() if callable(getattr(value, "to_dict", None)) else kind
 
 
 def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Parallel degrees as a value, the device mesh that they make, and the process group."""
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, choose_interface, default_timeout, one_gloo_thread
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, loopback_advice
 from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
-from hf_fsdp_tools.errors import MeshError
+from hf_fsdp_tools.errors import MeshError, frames_of_package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,10 @@ class ParallelDims:
         sizes = {"dp_replicate": dims.dp_replicate_size, "dp_shard": dims.dp_shard_size}
         if dims.dp_replicate_size == 1:
             del sizes["dp_replicate"]
-        with one_gloo_thread():
-            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for group in mesh.get_all_groups() if device_type == "cpu" else ():
+            add_cpu_backend(group)
+        return mesh
 
 
 def mesh_of(accelerator: Any) -> DeviceMesh:
@@ -149,13 +152,13 @@ def ensure_process_group(
         device = _set_device(device_type)
         backend = backend or backends(device_type, dist.get_default_backend_for_device(device))
         timeout = timeout or default_timeout(device_type)
-        with one_gloo_thread():
-            if is_launched:
-                choose_interface()
-                dist.init_process_group(backend, init_method=init_method, timeout=timeout)
-            else:
-                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
-                dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        if is_launched:
+            if advice := loopback_advice():
+                warnings.warn(advice, stacklevel=frames_of_package())
+            dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     known = _devices.setdefault(dist.group.WORLD, {})
     if device_type in known or dist.get_backend() == "fake":
         return

@@ -11,16 +11,15 @@ The first ranks to arrive look at those that are missing (`liveness`): they warn
 in the end give up for all ranks alike.
 """
 
-import hashlib
 import json
 import os
 import pickle
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -28,14 +27,8 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_fsdp_tools.distributed.cpu_backend import timeout_of
-from hf_fsdp_tools.distributed.liveness import (
-    SILENT_S,
-    Lookout,
-    StoreClient,
-    different_calls,
-    processes_in_sight,
-)
+from hf_fsdp_tools.distributed.cpu_backend import store_of_its_own, timeout_of
+from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient, different_calls, processes_in_sight
 from hf_fsdp_tools.errors import ConfigError, RanksError
 
 GIVE_UP_S = 600.0
@@ -52,7 +45,7 @@ _POLL_S = (0.0002, 0.05)
 _POLLS_PER_S = 2000
 """How many looks of all ranks together the store is asked for in a second: a tenth of what one answers."""
 
-_READ_S = 30.0
+_READ_S = 10.0
 """How long rank 0 waits for ranks that have to read an outcome: a busy machine may let a process wait. (assumed)"""
 
 _patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
@@ -99,9 +92,9 @@ def patience(seconds: float) -> Iterator[None]:
         _patience_s.reset(token)
 
 
-def patience_of_at_least(seconds: float) -> AbstractContextManager[None]:
-    """As `patience`, unless more patience was asked for already."""
-    return patience(max(seconds, _patience_s.get() or GIVE_UP_S))
+def patience_for_collectives() -> AbstractContextManager[None]:
+    """`patience` as of a collective of the process group, unless more was asked for already."""
+    return patience(max(timeout_of().total_seconds(), _patience_s.get() or GIVE_UP_S))
 
 
 def _limits_s() -> tuple[float, float]:
@@ -118,8 +111,7 @@ class Scope:
     path: str
     """Names the scope in the store; the paths of rounds within it begin so."""
 
-    doing: str
-    """What the block does, for messages."""
+    doing: str = ""
 
     count: int = 0
     """Rounds and scopes so far within it."""
@@ -135,27 +127,27 @@ class Rounds:
 
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "") -> None:
         self.rank, self.ranks = rank, ranks
-        silent_s = GIVE_UP_S if name else SILENT_S
-        name += hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
         with _store_errors():
-            # A group that is started again over the same store must not find the keys of its former life.
-            life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // len(ranks)
-            self._prefix = f"hf_fsdp_tools/{name}/{life}"
-            store.set(f"{self._prefix}/who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
-        self._scopes = [Scope(self._prefix, "")]  # the first one holds all others, and nobody fails in it
-        self._left: list[str] = []  # the last round to which all ranks have come, and those that were given up since
-        self._store = StoreClient(store, f"{self._prefix}/beat/{rank}", silent_s)
+            own = store_of_its_own(store, f"rounds{name}/{zlib.crc32(repr(ranks).encode())}", len(ranks))
+            own.set(f"who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
+        self._scopes = [Scope("round")]  # holds all others, and nobody fails in it
+        self._former = ""  # the last round, if all ranks have come to it
+        self._store = StoreClient(own, rank)
 
     def leave(self) -> None:
-        """Tell those that wait for this rank that its group or its script is over, and part from the store."""
-        store = self._store.store
-        usual = store.timeout
-        store.set_timeout(timedelta(seconds=5))  # a file store whose folder is gone would try for five minutes
+        """Tell those that wait for this rank that its group or its script is over."""
         with suppress(RuntimeError):  # the store is gone: nobody waits
-            self._store.set(f"{self._prefix}/ended/{self.rank}", b"")
-            self.wait_for_readers()
-        store.set_timeout(usual)
-        self._store.stop()
+            self._store.set(f"ended/{self.rank}", b"")
+        self.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
+        """On rank 0, which may end the store with itself, return once all have read what they last came for."""
+        end_s, values = time.monotonic() + _READ_S, [f"{self._former}/{rank}" for rank in self.ranks]
+        with suppress(RuntimeError):  # the store is gone
+            while self.rank == 0 and self._former and any(self._store.check([value]) for value in values):
+                if time.monotonic() > end_s:
+                    return
+                time.sleep(_POLL_S[1] / 10)
 
     @contextmanager
     def scope(self, doing: str) -> Iterator[Scope]:
@@ -175,7 +167,6 @@ class Rounds:
 
     def give_up(self, scope: Scope, error: RanksError) -> RanksError:
         """Tell those that come to the scope's end later why nobody waits there; the error of the first rank to tell."""
-        self._left.append(f"{scope.path}/end")
         with suppress(RuntimeError):  # the store is gone, as they will see
             reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))
             return error if reason == str(error) else RanksError(reason)
@@ -185,49 +176,28 @@ class Rounds:
         """Every rank's value, in the order of the ranks. All must call; values are pickled."""
         path = f"{ends.path}/end" if ends is not None else self._scopes[-1].next_path()
         around = [scope for scope in self._scopes[1:] if scope is not ends]
+        former, self._former = self._former, ""
         with _store_errors(), self._store.telling(doing, path):
             self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
                 values = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
                 outcome = self._store.compare_set(f"{path}/outcome", "", _outcome(values))
-                for former in self._left:  # all ranks have read them, or they would not have come here
-                    for key in ("count", "outcome"):
-                        self._store.delete_key(f"{former}/{key}")
+                for key in ("count", "outcome") if former else ():  # all have read it, or would not have come here
+                    self._store.delete_key(f"{former}/{key}")
             else:
                 self._wait(path, place, doing, around)
                 outcome = self._store.get(f"{path}/outcome")
             problem, values = pickle.loads(outcome)
-            with suppress(dist.DistError):  # rank 0 sees that all have read, and may end the store with itself
-                if problem:  # the value stays: whoever comes last waits for the values of all
-                    self._store.set(f"{path}/{self.rank}/left", b"")
-                else:
-                    self._store.delete_key(f"{path}/{self.rank}")
-        if problem:
-            self._left.append(path)
-            raise RanksError(problem)
-        self._left = [path]
+            if problem:  # the value stays: whoever comes last waits for the values of all
+                raise RanksError(problem)
+            with suppress(dist.DistError):  # rank 0 has ended, and with it the store
+                self._store.delete_key(f"{path}/{self.rank}")
+        self._former = path
         answers = [pickle.loads(value) for value in values]
         if len({text for text, _ in answers}) > 1:
             raise RanksError(different_calls(zip(self.ranks, (text for text, _ in answers), strict=True)))
         return [value for _, value in answers]
-
-    def wait_for_readers(self) -> None:
-        """On rank 0, return once every rank that came to the last rounds has read what became of them, or has ended."""
-        if self.rank != 0:  # rank 0 keeps the store, unless a launcher does, and must not end with it too early
-            return
-        lookout = Lookout(self._store, self._prefix, "", self.ranks, self.rank)
-        end_s = time.monotonic() + _READ_S
-
-        def is_unread(path: str, rank: int) -> bool:
-            is_there = self._store.check([f"{path}/{rank}"]) and not self._store.check([f"{path}/{rank}/left"])
-            return is_there and not lookout.has_ended(rank)
-
-        with suppress(RuntimeError):  # the store is gone: nobody can read
-            while any(is_unread(path, rank) for path in self._left for rank in self.ranks[1:]):
-                if time.monotonic() > end_s:
-                    break
-                time.sleep(_POLL_S[1] / 10)
 
     def _failed(self, scopes: list[Scope]) -> Scope | None:
         """The first of some scopes in which a rank has failed."""
@@ -236,7 +206,7 @@ class Rounds:
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined or given up."""
         pause_s, looked_s, look_s = _POLL_S[0], time.monotonic(), _LOOK_S * max(1.0, place**2 / 4)
-        lookout = Lookout(self._store, self._prefix, path, self.ranks, self.rank)
+        lookout = Lookout(self._store, path, self.ranks, self.rank)
         while not self._store.check([f"{path}/outcome"]):
             failed = self._failed(around)
             if failed and not self._store.check([f"{path}/outcome"]):  # or the other rank failed after this round
@@ -271,17 +241,18 @@ def _store_errors() -> Iterator[None]:
 
 # ---- the rounds of a thread ----
 
-_of_thread: ContextVar[Rounds | None] = ContextVar("_of_thread", default=None)
+rounds_of_thread: ContextVar[Rounds | None] = ContextVar("rounds_of_thread", default=None)
+"""What a thread beside the main one has set, so that `agreed` and all that builds on it use these rounds there."""
 
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...] | str, Rounds]] = WeakKeyDictionary()
 
 
 def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
-    """The rounds of all ranks of the default process group, or of some; in a thread with `rounds_apart`, those.
+    """The rounds of all ranks of the default process group, or of some; those of the thread where it has its own.
 
     None where there is nobody to talk to: without a group, in a group of one, under the "fake" backend.
     """
-    if (apart := _of_thread.get()) is not None:
+    if (apart := rounds_of_thread.get()) is not None:
         assert ranks is None or tuple(ranks) == apart.ranks, "rounds of a thread are rounds of all ranks"
         return apart
     if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
@@ -297,30 +268,14 @@ def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
     return of_group[members]
 
 
-def rounds_of_thread() -> Rounds | None:
-    """The rounds that this thread is `using`; None in the main thread."""
-    return _of_thread.get()
-
-
 def rounds_apart() -> Rounds | None:
     """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above.
 
     All ranks must use them for the same things in the same order.
     """
-    if rounds_of() is None:
+    if (rounds := rounds_of()) is None:
         return None
-    of_group, ranks = _made[dist.group.WORLD], tuple(range(dist.get_world_size()))
+    of_group = _made[dist.group.WORLD]
     if "apart" not in of_group:
-        of_group["apart"] = Rounds(_get_default_store(), dist.get_rank(), ranks, name="apart")
-        finalize(dist.group.WORLD, of_group["apart"]._store.stop)
+        of_group["apart"] = Rounds(_get_default_store(), rounds.rank, rounds.ranks, name=" apart")
     return of_group["apart"]
-
-
-@contextmanager
-def using(rounds: Rounds | None) -> Iterator[None]:
-    """In this block of this thread, `agreed` and all that builds on it use these rounds; None changes nothing."""
-    token = _of_thread.set(rounds)
-    try:
-        yield
-    finally:
-        _of_thread.reset(token)

@@ -14,16 +14,13 @@ from transformers.utils.hub import hf_api
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.hub import CARD, HubTarget, upload, upload_errors
+from hf_fsdp_tools.hub import CARD, upload, upload_errors
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import is_outdated
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
-
-_OF_A_STATE = (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST)
-"""Files of a checkpoint that are no part of the model."""
 
 _LAST = "last-checkpoint/"
 """Where `hub_strategy="checkpoint"` puts the checkpoint to resume from; source: transformers 5.23, trainer.py."""
@@ -35,12 +32,10 @@ else:
 
 
 class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
-    """Uploads by a `Trainer` whose ranks save together: `push_to_hub`, `hub_strategy`, `trainer.push_to_hub()`.
+    """Uploads by a `Trainer` whose ranks save together: each is one commit of complete files, made by rank 0.
 
-    Each upload is one commit of complete files, made by rank 0, which also takes weights of earlier saves out of the
-    repository. What is uploaded while training goes on comes from the checkpoint itself; where that fails, training
-    goes on with a warning. Elsewhere an error of the hub is the same `CheckpointError` on every rank, and what was
-    saved stays.
+    What is uploaded while training goes on comes from the checkpoint itself; where that fails, training goes on with a
+    warning. Elsewhere an error of the hub is the same `CheckpointError` on every rank, and what was saved stays.
     """
 
     hub_model_id: str | None
@@ -50,10 +45,8 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-        with agreed("making the repository on the hub"):
-            target = HubTarget(repo_id=name)
-            with upload_errors(target, ""):
-                super().init_hf_repo(*args, **kwargs)
+        with agreed("making the repository on the hub"), upload_errors(name, ""):
+            super().init_hf_repo(*args, **kwargs)
         self.hub_model_id = all_ranks(self.hub_model_id, "making the repository on the hub")[0]
 
     def push_to_hub(
@@ -65,24 +58,21 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         private: bool | None = None,
         **card: Any,
     ) -> Any:
-        """Save the model to `output_dir` and upload that folder, with the Trainer's model card. Every rank must
-        call.
-        """
+        """Save the model to `output_dir` and upload that folder, with the Trainer's card. Every rank must call."""
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
-        folder = Path(self.args.output_dir)
-        page: str | Future[str] | None = None
+        folder, page = Path(self.args.output_dir), None
         with agreed("uploading to the hub", folder):
             if self.is_world_process_zero():
                 self.callback_handler.on_push_begin(self.args, self.state, self.control)
-                if own_tags := getattr(self.model, "model_tags", None):
-                    tags = card.get("tags") or []
-                    card["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own_tags]))
+                tags = card.get("tags") or []
+                own_tags = getattr(self.model, "model_tags", None) or []
+                card["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *own_tags])) or None
                 self.create_model_card(**{"model_name": str(self.hub_model_id).split("/")[-1], **card})
                 self._finish_current_push()
-                target = _target(self, commit_message or "End of training", token, revision)
-                send = partial(_upload, target, folder, _files_of(folder, _KEPT_HERE))
+                files, message = _files_of(folder, _KEPT_HERE), commit_message or "End of training"
+                send = _uploading(self, folder, files, message, token=token, revision=revision)
                 page = send() if blocking else hf_api().run_as_future(send)
         return page
 
@@ -111,8 +101,7 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
 def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
     """A function that begins to upload a complete checkpoint in the background, as `hub_strategy` says.
 
-    It gives the checkpoints whose uploads are under way: this one, earlier ones (several with `hub_always_push`), or
-    none. For the main process of each node; only rank 0 uploads.
+    It gives the checkpoints whose uploads are under way. For the main process of each node; only rank 0 uploads.
     """
     args, state = trainer.args, trainer.state
     is_step = args.save_strategy == SaveStrategy.STEPS
@@ -124,14 +113,14 @@ def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
         if (earlier := _under_way(trainer)) and not args.hub_always_push:
             return earlier
         trainer.callback_handler.on_push_begin(args, state, trainer.control)
-        files = _files_of(checkpoint, _OF_A_STATE)
-        if (card := Path(args.output_dir, CARD)).is_file():
-            files = {CARD: card} | files
+        card = Path(args.output_dir, CARD)
+        files = {CARD: card} if card.is_file() else {}
+        files |= _files_of(checkpoint, (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST))
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
             files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-        target = _target(trainer, f"Training in progress, {when}")
-        trainer._uploads[hf_api().run_as_future(_upload, target, checkpoint, files)] = checkpoint
+        send = _uploading(trainer, checkpoint, files, f"Training in progress, {when}")
+        trainer._uploads[hf_api().run_as_future(send)] = checkpoint
         return [*earlier, checkpoint]
 
     return push
@@ -146,25 +135,17 @@ def _under_way(trainer: Any) -> list[Path]:
     return list(trainer._uploads.values())
 
 
-def _upload(target: HubTarget, folder: Path, files: dict[str, Path]) -> str:
-    """Upload files of a folder as one commit; its page. With it go older weights, and an older `last-checkpoint`."""
-    is_adapter = "adapter_config.json" in files
+def _uploading(trainer: Any, folder: Path, files: dict[str, Path], message: str, **target: Any) -> Callable[[], str]:
+    """A function that uploads files of a folder, and removes older weights and an older `last-checkpoint`."""
     replaces_last = any(name.startswith(_LAST) for name in files)
 
     def goes(name: str) -> bool:
-        return (replaces_last and name.startswith(_LAST)) or (not is_adapter and is_outdated(name))
+        return (replaces_last and name.startswith(_LAST)) or is_outdated(name, files)
 
-    with upload_errors(target, str(folder)):
-        return upload(target, files, is_outdated=goes)
-
-
-def _target(trainer: Any, message: str, token: str | None = None, revision: str | None = None) -> HubTarget:
-    args = trainer.args
-    return HubTarget(
-        repo_id=trainer.hub_model_id,
-        token=token if token is not None else args.hub_token,
-        commit_message=message,
-        revision=revision if revision is not None else args.hub_revision,
+    usual = {"token": trainer.args.hub_token, "revision": trainer.args.hub_revision}
+    target = usual | {name: value for name, value in target.items() if value is not None}
+    return partial(
+        upload, folder, files, is_outdated=goes, repo_id=trainer.hub_model_id, commit_message=message, **target
     )
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from hf_fsdp_tools.distributed.cpu_backend import choose_interface, default_timeout, one_gloo_thread, set_timeout
+from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
 from hf_fsdp_tools.distributed.launcher import world_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
@@ -159,14 +159,9 @@ def start_state(
         rank, size = rank_on_node()
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     options = {"timeout": default_timeout("cpu" if cpu else local_device().type), **(group or {})}
-    if not cpu:
-        # with gloo beside NCCL, which Accelerate does on some variables only
-        ensure_process_group(local_device().type, **options)
-    choose_interface()  # Accelerate may start the group
-    with one_gloo_thread():
-        PartialState(cpu=cpu, **options if cpu else {})
     device = torch.device("cpu") if cpu else local_device()
-    ensure_process_group(device.type, **options)
+    ensure_process_group(device.type, **options)  # with gloo beside NCCL, which Accelerate does on some variables only
+    PartialState(cpu=cpu)
     if group and "timeout" in group:
         set_timeout(group["timeout"])  # of a group that runs already, too
     if not cpu:

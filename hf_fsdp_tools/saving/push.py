@@ -1,45 +1,46 @@
 """Upload what a save wrote to a repository on the hub, with a model card where there is none."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
 from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.hub import CARD, HubTarget, local_path, upload, upload_errors
+from hf_fsdp_tools.hub import CARD, local_path, upload
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SaveReport
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.text import did_you_mean
+from hf_fsdp_tools.text import did_you_mean, first_line
 
 
-def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> HubTarget | None:
-    """The repository to upload a save to; None where nothing is to be uploaded."""
-    known = set(HubTarget.__dataclass_fields__)
-    if unknown := sorted(set(arguments) - known):
-        raise ConfigError(
-            f"save_pretrained has no argument {unknown[0]!r}{did_you_mean(unknown[0], known)} Those "
-            f"for an upload are push_to_hub and {', '.join(sorted(known))}."
-        )
-    if push_to_hub:
-        return HubTarget(**{"repo_id": folder.resolve().name, **arguments})
-    if arguments:
+def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where on the hub a save goes, as arguments of `upload`; None where nothing is to be uploaded."""
+    known = ("repo_id", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
+    for name in arguments.keys() - set(known):
+        text = f"Those for an upload are push_to_hub and {', '.join(known)}."
+        raise ConfigError(f"save_pretrained has no argument {name!r}{did_you_mean(name, known)} {text}")
+    if arguments and not push_to_hub:
         raise ConfigError(f"{', '.join(sorted(arguments))} mean nothing without an upload. Add push_to_hub=True.")
-    return None
+    if not push_to_hub:
+        return None
+    target = {"repo_id": folder.resolve().name, **arguments}
+    try:
+        validate_repo_id(target["repo_id"])
+    except HFValidationError as error:
+        name = f"repo_id={target['repo_id']!r} is no name of a repository on the hub"
+        raise ConfigError(f'{name}: {first_line(error)}. Give repo_id as "organization/name" or "name".') from None
+    return target
 
 
-def push_saved(model: nn.Module, report: SaveReport, target: HubTarget | None) -> SaveReport:
-    """The report of a save, with the page of the commit that uploads its files; without a target, as it is.
-
-    Rank 0 uploads. What is uploaded are the files of the save, and a model card that lies beside them, nothing else
-    that the folder may hold. Weights of earlier saves, and an adapter where the model is a full one, leave the
-    repository with the same commit.
-
-    Every rank must call; those that wait do so for as long as the upload moves.
-    """
+def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:
+    """The report of a save, with the page of the commit in which rank 0 uploads its files, and a model card that lies
+    beside them; without a target, as it is. Every rank must call, and waits for as long as the upload moves."""
     if target is None:
         return report
     page = ""
@@ -47,21 +48,18 @@ def push_saved(model: nn.Module, report: SaveReport, target: HubTarget | None) -
         if rank_and_size()[0] == 0:
             folder = Path(report.folder)
             names = [*report.files, *report.others, *([CARD] if (folder / CARD).is_file() else [])]
-            is_adapter = ADAPTER_CONFIG in names
-            with upload_errors(target, report.folder):
-                page = upload(
-                    target,
-                    {name: folder / name for name in names},
-                    card=lambda: str(model_card_of(model)),
-                    is_outdated=(lambda name: False) if is_adapter else is_outdated,
-                )
+            files = {name: folder / name for name in names}
+            outdated = partial(is_outdated, files=names)
+            page = upload(folder, files, is_outdated=outdated, card=partial(model_card_of, model), **target)
         page = all_ranks(page, "uploading to the hub")[0]
     return replace(report, commit_url=page)
 
 
-def is_outdated(name: str) -> bool:
-    """Whether a file of a repository is of those that a full model replaces: weights of another save, an adapter."""
-    return bool(WEIGHTS_OF_A_SAVE.fullmatch(name)) or name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+def is_outdated(name: str, files: Collection[str]) -> bool:
+    """Whether a file of a repository goes where these come: weights of another save, and an adapter, for a full model;
+    nothing for an adapter."""
+    is_of_a_save = WEIGHTS_OF_A_SAVE.fullmatch(name) or name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    return bool(is_of_a_save) and ADAPTER_CONFIG not in files
 
 
 def model_card_of(model: nn.Module) -> ModelCard:

@@ -18,7 +18,6 @@ from huggingface_hub import get_token
 from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import choose_interface
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.pickles import load_yaml
@@ -115,7 +114,6 @@ def parse_arguments(
         >>> script.dataset_name, training.max_steps, training.learning_rate
         ('rows.jsonl', 2, 0.0001)
     """
-    choose_interface()  # TrainingArguments start the process group
     parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
     on_cpu = find_accelerator() is None
     # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant

@@ -93,14 +93,6 @@ def make_root(model: nn.Module) -> None:
     _state_of(model)._lazy_init()
 
 
-def gathers(root: nn.Module) -> bool:
-    """Whether a forward pass of a root would gather something now: not where all was gathered by hand (`unshard`)."""
-    if not isinstance(root, FSDPModule):  # a copy that was taken out of FSDP2
-        return False
-    states = _state_of(root)._state_ctx.all_states  # none before the first pass
-    return not states or any(not group.is_unsharded for state in states for group in _groups_of(state))
-
-
 @contextmanager
 def forward_begun(root: FSDPModule) -> Iterator[None]:
     """Begin the forward pass of a root for a block: what the block runs before it calls the root belongs to that pass.

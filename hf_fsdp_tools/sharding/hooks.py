@@ -5,7 +5,7 @@ which computes losses in fp32: FSDP2 itself would cast what enters the root, wit
 other hooks keep memory, outputs and gradients right where FSDP2 leaves a gap; each says below which one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.liveness import begin_pass, group_of
-from hf_fsdp_tools.distributed.rounds import rounds_of
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
-    gathers,
     make_gathered_memory,
     use_frozen_in_place,
 )
@@ -40,7 +37,7 @@ def add_hooks(
     device_type: str = "cpu",
     kept: Collection[nn.Module] = (),
     experts: Mapping[nn.Module, nn.Module] | None = None,
-    shard_ranks: Sequence[int] = (),
+    is_one_rank: bool = False,
 ) -> None:
     """Give a model with all its units these hooks; those of an earlier call are removed."""
     for handle in note_of(model).hooks:
@@ -53,7 +50,7 @@ def add_hooks(
             hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
         # before FSDP2's own hook, which gathers
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
-        if len(shard_ranks) == 1:
+        if is_one_rank:
             hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
@@ -63,9 +60,6 @@ def add_hooks(
     else:
         hooks += _cast_around_copies(model)
     hooks += reach_experts(experts or {})
-    if len(shard_ranks) > 1 and rounds_of() is not None:
-        begin = partial(begin_pass, group=group_of(shard_ranks), gathers=gathers)
-        hooks.append(model.register_forward_pre_hook(begin, prepend=True))
     # after FSDP2's own hooks
     if _IS_BEFORE_2_13:
         hooks.append(model.register_forward_hook(_complete_units))

@@ -307,7 +307,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         device_type=sharding.mesh.device_type,
         kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
         experts=experts,
-        shard_ranks=dist.get_process_group_ranks(sharding.mesh.get_group(-1)),
+        is_one_rank=sharding.mesh.size(-1) == 1,
     )
     add_to_note(model, sharding=sharding)
     guard_injection()

@@ -57,7 +57,8 @@ def join(folder: Path, sent: signal.Signals) -> None:
     """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
     rounds_of_all = rounds_of()
     assert rounds_of_all is not None
-    count = f"{rounds_of_all._prefix}.{rounds_of_all._scopes[-1].count}/count"
+    scope = rounds_of_all._scopes[-1]
+    count = f"{scope.path}.{scope.count}/count"
     while dist.get_rank() == 1 and not rounds_of_all._store.add(count, 0):
         time.sleep(0.01)
     with patch.object(rounds, "_outcome", once(sent, rounds._outcome)):
@@ -78,7 +79,7 @@ def stop_on(road: str, folder: Path) -> None:
     def seen(process: int) -> str:
         """The state of the other rank, which is lost a second after it was seen stopped, and otherwise not so soon."""
         state = state_of(process)
-        liveness.SILENT_S = 1.0 if state == "T" else 60.0
+        liveness.SILENT_S = 1 if state == "T" else 60
         return state
 
     pids = all_ranks(os.getpid())
@@ -89,7 +90,7 @@ def stop_on(road: str, folder: Path) -> None:
         finally:
             if dist.get_rank() == 0:
                 os.kill(pids[1], signal.SIGCONT)
-    liveness.SILENT_S = 60.0
+    liveness.SILENT_S = 60
     said = rf"While {doing}.*: rank 1 is stopped \(SIGSTOP\) for \d+ s. The others stop."
     assert re.match(said, str(caught.value)), caught.value
     assert len(set(all_ranks(str(caught.value)))) == 1
@@ -152,7 +153,7 @@ def keep_the_store(rank: int, ports: Any, messages: Any) -> None:
     if rank == 0:
         ports.put(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    rounds.SILENT_S = 2
+    liveness.SILENT_S = 2
     with pytest.raises(RanksError) as caught:
         all_ranks("here", "meeting")
         if rank == 0:

@@ -1,7 +1,6 @@
 """What somebody new does on two ranks, as from one process: calls by rank 0 alone, the mixin forgotten. Each is named
 within seconds, on all ranks."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-from hf_fsdp_tools import RanksError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import RanksError, from_pretrained, make_accelerator, patience, save_pretrained
 from hf_fsdp_tools.distributed import liveness
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -50,51 +48,29 @@ def rank_0_alone_saves_the_state_and_evaluates(folder: Path) -> None:
 
 
 def rank_0_alone_generates(folder: Path) -> None:
-    """It waits in a collective for rank 1, which learns why it does, and comes after all."""
+    """It waits in a collective for rank 1, which is told that it may, and comes after all."""
     accelerator = make_accelerator()
     model = from_pretrained(folder)
+    said = "rank 0 is in no call of hf_fsdp_tools; every rank must call, and run each forward pass .*generate"
     if dist.get_rank() == 1:
-        with pytest.raises(RanksError) as caught:
+        with patience(1), pytest.raises(RanksError, match=said):
             accelerator.wait_for_everyone()
-        said = str(caught.value)
-        numbers = re.search(r"rank 0 waits in forward pass (\d+) of LlamaForCausalLM for rank 1, .* run (\d+)\.", said)
-        assert numbers and int(numbers[1]) == int(numbers[2]) + 1, said
-        assert "generate" in said
     model.generate(IDS, max_new_tokens=2, do_sample=False)
     if dist.get_rank() == 0:
-        with pytest.raises(RanksError, match="All ranks stop"):
+        with pytest.raises(RanksError, match=said):
             accelerator.wait_for_everyone()
-
-
-def passes_over_weights_that_were_gathered_by_hand_wait_for_nobody(folder: Path) -> None:
-    model = from_pretrained(folder)
-    model(IDS)
-    model.set_reshard_after_forward(False)
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.unshard()
-    before = dict(liveness._passes)
-    if dist.get_rank() == 0:
-        model(IDS)
-        model(IDS)
-    assert liveness._passes == before
-    for unit in units:
-        unit.reshard()
-    model(IDS)
-    assert liveness._passes != before
 
 
 CASES = (
     rank_0_alone_saves,
     rank_0_alone_gathers_the_state_dict,
     rank_0_alone_saves_the_state_and_evaluates,
-    passes_over_weights_that_were_gathered_by_hand_wait_for_nobody,
     rank_0_alone_generates,
 )
 
 
 def cases(folder: Path) -> None:
-    with patch.multiple(liveness, _QUIET_S=0.4, _BEAT_S=0.1):
+    with patch.object(liveness, "_BEAT_S", 0.1):
         run_cases(CASES, folder)
 
 

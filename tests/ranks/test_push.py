@@ -93,16 +93,11 @@ def an_adapter_then_the_merged_model(main: Path, out: Path) -> None:
     assert torch.allclose(again(tokens).logits, expected, atol=1e-5), "and no adapter is put on it once more"
 
 
-REFUSED = {  # repository and token: what is said
-    "org/new, None": ("401", "log in (`hf auth login`) or pass token=…"),
-    "org/new, read": ("403", "You have read access only", "with a token that may use it"),
-    "org/full, secret": ("Private repository storage limit reached", "403", "with a token that may use it"),
-    "org/down, secret": (
-        "503",
-        "under maintenance",
-        "in trouble. Try again later, logged in (`hf auth login`). Then upload it: `hf upload org/down ",
-    ),
-    "org/silent, secret": ("ReadTimeout", "does not answer. Check the network"),
+REFUSED = {  # repository and token: what huggingface_hub says
+    "org/new, None": "401",
+    "org/new, read": "You have read access only",
+    "org/down, secret": "under maintenance",
+    "org/silent, secret": "ReadTimeout",
 }
 
 
@@ -115,7 +110,7 @@ def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> No
         with impatient("ETAG") if name == "org/silent" else nullcontext():
             message = refused(partial(save_pretrained, model, folder, **hub))
         assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
-        assert all(part in message for part in said), message
+        assert said in message and f"Then upload it: `hf upload {name} {folder}`" in message, message
         assert_opens(str(folder), model)
 
 
@@ -133,16 +128,6 @@ def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out
     ):
         assert said in refused(partial(save_pretrained, model, target, **asked), ConfigError)
     assert not target.exists()
-
-
-def what_passes_is_tried_again(main: Path, out: Path) -> None:
-    model: Any = from_pretrained(main)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)  # the hub has the former values, and would not ask for them
-    with short_sleeps():
-        save_pretrained(model, out / "lost", push_to_hub=True, repo_id="org/lost", **TOKEN, max_shard_size="100KB")
-    assert_opens("org/lost", model)
 
 
 # ---- the Trainer ----
@@ -173,7 +158,7 @@ def a_trainer_uploads_complete_checkpoints_and_its_model(main: Path, out: Path) 
 def a_trainer_says_what_it_could_not_upload(main: Path, out: Path) -> None:
     model = from_pretrained(main)
     said = refused(lambda: trainer_of(model, out / "no", "org/no", hub_token="read"))
-    assert "'org/no' on the hub cannot be written to" in said and "403" in said and "a token that may use it" in said
+    assert "'org/no' on the hub cannot be written to" in said and "403" in said
     trainer = trainer_of(model, out / "kept", "org/down", save_total_limit=None)
     with short_sleeps(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -194,14 +179,9 @@ CASES = (
     an_adapter_then_the_merged_model,
     what_the_hub_refuses_is_said_and_the_save_stays,
     what_cannot_be_asked_for_is_refused_before_anything_is_saved,
-    what_passes_is_tried_again,
 )
 
-MOODS = {
-    "org/full": ("batch HTTP 403 Private repository storage limit reached", 99),
-    "org/down": ("preupload HTTP 503 under maintenance", 99),
-    "org/lost": ("put closes", 1),
-}
+MOODS = {"org/down": ("preupload HTTP 503 under maintenance", 99)}
 
 
 def test_shards_are_uploaded(tmp_path: Path) -> None:
@@ -228,8 +208,7 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert "base_model:" in server.files("org/adapter")["README.md"].decode(), "PEFT's own card, which stays"
     assert not [name for name in server.files("org/adapter") if name.startswith("adapter")]
-    assert server.requests["put", "org/lost", ""] == 3
-    assert not {"org/down", "org/full"} & {commit["name"] for commit in server.commits}
+    assert "org/down" not in {commit["name"] for commit in server.commits}
     trained, local = server.files("org/trained"), out / "trained"
     last = {f"last-checkpoint/{f.name}": f.read_bytes() for f in (local / "checkpoint-4").glob("*.*")}
     assert last.items() <= trained.items() and "last-checkpoint/checkpoint_manifest.json" in last, "it was complete"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.hub import HubTarget, local_path, upload_errors
+from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import make_checkpoint
 
@@ -46,16 +46,3 @@ def test_a_name_may_be_in_the_home_folder_and_not_empty(home: Path) -> None:
             use("")
         with pytest.raises(CheckpointError, match=r"No such folder.*absent"):
             use("~/absent")
-
-
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        ("HTTP status client error (403 Forbidden), domain: x", "with a token that may use it"),
-        ("connection reset", "does not answer"),
-    ],
-)
-def test_an_error_of_hf_xet_has_its_status_in_the_text(text: str, cure: str) -> None:
-    said = rf"'out' is saved and complete.*{cure}.*Then upload it: `hf upload org/model out`\."
-    with pytest.raises(CheckpointError, match=said), upload_errors(HubTarget(repo_id="org/model"), "out"):
-        raise ConnectionError(f"Network error: {text}")

@@ -1,11 +1,9 @@
 """How the process group starts: whom a launcher has started without RANK does not train alone, each process finds its
 device and its network, timeouts are kept."""
 
-import os
-import socket
 from datetime import timedelta
+from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,16 +13,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
-from hf_fsdp_tools.distributed import cpu_backend
-from hf_fsdp_tools.distributed.cpu_backend import (
-    choose_interface,
-    interface_towards,
-    loopback_address,
-)
+from hf_fsdp_tools.distributed.cpu_backend import loopback_advice
 from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
 from hf_fsdp_tools.distributed.mesh import ensure_process_group
 from hf_fsdp_tools.errors import MeshError
-from hf_fsdp_tools.scripting import arguments
 from tests._checkpoints import make_model
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -163,51 +155,18 @@ def two_machines(monkeypatch):
 
 
 def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
-    with pytest.warns(UserWarning, match=r"resolves to 127\.0\.1\.1.* Set GLOO_SOCKET_IFNAME"):
-        choose_interface()
     (finding,) = [one for one in check_environment().findings if one.code == "loopback"]
     assert "resolves to 127.0.1.1" in finding.fact and "GLOO_SOCKET_IFNAME" in finding.cure
+    two_machines.setattr(dist, "init_process_group", Mock(side_effect=KeyboardInterrupt))
+    two_machines.setenv("MASTER_ADDR", "10.0.0.1")
+    two_machines.setenv("MASTER_PORT", "29500")
+    with pytest.warns(UserWarning, match=r"resolves to 127.* Set GLOO_SOCKET"), pytest.raises(KeyboardInterrupt):
+        ensure_process_group("cpu")
     two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert loopback_address() == ""
+    assert loopback_advice() == ""
     two_machines.setenv("GLOO_SOCKET_IFNAME", "")
     two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
-    assert loopback_address() == ""
-
-
-def test_gloo_takes_the_interface_that_leads_to_the_first_machine(two_machines):
-    two_machines.setenv("MASTER_ADDR", "10.0.0.1")
-    two_machines.setattr(cpu_backend, "interface_towards", {"10.0.0.1": "eth1"}.get)
-    with pytest.warns(UserWarning, match=r"resolves to 127\.0\.1\.1, .* gloo uses eth1, which leads to MASTER_ADDR"):
-        choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
-    two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "what is asked for stays"
-
-
-def test_the_interface_towards_a_host():
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family == socket.AF_INET:
-                expected = None if one.address.startswith("127.") else name
-                assert interface_towards(one.address) == expected
-    assert interface_towards("localhost") is None and interface_towards("no-such.invalid") is None
-    assert interface_towards("") is None, "no launcher has said where the first machine is"
-
-
-def test_a_recipe_chooses_the_interface_before_its_arguments_start_the_group(monkeypatch):
-    calls = []
-
-    def start(_):
-        calls.append("group")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(arguments, "choose_interface", lambda: calls.append("interface"))
-    monkeypatch.setattr(TrainingArguments, "__post_init__", start)
-    monkeypatch.setattr("sys.argv", ["mine.py", "--output_dir", "somewhere"])
-    with pytest.raises(KeyboardInterrupt):
-        arguments.parse_arguments(TrainingArguments)
-    assert calls == ["interface", "group"]
+    assert loopback_advice() == ""
 
 
 # ---- time limits, and what the Trainer takes for its own ----

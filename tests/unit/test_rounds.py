@@ -15,7 +15,7 @@ from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.liveness import Lookout
-from hf_fsdp_tools.distributed.rounds import Rounds, patience, using
+from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -103,14 +103,19 @@ def test_a_round_is_joined_or_given_up_and_never_both(
 def test_a_rank_that_has_failed_learns_that_another_is_lost(two: list[Rounds], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits where the block ends, and everybody knows of its failure; a rank that has ended does not come for it."""
     monkeypatch.setattr(liveness, "_state_of", lambda process: "X")
-    with using(two[0]), pytest.raises(RanksError, match="While saving: rank 1 has ended") as caught, agreed("saving"):
-        raise CheckpointError("disk full")
+
+    def fail() -> None:
+        rounds_of_thread.set(two[0])
+        with agreed("saving"):
+            raise CheckpointError("disk full")
+
+    with pytest.raises(RanksError, match="While saving: rank 1 has ended") as caught:
+        copy_context().run(fail)
     assert caught.value.__notes__ == ["Before, this rank failed: CheckpointError('disk full')"], "not lost"
 
 
-def beat_of(*places: list[str], count: int = 1, progress: int = 1, **passes: int) -> str:
-    beat = {"count": count, "progress": progress, "at": places, "for": "", "passes": passes, "of": "Llama"}
-    return json.dumps(beat)
+def beat_of(*places: list[str], count: int = 1, progress: int = 1) -> str:
+    return json.dumps({"count": count, "progress": progress, "at": places, "for": ""})
 
 
 # ---- who is waited for ----
@@ -135,16 +140,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 @pytest.fixture
 def lookout(two: list[Rounds], clock: Clock) -> Lookout:
     """Rank 0 waits in the first round, and looks at rank 1."""
-    two[0]._store.set(f"{two[0]._prefix}.0/0", "here")
-    return Lookout(two[0]._store, two[0]._prefix, f"{two[0]._prefix}.0", (0, 1), 0)
+    two[0]._store.set("round.0/0", "here")
+    return Lookout(two[0]._store, "round.0", (0, 1), 0)
 
 
 def test_a_rank_that_moves_is_waited_for_and_one_that_does_not_is_given_up(
     two: list[Rounds], lookout: Lookout, clock: Clock
 ) -> None:
     for second in range(100):
-        beat = beat_of(["reading", f"{two[0]._prefix}.0"], count=second, progress=min(second, 50))
-        two[1]._store.set(f"{two[0]._prefix}/beat/1", beat)
+        beat = beat_of(["reading", "round.0"], count=second, progress=min(second, 50))
+        two[1]._store.set("beat/1", beat)
         problem = lookout.problem("reading", (20.5, 20.5))
         assert bool(problem) == (second > 70), second
         clock.now += 1
@@ -154,21 +159,20 @@ def test_a_rank_that_moves_is_waited_for_and_one_that_does_not_is_given_up(
 @pytest.mark.parametrize(
     ("place", "moves", "other"),
     [
-        (["opening", "0.0/"], False, "opening"),  # another scope where this rank is in a round
-        (["opening", "0.0.0"], True, "opening"),  # a round that this rank has left, or will not come to
-        (["reading", "0.0/end"], True, "reading"),
-        (["reading", "0.0.0"], False, ""),  # it may have left that round since it told
-        (["reading", "0.0/"], True, ""),  # it works in a scope, and comes
+        (["opening", "round.0/"], False, "opening"),  # another scope where this rank is in a round
+        (["opening", "round.0.0"], True, "opening"),  # a round that this rank has left, or will not come to
+        (["reading", "round.0/end"], True, "reading"),
+        (["reading", "round.0.0"], False, ""),  # it may have left that round since it told
+        (["reading", "round.0/"], True, ""),  # it works in a scope, and comes
     ],
 )
 def test_a_rank_that_never_meets_this_one_is_named(
     two: list[Rounds], lookout: Lookout, place: list[str], moves: bool, other: str
 ) -> None:
-    place[1] = place[1].replace("0", two[0]._prefix, 1)
     expected = f"The ranks are in different calls: rank 0 is reading, rank 1 is {other}." if other else ""
-    with two[0]._store.telling("reading", f"{two[0]._prefix}.0"):
+    with two[0]._store.telling("reading", "round.0"):
         for look in range(4):
-            two[1]._store.set(f"{two[0]._prefix}/beat/1", beat_of(place, count=look * moves))
+            two[1]._store.set("beat/1", beat_of(place, count=look * moves))
             problem = lookout.problem("reading", (600, 600))
     assert problem.startswith(expected) and bool(problem) == bool(expected), problem
 
@@ -190,7 +194,6 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
     two: list[Rounds], lookout: Lookout, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 judges answers for an hour before it comes, and then holds the interpreter's lock."""
-    store, prefix = two[0]._store, two[0]._prefix
     monkeypatch.setattr(liveness, "_state_of", lambda process: "R")
     monkeypatch.setattr(rounds, "timeout_of", lambda: timedelta(hours=2))
 
@@ -202,11 +205,11 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
         return most, ""
 
     assert seconds_until_given_up(3600) == (3600, "")
-    store.set(f"{prefix}/beat/1", beat_of(["saving", f"{prefix}.0"]))
+    two[0]._store.set("beat/1", beat_of(["saving", "round.0"]))
     second, problem = seconds_until_given_up(3600)
     assert second == 605
     assert "rank 1 is saving (605 s without progress)" in problem
-    store.set(f"{prefix}/beat/1", beat_of(count=2))
+    two[0]._store.set("beat/1", beat_of(count=2))
     assert seconds_until_given_up(7300)[0] == 7205
     with patience(20):
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
