@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -101,8 +100,6 @@ def local_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is not None and accelerator.type in (known := _devices.get(group, {})):
-        return known[accelerator.type]
     bound = None if group is None else group.bound_device_id
     if bound is not None and bound.type == accelerator.type:
         return torch.device(bound)
@@ -124,6 +121,16 @@ def gpus_are_hidden() -> bool:
 def streams_are_serialized() -> bool:
     """Whether CUDA was told to use one queue for all streams, so that communication waits for computation."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def pinned_bytes(num_bytes: int, variables: Mapping[str, str] = os.environ) -> int:
+    """What PyTorch takes for pinned memory of so many bytes: the next power of two, or as many above the MiB of
+    `pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF."""
+    settings = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    threshold = re.search(r"pinned_max_round_threshold_mb:\s*(\d+)", settings)
+    if not num_bytes or (threshold and num_bytes > int(threshold[1]) * 2**20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def ensure_process_group(
@@ -154,15 +161,9 @@ def ensure_process_group(
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    known = _devices.setdefault(dist.group.WORLD, {})
-    if device_type in known or dist.get_backend() == "fake":
-        return
-    known[device_type] = _set_device(device_type)
-    add_cpu_backend()
-
-
-_devices: "WeakKeyDictionary[Any, dict[str, torch.device]]" = WeakKeyDictionary()
-"""This process's device of each type, once a process group has been taken up; it does not change afterwards."""
+    if dist.get_backend() != "fake":
+        _set_device(device_type)
+        add_cpu_backend()
 
 
 def _set_device(device_type: str) -> torch.device:
