@@ -13,6 +13,7 @@ of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and los
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,7 +152,7 @@ def _tried(model: nn.Module, size: int) -> str:
     }
     if not all(parameter.is_meta for parameter in model.parameters()):
         return ""
-    with torch.no_grad():
+    with torch.no_grad(), _experts_without_values(model):
         try:
             model(**tokens)
         except Exception:  # values decide what it computes (experts, images), so nothing can be said
@@ -165,6 +166,18 @@ def _tried(model: nn.Module, size: int) -> str:
             for handle in handles:
                 handle.remove()
     return ""
+
+
+@contextmanager
+def _experts_without_values(model: nn.Module) -> Iterator[None]:
+    """Let experts run on meta for a block: by the one implementation of transformers that reads no value."""
+    configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
+    former = {id(config): (config, getattr(config, "_experts_implementation_internal", None)) for config in configs}
+    for config, _ in former.values():
+        config._experts_implementation_internal = "batched_mm"
+    yield
+    for config, name in former.values():
+        config._experts_implementation_internal = name
 
 
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
