@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures.agree import PRECISIONS, examine_sharded
-from benchmarks.architectures.run import examine_on_ranks, examine_plain, judged
+from benchmarks.architectures.cases import examine_on_ranks, examine_plain, judged
 from tests._dist import run_alone, run_cases, run_ranks
 
 SAMPLE = {
