@@ -13,8 +13,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.text import first_lines
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 CARD = "README.md"
 
@@ -106,6 +106,28 @@ def upload_errors(repo_id: str, kept: str) -> Iterator[None]:
             fact = f"{kept!r} is saved and complete, but its upload to {repo_id!r} failed"
             then = f" Then upload it: `hf upload {repo_id} {kept}`."
         raise CheckpointError(f"{fact} ({_in_a_line(error)}). Check name, network and token.{then}") from None
+
+
+def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where on the hub a save goes, as arguments of `upload`; None where nothing is to be uploaded."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
+
+    known = ("repo_id", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
+    for name in sorted(arguments.keys() - set(known)):
+        text = f"Those for an upload are push_to_hub and {', '.join(known)}."
+        raise ConfigError(f"save_pretrained has no argument {name!r}{did_you_mean(name, known)} {text}")
+    if arguments and not push_to_hub:
+        raise ConfigError(f"{', '.join(sorted(arguments))} mean nothing without an upload. Add push_to_hub=True.")
+    if not push_to_hub:
+        return None
+    target = {"repo_id": folder.resolve().name, **arguments}
+    try:
+        validate_repo_id(target["repo_id"])
+    except HFValidationError as error:
+        name = f"repo_id={target['repo_id']!r} is no name of a repository on the hub"
+        raise ConfigError(f'{name}: {first_line(error)}. Give repo_id as "organization/name" or "name".') from None
+    return target
 
 
 def upload(

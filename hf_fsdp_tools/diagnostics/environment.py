@@ -13,8 +13,7 @@ from torch import nn
 from hf_fsdp_tools.accelerator import computes_bfloat16, find_accelerator
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
 from hf_fsdp_tools.diagnostics.findings import Finding, Report, by_severity
-from hf_fsdp_tools.distributed.cpu_backend import loopback_advice
-from hf_fsdp_tools.distributed.mesh import ParallelDims, streams_are_serialized
+from hf_fsdp_tools.distributed.mesh import ParallelDims, loopback_advice, streams_are_serialized
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy

@@ -38,13 +38,10 @@ def rank_and_size() -> tuple[int, int]:
 
 def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int] | None = None) -> list[T]:
     """Every rank's value, in rank order, through the store of the process group; only this rank's where there is nobody
-    else to ask (see `rounds_of`).
+    else to ask (see `rounds_of`). The value is pickled: keep it small.
 
-    The value is pickled: keep it small. What the ranks are `doing` is the same on every rank, or they stop with one
-    error. Only `ranks` call, by default all of the default process group.
-
-    Raises:
-        RanksError: a rank does not come, is lost, or is in another call.
+    All of `ranks` must call, by default every rank: a `RanksError` names one that does not come, is lost, or is `doing`
+    something else.
     """
     rounds = rounds_of(ranks)
     return [value] if rounds is None else rounds.exchange(value, doing)
@@ -67,29 +64,17 @@ def own_seed(seed: int | None) -> int:
     return zlib.crc32(torch.get_rng_state().numpy().tobytes()) if seed is None else seed
 
 
-def shared_seed(seed: int | None) -> int:
-    """`seed`, or rank 0's `own_seed`. All ranks must call."""
-    return own_seed(seed) if seed is not None else all_ranks(own_seed(None), "sharing the random state")[0]
-
-
 @contextmanager
 def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """Run a block on every rank; if it fails on some rank, raise the same error on all ranks.
+    """Run a block on every rank; if it fails on some rank, raise the same error on all ranks, of the first such rank's
+    kind.
 
-    Every rank must enter. Blocks may be nested, and a block may exchange values (`all_ranks`): the ranks that wait
-    there for a rank that fails learn of it at once. A block must not run collectives of a process group, which would
-    not learn of it. A rank whose own error is not of this package (a mistake in it, memory exhausted) raises that
-    error; the other ranks raise a `CheckpointError` that says which rank it was.
+    All of `ranks` must enter, by default every rank. Blocks may be nested, and a block may exchange values
+    (`all_ranks`): the ranks that wait there for a rank that fails learn of it at once. A block must not run collectives
+    of a process group, which would not learn of it. A rank whose own error is not of this package (a mistake in it,
+    memory exhausted) raises that error; the other ranks raise a `CheckpointError` that says which rank it was.
 
-    Args:
-        doing: what the block does, for messages; the same on every rank: "reading the checkpoint".
-        where: a path for messages, which may differ between ranks.
-        ranks: the ranks that enter; None means all ranks of the default process group.
-
-    Raises:
-        FSDPToolsError: the block failed on some rank; of the kind that the first such rank raised, and with the same
-            message on every rank.
-        RanksError: a rank does not come, is lost, or is in another call.
+    What the block is `doing`, for messages, is the same on every rank; the path `where` it does so may differ.
     """
     steps = _steps.get()
     if steps is None:
@@ -105,10 +90,9 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
 
 @contextmanager
 def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """`agreed`, for a block of steps that need nothing of each other on other ranks: one round in all.
+    """`agreed`, for a block of steps that need nothing of each other on other ranks: one round, where it ends.
 
-    An `agreed` block within it is one of the steps: it has a name for messages, and no round of its own. Arguments
-    that the ranks compare (`same_on_all_ranks`) travel with the errors, where this block ends.
+    An `agreed` block within it is one of the steps; what the ranks compare (`compare_at_end`) travels with the errors.
     """
     block = agreed(doing) if _steps.get() is not None else _agreed_at_end(doing, "", ranks, _Steps(ranks))
     with block:
@@ -232,8 +216,8 @@ def compare_at_end(
 def announced(doing: str) -> Iterator[None]:
     """Run a block that may run collectives on every rank; a rank that fails says so and waits for nobody.
 
-    Ranks that wait in a round within the block, or come to one or to its end, stop at once. A rank that waits in a
-    collective stops when the process that failed ends, or by the group's timeout. Every rank must enter.
+    Every rank must enter. Others stop where they are in a round or come to one, or to the block's end; a rank that
+    waits in a collective stops when the process that failed ends, or by the group's timeout.
     """
     with _agreed_at_end(doing, waits=False):
         yield
@@ -248,8 +232,7 @@ def wait_for_all_ranks() -> None:
 def going_first(is_first: bool) -> Iterator[None]:
     """Run a block on some ranks before the others; if it fails on one of the first, the others do not run it.
 
-    Every rank must enter. The first ranks may make no progress for as long as a collective would wait (`timeout_of`),
-    or `patience` says if that is longer; bytes that they read and write are progress.
+    Every rank must enter. The first ranks may make no progress for as long as a collective would wait, or `patience`.
     """
     with patience_for_collectives(), _agreed_at_end("waiting for the ranks that go first"):
         if is_first:
@@ -263,12 +246,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
 
     Arguments are compared by value: policies, configs and other dataclasses by their fields, classes and functions by
     their names, a plan by its digest, a mesh by its ranks; of other objects, the class. Leave out what may differ
-    between ranks: paths, tokens, devices with an index.
-
-    Every rank of `ranks` must call, by default all. They exchange the arguments, in `agreed_steps` where that ends.
-
-    Raises:
-        ConfigError: some differ; one is named with the values that ranks gave. The same on every rank.
+    between ranks: paths, tokens. Every rank of `ranks` must call, by default all; as `compare_at_end`.
     """
     steps = _steps.get()
     ranks = ranks if steps is None else steps.ranks
@@ -333,13 +311,11 @@ def opened(
     open_it: Callable[[dict[str, Any]], T],
     hub_kwargs: Mapping[str, Any],
 ) -> T:
-    """The result of `open_it(hub_kwargs)`, which opens a checkpoint, on every rank.
+    """The result of `open_it(hub_kwargs)`, which opens a checkpoint, on every rank. Every rank must call.
 
     All ranks open a local path at once; a function gives several, of which none may be on the hub. A hub name is opened
     by the first rank of each node, and then by the other ranks with `local_files_only`, so that a job asks the hub once
     per node and waits only once for a hub that fails.
-
-    Every rank must call.
     """
     result: list[T] = []
     with agreed(doing):

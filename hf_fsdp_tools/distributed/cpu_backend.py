@@ -1,7 +1,6 @@
 """Gloo, which communicates between CPUs, on one thread in any process group."""
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
     _world,
 )
-
-from hf_fsdp_tools.distributed.launcher import local_size, world_size
 
 _CPU = torch.device("cpu")
 
@@ -90,21 +87,3 @@ def store_of_its_own(store: Any, name: str, ranks: int) -> PrefixStore:
     """
     life = (store.add(f"hf_fsdp_tools/{name}/lives", 1) - 1) // ranks
     return PrefixStore(f"hf_fsdp_tools/{name}/{life}", store)
-
-
-def loopback_advice() -> str:
-    """What to set where the machine's name, whose address gloo tells other machines, leads to the machine itself, as
-    Debian and its descendants write it into /etc/hosts; "" on one machine and where `GLOO_SOCKET_IFNAME` is set."""
-    if world_size(os.environ) <= local_size(os.environ) or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ""
-    try:
-        places = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        addresses = [str(address[0]) for *_, address in places]
-    except OSError:  # gloo falls back to the loopback where the name does not resolve
-        addresses = ["::1"]
-    if not all(address == "::1" or address.startswith("127.") for address in addresses):
-        return ""
-    return (
-        f"The host name {socket.gethostname()} resolves to {addresses[0]}, at which gloo does not reach the processes "
-        "of other machines. Set GLOO_SOCKET_IFNAME to the interface between the machines (see `ip address`)."
-    )

@@ -1,12 +1,9 @@
-"""How ranks know of each other: each tells the key-value store what it does, and those that wait read it.
+"""How ranks know of each other: in a call of this package each tells the key-value store every two seconds what it does
+and how far it is, its beat, and those that wait read it.
 
-A rank that is in a call of this package sets its beat every two seconds: the scopes and the round in which it is, and
-its progress.
-
-One thread asks the store, over the connection of the process group: with one more connection per rank, the store asks
-the name server for each, and stands still for seconds (`TCPStore` of torch 2.11 to 2.15, 24 ranks and more on one
-machine). Callers wait for the thread, not for the store: a call of torch never returns while the process that keeps the
-store is stopped.
+One thread asks the store, over the connection of the process group: for one more connection per rank, the store asks
+the name server, and stands still for seconds (`TCPStore` of torch 2.11 to 2.15, 24 ranks on one machine). Callers wait
+for the thread, not for the store: a call of torch never returns while the process that keeps the store is stopped.
 """
 
 import json
@@ -84,8 +81,8 @@ class StoreClient:
             self.places.pop()
 
     def _has_thread(self) -> bool:
-        """Whether there is a thread to ask, which is started where there is none: not where the interpreter ends, and
-        not for the thread itself, which asks when garbage is collected there."""
+        """Whether there is a thread to ask, or one can be started: not where the interpreter ends, and not for the
+        thread itself, which asks when garbage is collected there."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="store", daemon=True)
             try:
@@ -149,8 +146,9 @@ class Lookout:
         beats = {rank: self._beat_of(rank) for rank in missing}
         if lost := [text for rank in missing if (text := self._lost(rank))]:
             return f"While {doing}: {listed(lost)}. The others stop."
-        if reason := next((text for rank, beat in beats.items() if (text := self._elsewhere(doing, rank, beat))), ""):
-            return reason
+        for rank, beat in beats.items():
+            if reason := self._elsewhere(doing, rank, beat):
+                return reason
         quiet = {rank: self._since("progress", rank, beat["at"] and beat["progress"]) for rank, beat in beats.items()}
         late = [rank for rank in missing if quiet[rank] > limits_s[not beats[rank]["at"]]]
         longest_s = max(quiet[rank] for rank in late or missing)
@@ -211,10 +209,8 @@ def _state_text(rank: int, beat: dict[str, Any], quiet_s: float) -> str:
 
 
 def processes_in_sight() -> str:
-    """A text that is the same for processes that see each other by their numbers; "" where the system has none.
-
-    Not the name of the host: machines share one, and so do containers on one machine that use its network.
-    """
+    """A text that is the same for processes that see each other by their numbers, unlike the name of the host, which
+    machines and containers share; "" where the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -227,6 +223,6 @@ def _state_of(process: int) -> str:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is read
-        return "X" if Path("/proc/self/stat").exists() else ""
+        return "X"
     except OSError:
         return ""

@@ -1,19 +1,20 @@
-"""Parallel degrees as a value, the device mesh that they make, and the process group."""
+"""Parallel degrees as a value, the device mesh that they make, the process group, and what a launcher says of it."""
 
 import os
+import re
+import socket
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
-from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout, loopback_advice
-from hf_fsdp_tools.distributed.launcher import check_started, device_index, local_rank, local_size
+from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout
 from hf_fsdp_tools.errors import MeshError, frames_of_package
 
 
@@ -93,17 +94,12 @@ def mesh_of(accelerator: Any) -> DeviceMesh:
 
 
 def local_device() -> torch.device:
-    """The device of this process, or the CPU on a machine without an accelerator.
-
-    The device to which the script has bound the process group (`init_process_group(device_id=…)`); otherwise the
-    accelerator of the process's rank on its machine, or the only one that is visible (see `device_index`).
-    """
+    """The device of this process, or the CPU on a machine without an accelerator: the one to which the script has bound
+    the process group (`init_process_group(device_id=…)`), otherwise that of `device_index`."""
     accelerator = find_accelerator()
     if accelerator is None:
         return torch.device("cpu")
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is not None and accelerator.type in (known := _devices.get(group, {})):
-        return known[accelerator.type]
     bound = None if group is None else group.bound_device_id
     if bound is not None and bound.type == accelerator.type:
         return torch.device(bound)
@@ -112,9 +108,9 @@ def local_device() -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def rank_on_node() -> tuple[int, int]:
+def rank_on_node(variables: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """(rank, number of processes) on this machine, as the launcher says; (0, 1) without a launcher."""
-    return local_rank(os.environ) or 0, local_size(os.environ)
+    return local_rank(variables) or 0, _first_number(_LOCAL_SIZES, variables) or 1
 
 
 def gpus_are_hidden() -> bool:
@@ -127,9 +123,14 @@ def streams_are_serialized() -> bool:
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-def backends(device_type: str, own: str) -> str:
-    """The backends of a process group: gloo for tensors on the CPU (offloaded gradients), and the device's own."""
-    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
+def pinned_bytes(num_bytes: int, variables: Mapping[str, str] = os.environ) -> int:
+    """What PyTorch takes for pinned memory of so many bytes: the next power of two, or as many above the MiB of
+    `pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF."""
+    settings = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    threshold = re.search(r"pinned_max_round_threshold_mb:\s*(\d+)", settings)
+    if not num_bytes or (threshold and num_bytes > int(threshold[1]) * 2**20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def ensure_process_group(
@@ -141,16 +142,17 @@ def ensure_process_group(
 ) -> None:
     """Have a default process group that communicates by the device's own backend and, between CPUs, by gloo.
 
-    Starts one unless one runs. A group that runs already (of `TrainingArguments`, of the script) keeps its backends and
-    its time limit, and is given gloo if it has none (`add_cpu_backend`). The process's own device becomes the current
-    one.
+    A group that runs already (of `TrainingArguments`, of the script) keeps its backends and its time limit, and is
+    given gloo (`add_cpu_backend`). The process's own device becomes the current one.
 
     Every rank must call. A process without a launcher becomes a world of 1.
     """
     if not dist.is_initialized():
         is_launched = check_started(os.environ)
         device = _set_device(device_type)
-        backend = backend or backends(device_type, dist.get_default_backend_for_device(device))
+        if backend is None:
+            own = dist.get_default_backend_for_device(device)
+            backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
         timeout = timeout or default_timeout(device_type)
         if is_launched:
             if advice := loopback_advice():
@@ -159,15 +161,9 @@ def ensure_process_group(
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    known = _devices.setdefault(dist.group.WORLD, {})
-    if device_type in known or dist.get_backend() == "fake":
-        return
-    known[device_type] = _set_device(device_type)
-    add_cpu_backend()
-
-
-_devices: "WeakKeyDictionary[Any, dict[str, torch.device]]" = WeakKeyDictionary()
-"""This process's device of each type, once a process group has been taken up; it does not change afterwards."""
+    if dist.get_backend() != "fake":
+        _set_device(device_type)
+        add_cpu_backend()
 
 
 def _set_device(device_type: str) -> torch.device:
@@ -176,3 +172,89 @@ def _set_device(device_type: str) -> torch.device:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def loopback_advice() -> str:
+    """What to set where the machine's name, whose address gloo tells other machines, leads to the machine itself, as
+    Debian and its descendants write it into /etc/hosts; "" on one machine and where `GLOO_SOCKET_IFNAME` is set."""
+    if world_size(os.environ) <= rank_on_node()[1] or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        places = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = [str(address[0]) for *_, address in places]
+    except OSError:  # gloo falls back to the loopback where the name does not resolve
+        addresses = ["::1"]
+    if not all(address == "::1" or address.startswith("127.") for address in addresses):
+        return ""
+    return (
+        f"The host name {socket.gethostname()} resolves to {addresses[0]}, at which gloo does not reach the processes "
+        "of other machines. Set GLOO_SOCKET_IFNAME to the interface between the machines (see `ip address`)."
+    )
+
+
+# ---- what a launcher's variables say ----
+
+# Of torchrun, srun, Open MPI, Intel MPI and MPICH; srun's size is "4(x2)", on each of two machines.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+_STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""Variables that tell a process how many were started with it, and by which launcher. Not SLURM_NTASKS, which the
+shells of salloc and sbatch have too."""
+
+
+def world_size(variables: Mapping[str, str]) -> int:
+    """The number of processes of the job, as `WORLD_SIZE` says; 1 without it."""
+    return int(variables.get("WORLD_SIZE", "1"))
+
+
+def local_rank(variables: Mapping[str, str]) -> int | None:
+    """This process's rank on its machine; None where no variable says it, as where each process is a world of its own:
+    those of srun and mpirun count where `RANK` is set."""
+    return _first_number(_LOCAL_RANKS, variables)
+
+
+def _first_number(names: tuple[str, ...], variables: Mapping[str, str]) -> int | None:
+    values = (variables.get(name, "") for name in (names if "RANK" in variables else names[:1]))
+    return next((int(number[0]) for value in values if (number := re.match(r"\d+", value))), None)
+
+
+def device_index(variables: Mapping[str, str], *, count: int, kind: str, current: int = 0) -> int:
+    """The index of the device that this process is to use: where one is visible (srun --gpus-per-task=1, Ray,
+    Kubernetes) that one; otherwise the rank on the machine, as in Accelerate."""
+    rank = local_rank(variables)
+    if count == 1:
+        return 0
+    if rank is not None and rank >= count:
+        raise MeshError(
+            f"LOCAL_RANK is {rank}, but this machine has {count} {kind} device(s): every process needs its own. Launch "
+            f"at most {count} process(es) on this machine."
+        )
+    if current or (rank is None and world_size(variables) == 1):
+        return current
+    if rank is None:
+        raise MeshError(
+            f"WORLD_SIZE is {world_size(variables)}, {count} {kind} devices are visible, and LOCAL_RANK is not set: "
+            "all processes of this machine would use device 0. Set LOCAL_RANK to the process's number on its machine, "
+            "or start with torchrun or accelerate launch."
+        )
+    return rank
+
+
+def check_started(variables: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of a job; False for a process alone."""
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+        if absent:
+            raise MeshError(f"Not set: {', '.join(absent)}. Start the script with `accelerate launch` or `torchrun`.")
+        return True
+    for name, launcher in _STEPS.items():
+        if (count := variables.get(name, "")).isdigit() and int(count) > 1:
+            raise MeshError(
+                f"{launcher} has started {count} processes ({name}) and RANK is not set, so that each would train "
+                f"alone. Start one process on each node, and let torchrun start the others: {launcher} "
+                f"{'--ntasks-per-node=1' if launcher == 'srun' else '--map-by ppr:1:node'} torchrun "
+                "--nnodes=NODES --nproc-per-node=GPUS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 script.py. "
+                "Or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
+            )
+    return False

@@ -1,14 +1,13 @@
 """One value of every rank, exchanged through the key-value store of the default process group.
 
-The store is the one over which PyTorch starts the group. It has connections of its own, so that a round needs no
-backend that communicates between CPUs, is found by its name and not by its order among collectives, and can be nested.
+The store has connections of its own, so that a round needs no backend that communicates between CPUs, is found by its
+name and not by its order among collectives, and can be nested.
 
     round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined,
             or why the round was given up: the store keeps whichever comes first
     scope   a block that all ranks enter; a rank that fails in a scope tells those that wait in a round within it
 
-The first ranks to arrive look at those that are missing (`liveness`): they warn of a rank that makes no progress, and
-in the end give up for all ranks alike.
+The first ranks to arrive look at those that are missing (`liveness`), and give up for all ranks alike.
 """
 
 import json
@@ -36,8 +35,7 @@ GIVE_UP_S = 600.0
 file server takes to fail over (assumed)."""
 
 _LOOK_S = 1.0
-"""Between two looks of the first two ranks that wait at the others; later ones look less often, in case those two have
-ended."""
+"""Between two looks of the first two ranks that wait at the others; later ones look less often, should those end."""
 
 _POLL_S = (0.0002, 0.05)
 """Between two looks at the store: at first, and at most on up to 100 ranks. More ranks look less often."""
@@ -106,18 +104,14 @@ def _limits_s() -> tuple[float, float]:
 
 @dataclass(eq=False)
 class Scope:
-    """A block that all ranks of some rounds have entered."""
+    """A block that all ranks of some rounds have entered; `count` rounds and scopes have begun within it."""
 
     path: str
-    """Names the scope in the store; the paths of rounds within it begin so."""
-
     doing: str = ""
-
     count: int = 0
-    """Rounds and scopes so far within it."""
 
     def next_path(self) -> str:
-        """The path of the next round or scope within it."""
+        """The path in the store of the next round or scope within it."""
         self.count += 1
         return f"{self.path}.{self.count - 1}"
 
@@ -199,32 +193,30 @@ class Rounds:
             raise RanksError(different_calls(zip(self.ranks, (text for text, _ in answers), strict=True)))
         return [value for _, value in answers]
 
-    def _failed(self, scopes: list[Scope]) -> Scope | None:
-        """The first of some scopes in which a rank has failed."""
-        return next((scope for scope in scopes if self._store.check([f"{scope.path}/failed"])), None)
-
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined or given up."""
+
+        def failed() -> Scope | None:
+            return next((scope for scope in around if self._store.check([f"{scope.path}/failed"])), None)
+
         pause_s, looked_s, look_s = _POLL_S[0], time.monotonic(), _LOOK_S * max(1.0, place**2 / 4)
         lookout = Lookout(self._store, path, self.ranks, self.rank)
         while not self._store.check([f"{path}/outcome"]):
-            failed = self._failed(around)
-            if failed and not self._store.check([f"{path}/outcome"]):  # or the other rank failed after this round
-                raise StoppedElsewhere(failed)
+            if (scope := failed()) and not self._store.check([f"{path}/outcome"]):  # or it failed after this round
+                raise StoppedElsewhere(scope)
             if time.monotonic() - looked_s > look_s:
                 looked_s = time.monotonic()
-                if problem := lookout.problem(doing, _limits_s(), warns=place == 1):
-                    if not self._failed(around):
-                        self._store.compare_set(f"{path}/outcome", "", _outcome([], problem))
-                    continue
+                problem = lookout.problem(doing, _limits_s(), warns=place == 1)
+                if problem and not failed():
+                    self._store.compare_set(f"{path}/outcome", "", _outcome([], problem))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
 
 
 def _outcome(values: list[bytes], problem: str = "") -> bytes:
     """The outcome of a round: why it was given up, or the values. Equal ones, as most rounds have, are pickled once."""
-    distinct = {value: value for value in values}
-    return pickle.dumps((problem, [distinct[value] for value in values]))
+    same = {value: value for value in values}
+    return pickle.dumps((problem, [same[value] for value in values]))
 
 
 @contextmanager
@@ -269,10 +261,7 @@ def rounds_of(ranks: Sequence[int] | None = None) -> Rounds | None:
 
 
 def rounds_apart() -> Rounds | None:
-    """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above.
-
-    All ranks must use them for the same things in the same order.
-    """
+    """Rounds of all ranks for one thread beside the main one, which may go on when the group is over; None as above."""
     if (rounds := rounds_of()) is None:
         return None
     of_group = _made[dist.group.WORLD]

@@ -1,9 +1,7 @@
 """This rank's shard of a tensor: its boxes, its memory, and how one is cut from a whole tensor.
 
-No other file asks a live mesh for what a rank holds.
-
-Nothing here moves a tensor to another device, unless the name of the function says so; `DTensor.from_local` and
-`distribute_tensor` move it to the mesh's.
+No other file asks a live mesh for what a rank holds. Nothing here moves a tensor to another device, unless the name of
+the function says so; `DTensor.from_local` and `distribute_tensor` move it to the mesh's.
 """
 
 import math
@@ -86,9 +84,8 @@ def local_boxes(
         factor = getattr(placement, "split_factor", 1)
         parts = [_torch_chunk(ranges[dim], factor, i) for i in range(factor)]
         ranges[dim] = [r for part in parts for r in _torch_chunk(part, ranks, index)]
-    located = [list(_with_local_starts(dim)) for dim in ranges]
     boxes = []
-    for combination in product(*located):
+    for combination in product(*map(_located, ranges)):
         box = Box(start=tuple(r[0] for r in combination), length=tuple(r[1] for r in combination))
         if box.numel:
             boxes.append((box, tuple(r[2] for r in combination)))
@@ -100,32 +97,26 @@ def _torch_chunk(ranges: list[tuple[int, int]], count: int, index: int) -> list[
     total = sum(length for _, length in ranges)
     size = -(-total // count)
     first, last = min(total, index * size), min(total, (index + 1) * size)
-    kept, position = [], 0
+    kept, position = list[tuple[int, int]](), 0
     for start, length in ranges:
         low, high = max(first, position), min(last, position + length)
         if low < high:
             kept.append((start + low - position, high - low))
         position += length
-    return _with_neighbours_joined(kept)
+    return kept
 
 
-def _with_neighbours_joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges with neighbours joined to one range."""
-    joined: list[tuple[int, int]] = []
+def _located(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Global start, length and local start of each range, neighbours as one; one empty range where there is none."""
+    located, local = list[tuple[int, int, int]](), 0
     for start, length in ranges:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        if located and located[-1][0] + located[-1][1] == start:
+            first, joined, place = located[-1]
+            located[-1] = (first, joined + length, place)
         else:
-            joined.append((start, length))
-    return joined
-
-
-def _with_local_starts(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (global start, length, local start) of each range; one empty range where there is none."""
-    local = 0
-    for start, length in _with_neighbours_joined(ranges) or [(0, 0)]:
-        yield start, length, local
+            located.append((start, length, local))
         local += length
+    return located or [(0, 0, 0)]
 
 
 _SLAB_BYTES = 64 * 2**20
@@ -160,25 +151,14 @@ def local_boxes_of(tensor: torch.Tensor) -> tuple[tuple[Box, tuple[int, ...]], .
         return tensor.local_boxes()
     if not isinstance(tensor, DTensor):
         return local_boxes(tensor.shape, (), (), ())
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # a rank outside the mesh holds nothing
-        return ()
-    return local_boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of the tensor."""
-    if isinstance(tensor, LocalBoxes):
-        return True
-    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()  # None: a rank outside the mesh holds nothing
+    return () if coordinate is None else local_boxes(tensor.shape, tensor.placements, mesh.shape, coordinate)
 
 
 def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """(axis, this rank's coordinate) of each mesh axis that replicates a sharded DTensor.
-
-    Empty for a tensor that every rank holds whole.
-    """
-    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+    """(axis, this rank's coordinate) of each mesh axis that replicates a sharded DTensor; () for a whole tensor."""
+    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return ()
     coordinate = tensor.device_mesh.get_coordinate() or ()
     placed = zip(tensor.placements, coordinate, strict=False)
@@ -188,9 +168,8 @@ def replicated_axes(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
 def replica_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """(index, number) of this rank's replica of its part of a tensor; None where its part is left to other ranks.
 
-    Of a plain tensor, rank 0 has the only replica. A DTensor has as many as the mesh axes that replicate it have ranks.
-    A mesh cut out of a larger mesh (FSDP's, beside tensor parallelism) is repeated along the axes that it lacks; only
-    the repetition with the larger mesh's first rank counts.
+    Of a plain tensor, rank 0 has the only replica. A mesh cut out of a larger mesh (FSDP's, beside tensor parallelism)
+    is repeated along the axes that it lacks; only the repetition with the larger mesh's first rank counts.
     """
     if isinstance(tensor, LocalBoxes):
         return (0, 1) if tensor.is_first_replica else None
@@ -236,10 +215,8 @@ def as_dtensor(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor around this rank's part of a tensor; the part keeps its device, its dtype and its memory.
-
-    Nothing is communicated.
-    """
+    """A DTensor around this rank's part of a tensor, which keeps its device, its dtype and its memory. Nothing is
+    communicated."""
     spec = DTensor.from_local(
         torch.empty_like(part, device="meta"),  # which it leaves on meta
         mesh or like.device_mesh,
@@ -252,10 +229,8 @@ def as_dtensor(
 
 
 def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor that is to be sharded like `like`, in the whole one's device and dtype.
-
-    A view of the whole tensor, unless this rank holds several ranges of one dimension. Nothing is communicated.
-    """
+    """This rank's part of a whole tensor that is to be sharded like `like`: a view, unless this rank holds several
+    ranges of one dimension. Nothing is communicated."""
     boxes = local_boxes_of(like)
     if len(boxes) == 1:
         return whole[boxes[0][0].slices]
@@ -268,20 +243,15 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 def cut(
     whole: torch.Tensor, like: DTensor, *, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> DTensor:
-    """A shard of a whole tensor, sharded like `like`, in new memory; only this rank's part is copied.
-
-    Nothing is communicated.
-    """
+    """A shard of a whole tensor, sharded like `like`, in new memory. Nothing is communicated."""
     part = part_of(whole.detach(), like)
     memory = torch.empty(part.shape, dtype=dtype or whole.dtype, device=device or like.device)
     return as_dtensor(memory.copy_(part), like)
 
 
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on the mesh's device, also where the shards are kept on the CPU.
-
-    Any other tensor than a DTensor stays as it is. Every rank of the mesh must call.
-    """
+    """The whole of a DTensor on the mesh's device, also where the shards are on the CPU; any other tensor as it is.
+    Every rank of the mesh must call."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     moved: Any = tensor.detach().to(tensor.device_mesh.device_type)
@@ -292,9 +262,7 @@ def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
 def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
     """Fill this rank's part of a tensor with that of the first rank's whole tensor, in place.
 
-    At most 64 MiB of the whole tensor are on the mesh's device at a time, or one index of its first dimension.
-
-    Every rank of the mesh must call; one piece after another is broadcast along each axis of the mesh.
+    Every rank of the mesh must call; one piece (`_SLAB_BYTES`) after another is broadcast along each axis of the mesh.
     """
     if not tensor.numel():
         return

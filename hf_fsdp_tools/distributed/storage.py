@@ -51,25 +51,16 @@ def watched(file: Path, position: int = 0) -> Iterator[None]:
 def progress_made() -> int:
     """A number that moves while this process reads, writes or downloads; to be asked by one and the same thread.
 
-    It counts watched blocks that are over and, on Linux, each MiB that was read or written by any code but the calling
-    thread and a `TCPStore` that serves other ranks.
+    It counts watched blocks that are over and, on Linux, each MiB that was read or written by any thread but the
+    calling one and a `TCPStore` that serves other ranks.
     """
-    moved = _bytes_moved("/proc/self")
+    moved = 0
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
-            if int(task.name) == get_native_id() or (task / "comm").read_text().startswith("pt_tcpstore"):
-                moved -= _bytes_moved(str(task))
+            if int(task.name) != get_native_id() and not (task / "comm").read_text().startswith("pt_tcpstore"):
+                counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
+                moved += int(counts["rchar"]) + int(counts["wchar"])
     return _done + moved // 2**20
-
-
-def _bytes_moved(process: str) -> int:
-    """Bytes that a process or thread has read and written so far; 0 where the system does not say."""
-    try:
-        lines = Path(process, "io").read_text().splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split(": ") for line in lines)
-    return int(counts.get("rchar", 0)) + int(counts.get("wchar", 0))
 
 
 def waited_for() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.distributed.launcher import local_rank
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -123,7 +123,7 @@ def is_by_launcher() -> bool:
 
 def warn_on_node(text: str, *, stacklevel: int) -> None:
     """Warn on the first rank of each machine: the text is the same on all ranks."""
-    if not local_rank(os.environ):  # 0, or nobody launched it
+    if rank_on_node()[0] == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 

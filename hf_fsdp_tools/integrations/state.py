@@ -19,8 +19,7 @@ from accelerate.utils import (
 )
 
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
-from hf_fsdp_tools.distributed.launcher import world_size
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node
+from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node, world_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin

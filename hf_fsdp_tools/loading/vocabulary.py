@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools.distributed.agreement import all_ranks, shared_seed
+from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
 from hf_fsdp_tools.distributed.shards import (
     Box,
     gather_on_device,
@@ -88,7 +88,8 @@ def resize_token_embeddings(
         _replace(model, key, old, shape)
         if (new := added_part(old.shape, shape)).numel:
             added[key] = new
-    fill_added(model, added, "mean" if mean_resizing else "random", shared_seed(seed))
+    shared = all_ranks(own_seed(seed), "sharing the random state")[0]
+    fill_added(model, added, "mean" if mean_resizing else "random", shared)
     _follow(model, twin)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module)

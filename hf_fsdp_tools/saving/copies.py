@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
-from hf_fsdp_tools.distributed.memory import available_bytes, pinned_bytes
+from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.distributed.shards import (
     Box,
     is_first_replica,
@@ -130,6 +132,25 @@ def _file_order(transfer: Transfer) -> list[int]:
 # ---- memory ----
 
 
+def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still get without swapping, of the machine and within a container's limit (cgroups 1
+    and 2), also of what files take."""
+    limits: list[int] = [psutil.virtual_memory().available]
+    for folder, limit, usage in (
+        (groups, "memory.max", "memory.current"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = ((folder / name).read_text().strip() for name in (limit, usage))
+            stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            limits.append(max(0, int(most) - int(now) + files))
+    return min(limits)
+
+
 def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[BlockPlace], list[int]]:
     """A place for each copy, and the size of each block: the largest copies first, each into the first with room."""
     places = [(0, 0)] * len(num_bytes)
@@ -182,8 +203,8 @@ def _refuse_too_large(num_bytes: int) -> None:
     for machine in dict.fromkeys(name for name, _, _ in every):
         ranks = [(wanted, left) for name, wanted, left in every if name == machine]
         needed = sum(wanted for wanted, _ in ranks)
-        available = min((left for _, left in ranks if left is not None), default=None)
-        if available is not None and needed > _FILLED * available:
+        available = min(left for _, left in ranks)
+        if needed > _FILLED * available:
             raise CheckpointError(
                 f"Saving with blocking=False writes from a copy in host memory, of {show_bytes(needed)} for the "
                 f"{len(ranks)} ranks on {machine}, where {show_bytes(available)} are available. Save with "

@@ -1,41 +1,18 @@
 """Upload what a save wrote to a repository on the hub, with a model card where there is none."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
 from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.hub import CARD, local_path, upload
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SaveReport
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.text import did_you_mean, first_line
-
-
-def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where on the hub a save goes, as arguments of `upload`; None where nothing is to be uploaded."""
-    known = ("repo_id", "private", "token", "commit_message", "commit_description", "revision", "create_pr")
-    for name in arguments.keys() - set(known):
-        text = f"Those for an upload are push_to_hub and {', '.join(known)}."
-        raise ConfigError(f"save_pretrained has no argument {name!r}{did_you_mean(name, known)} {text}")
-    if arguments and not push_to_hub:
-        raise ConfigError(f"{', '.join(sorted(arguments))} mean nothing without an upload. Add push_to_hub=True.")
-    if not push_to_hub:
-        return None
-    target = {"repo_id": folder.resolve().name, **arguments}
-    try:
-        validate_repo_id(target["repo_id"])
-    except HFValidationError as error:
-        name = f"repo_id={target['repo_id']!r} is no name of a repository on the hub"
-        raise ConfigError(f'{name}: {first_line(error)}. Give repo_id as "organization/name" or "name".') from None
-    return target
 
 
 def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:

@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
-from hf_fsdp_tools.hub import CARD
+from hf_fsdp_tools.hub import CARD, hub_target
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, saved_tensors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, write_in_turn, write_transfers
@@ -39,7 +39,7 @@ from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.merged_model import merged_model
 from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
-from hf_fsdp_tools.saving.push import hub_target, model_card_of, push_saved
+from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found

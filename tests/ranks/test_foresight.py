@@ -30,17 +30,15 @@ def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
         assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", CASES[:1])
-def test_memory_left_out_is_what_gloo_copies(real, name):
+def test_memory_left_out_is_what_gloo_copies(real):
     """The gathered bytes twice for each all-gather, the input once for each reduce-scatter, and bytes of the norm."""
     for rank in real:
         sizes: Counter[str] = Counter()
-        for collective, num_bytes in rank[name]["collectives"]:
+        for collective, num_bytes in rank[CASES[0]]["collectives"]:
             sizes[collective.rpartition("_")[0]] += num_bytes
-        gathered = sizes["all_gather"] + sizes["all_gather_into"]
-        reduced = sizes["reduce_scatter"]
+        gathered, reduced = sizes["all_gather"] + sizes["all_gather_into"], sizes["reduce_scatter"]
         assert gathered and reduced
-        scratch = rank[name]["scratch"]
+        scratch = rank[CASES[0]]["scratch"]
         assert 0 < scratch.pop("aten::_chunk_cat") <= reduced, "of the CPU's kernel, gradients once"
         assert scratch.pop("c10d::_allgather_base_") == scratch.pop("gloo:all_gather") == gathered
         assert scratch.pop("c10d::_reduce_scatter_base_") == reduced

@@ -35,7 +35,7 @@ from hf_fsdp_tools import (
     make_wrap_plan,
     shard_model,
 )
-from hf_fsdp_tools.distributed.mesh import backends, local_device
+from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._dist import run_cases, run_ranks
@@ -703,9 +703,3 @@ def sharded_in_part(folder: Path) -> None:
 
 def test_models_that_would_train_wrongly_are_refused_on_every_rank(folders):
     run_ranks(run_cases, 2, [never_loaded, a_unit_beside_the_plan, layers_taken_out, sharded_in_part], folders["llama"])
-
-
-def test_gloo_is_started_beside_the_devices_own_backend():
-    assert backends("cpu", "gloo") == "gloo"
-    assert backends("cuda", "nccl") == "cpu:gloo,cuda:nccl"
-    assert backends("xpu", "xccl") == "cpu:gloo,xpu:xccl"

@@ -58,22 +58,15 @@ def test_a_freed_block_serves_its_own_stream_only():
 
 
 def test_a_full_device_gets_cached_segments_back():
-    events = [
-        *(Alloc(number, 20 * MIB, "activations", "") for number in range(3)),
-        Free(0),
-        Free(1),
-        Alloc(3, 40 * MIB, "activations", ""),
-    ]
+    events = [Alloc(number, 20 * MIB, "activations", "") for number in range(3)]
+    events += [Free(0), Free(1), Alloc(3, 40 * MIB, "activations", "")]
     done = replay(events, limit=60 * MIB)
-    assert done.retried == ((5, 2),)
-    assert done.out_of_memory_at is None
+    assert done.retried == ((5, 2),) and done.out_of_memory_at is None
     assert done.reserved == [20 * MIB, 40 * MIB, 60 * MIB, 60 * MIB, 60 * MIB, 60 * MIB]
     assert replay(events).retried == () and replay(events).peak_reserved == 100 * MIB
     full = replay(events, limit=50 * MIB)
     assert (full.out_of_memory_at, full.peak_allocated) == (2, 40 * MIB)
-
-
-def test_a_segment_with_a_block_in_use_stays():
+    # a segment with a block in use stays
     allocator = CachingAllocator(limit=40 * MIB)
     allocator.take(12 * MIB)
     half = allocator.take(20 * MIB)

@@ -68,14 +68,9 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
     workspace = memory.at_peak["cuBLAS workspace"] + memory.at_peak["rounding"]
     assert sum(num_bytes for num_bytes, *_ in rows) == memory.peak_allocated - workspace
     value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--json")[1])
-    assert value["memory"]["total"] == memory.total
-    assert value["throughput"]["mfu"] == time.mfu
-
-
-def test_what_does_not_fit_is_followed_by_what_does(capsys, llama):
+    assert value["memory"]["total"] == memory.total and value["throughput"]["mfu"] == time.mfu
     _, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--gpu", "a100-40gb", "--per-device-train-batch-size", "16")
-    words = " ".join(out.split())
-    assert "does not fit" in words and "what fits: with activation checkpointing." in words
+    assert "does not fit" in out and "what fits: with activation checkpointing." in " ".join(out.split())
 
 
 def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_same_of_it(capsys, llama):
@@ -108,47 +103,31 @@ def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
 
 
 def test_every_option_reaches_the_setup(capsys, llama):
-    words = (
-        "--num-processes 16 --gpu a100-40gb --num-machines 4 --network-gbit-s 400 --dp-replicate-size 2 "
-        "--per-device-train-batch-size 2 --max-length 512 --gradient-accumulation-steps 3 --mixed-precision fp16 "
-        "--master-dtype fp16 --reduce-dtype fp16 --optimizer sgd --lora-r 4 --lora-target-modules q_proj,v_proj "
-        "--activation-checkpointing --no-reshard-after-forward --offload-params --link-gb-s 20 --no-sync-each-batch "
-        "--loss chunked --attn-implementation eager --torch-compile --json"
-    )
-    setup = json.loads(run(capsys, "estimate", llama, *words.split())[1])["memory"]["setup"]
-    expected = dict(
-        num_gpus=16,
-        gpu="a100-40gb",
-        gpus_per_node=4,
-        network_gbit_s=400,
-        link_gb_s=20,
-        sync_each_batch=False,
-        dp_replicate_size=2,
-        batch_size=2,
-        seq_len=512,
-        gradient_accumulation_steps=3,
-        precision="fp16",
-        master_dtype="fp16",
-        reduce_dtype="fp16",
-        optimizer="sgd",
-        lora_r=4,
-        lora_target_modules=["q_proj", "v_proj"],
-        activation_checkpointing=True,
-        reshard_after_forward=False,
-        offload=True,
-        loss="chunked",
-        attn_implementation="eager",
-        compile=True,
-    )
-    assert {name: setup[name] for name in expected} == expected
+    options = {
+        "--num-processes 16 --num-machines 4": {"num_gpus": 16, "gpus_per_node": 4},
+        "--gpu a100-40gb --network-gbit-s 400": {"gpu": "a100-40gb", "network_gbit_s": 400},
+        "--link-gb-s 20 --dp-replicate-size 2": {"link_gb_s": 20, "dp_replicate_size": 2},
+        "--per-device-train-batch-size 2 --max-length 512": {"batch_size": 2, "seq_len": 512},
+        "--gradient-accumulation-steps 3": {"gradient_accumulation_steps": 3},
+        "--no-sync-each-batch --mixed-precision fp16": {"sync_each_batch": False, "precision": "fp16"},
+        "--master-dtype fp16 --reduce-dtype fp16": {"master_dtype": "fp16", "reduce_dtype": "fp16"},
+        "--optimizer sgd --lora-r 4": {"optimizer": "sgd", "lora_r": 4},
+        "--lora-target-modules q_proj,v_proj": {"lora_target_modules": ["q_proj", "v_proj"]},
+        "--activation-checkpointing": {"activation_checkpointing": True},
+        "--no-reshard-after-forward --offload-params": {"reshard_after_forward": False, "offload": True},
+        "--loss chunked --torch-compile": {"loss": "chunked", "compile": True},
+        "--attn-implementation eager": {"attn_implementation": "eager"},
+    }
+    setup = json.loads(run(capsys, "estimate", llama, *" ".join(options).split(), "--json")[1])["memory"]["setup"]
+    for words, fields in options.items():
+        assert {name: setup[name] for name in fields} == fields, words
 
 
 def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
     code, out, _ = run(capsys, "estimate", llama, *ON_EIGHT, "--compare")
     assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
     table = out[out.index("\n\n") :].splitlines()
-    heads = next(line for line in table if "root-only" in line)
-    assert heads.split() == ["hybrid", "root-only", "no", "wrapping"]
+    assert next(line for line in table if "root-only" in line).split() == ["hybrid", "root-only", "no", "wrapping"]
     value = json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--compare", "--json")[1])
     totals = [value[name]["memory"]["total"] for name in ("hybrid", "root", "none")]
     assert totals == sorted(totals)
@@ -172,13 +151,10 @@ def test_the_schedule_is_a_line_per_kind_of_unit_and_a_picture_beside_a_measured
     code, out, err = run(capsys, "estimate", llama, *ON_EIGHT, "--units")
     assert (code, err) == (0, "") and all(len(line) <= 100 for line in out.splitlines())
     bars = [Bar(**bar) for bar in json.loads(run(capsys, "estimate", llama, *ON_EIGHT, "--units", "--json")[1])["bars"]]
-    computing = [
-        bar.end_s - bar.start_s
-        for bar in bars
-        if (bar.operation, bar.phase) == ("compute", "forward") and bar.unit.startswith("model.layers.")
-    ]
+    blocks = [bar for bar in bars if bar.operation == "compute" and bar.unit.startswith("model.layers.")]
+    seconds = sum(bar.end_s - bar.start_s for bar in blocks if bar.phase == "forward")
     (line,) = (line for line in out.splitlines() if line.startswith("model.layers.{0..1}"))
-    assert float(line.split()[2]) == pytest.approx(1e3 * sum(computing) / 2, rel=0.01)
+    assert float(line.split()[2]) == pytest.approx(1e3 * seconds / 2, rel=0.01)
     assert f"{1e3 * max(bar.end_s for bar in bars):,.0f} ms" in out
 
     picture, recorded = tmp_path / "step.svg", tmp_path / "recorded.json.gz"
@@ -200,17 +176,16 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     fields |= {"reshard_after_forward": False, "activation_checkpointing": True}
     found = recommend_config(llama, global_batch_size=8, **fields)
     setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
-    assert written["fsdp_offload_params"] is setup.offload is True
-    assert written["fsdp_activation_checkpointing"] is setup.activation_checkpointing
-    assert written["fsdp_reshard_after_forward"] is setup.reshard_after_forward
+    assert written["fsdp_offload_params"] is setup.offload is written["fsdp_activation_checkpointing"] is True
+    assert written["fsdp_reshard_after_forward"] is False
     comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
     assert comment[0].startswith(f"Generated by: hf-fsdp config {llama} --gpu rtx-4090")
     assert [line.strip() for line in str(found).splitlines()] == comment[4:]
     assert [finding.code for finding in FSDPConfig.check_file(path)] == ["few-devices"]  # it is for another machine
     command = out.splitlines()[-1].removeprefix("launch").strip()
     assert command.startswith(f"hf-fsdp finetune --config_file {path} --model_name_or_path {llama} ")
-    assert f"--per_device_train_batch_size {setup.batch_size} " in command
-    assert f" --gradient_accumulation_steps {setup.gradient_accumulation_steps} " in command
+    steps = f"--gradient_accumulation_steps {setup.gradient_accumulation_steps} "
+    assert f"--per_device_train_batch_size {setup.batch_size} {steps}" in f"{command} "
     assert comment[2] == f"Start it with: {command}"
 
 

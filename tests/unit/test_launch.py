@@ -13,9 +13,14 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
-from hf_fsdp_tools.distributed.cpu_backend import loopback_advice
-from hf_fsdp_tools.distributed.launcher import device_index, local_rank, local_size
-from hf_fsdp_tools.distributed.mesh import ensure_process_group
+from hf_fsdp_tools.distributed import mesh
+from hf_fsdp_tools.distributed.mesh import (
+    device_index,
+    ensure_process_group,
+    local_rank,
+    loopback_advice,
+    rank_on_node,
+)
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
 
@@ -110,7 +115,7 @@ FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
     ],
 )
 def test_every_launcher_tells_the_rank_on_the_machine(variables, rank, size):
-    assert (local_rank(variables), local_size(variables)) == (rank, size)
+    assert (local_rank(variables), rank_on_node(variables)[1]) == (rank, size)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +169,10 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
         ensure_process_group("cpu")
     two_machines.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert loopback_advice() == ""
+    two_machines.setattr(mesh, "_set_device", torch.device)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_process_group("cuda")
+    assert dist.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
     two_machines.setenv("GLOO_SOCKET_IFNAME", "")
     two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
     assert loopback_advice() == ""

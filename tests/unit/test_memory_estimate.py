@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import BertConfig, LlamaConfig
@@ -78,27 +79,20 @@ def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
 
 def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     estimate_memory(config, num_gpus=8, gpu="a100-80gb", batch_size=2, seq_len=512)
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a dry run")
-
-    monkeypatch.setattr(forecast, "trace_model", refuse)
-    shape = dict(batch_size=2, seq_len=512)
-    more = [
-        estimate_memory(config, num_gpus=64, gpu="h100", **shape),
-        estimate_memory(config, num_gpus=64, dp_replicate_size=8, gradient_accumulation_steps=2, **shape),
-        estimate_memory(config, num_gpus=8, offload=True, **shape),
-        estimate_memory(config, num_gpus=8, optimizer="sgd", max_grad_norm=None, **shape),
-        estimate_memory(config, num_gpus=8, reshard_after_forward=False, **shape),
-        *(estimate_memory(config, num_gpus=8, gradient_accumulation_steps=count, **shape) for count in (4, 10**6)),
+    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
+    changes: list[dict[str, Any]] = [
+        dict(num_gpus=64, gpu="h100"),
+        dict(num_gpus=64, dp_replicate_size=8, gradient_accumulation_steps=2),
+        dict(offload=True),
+        dict(optimizer="sgd", max_grad_norm=None),
+        dict(reshard_after_forward=False),
+        *(dict(gradient_accumulation_steps=count) for count in (4, 10**6)),
     ]
+    more = [estimate_memory(config, **dict(num_gpus=8, batch_size=2, seq_len=512) | each) for each in changes]
     assert more[-1].peak_allocated == more[-2].peak_allocated and more[-1].peak_reserved == more[-2].peak_reserved
     assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
     assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
     with pytest.raises(AssertionError, match="a dry run"):
         estimate_memory(config, num_gpus=8, batch_size=3, seq_len=512)
-
-
-def test_a_field_that_does_not_exist_is_refused(config: LlamaConfig) -> None:
     with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):
         estimate_memory(config, batchsize=2)

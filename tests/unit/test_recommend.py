@@ -76,7 +76,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
     """Against every setting of the space, over models from small to larger than the machines."""
     draw = random.Random(0)
     found, shares = 0, []
-    for _ in range(40):
+    for _ in range(25):
         toy = Toy(
             10 ** draw.uniform(8, 11),
             activation=10 ** draw.uniform(3.5, 6.5),
@@ -101,7 +101,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
         shares.append(best.estimated / len(every))
         if global_batch_size:
             assert best.global_batch_size == global_batch_size
-    assert found > 25 and sum(shares) / found < 0.15 and max(shares) < 0.35
+    assert found > 15 and sum(shares) / found < 0.15 and max(shares) < 0.35
 
 
 def test_rejected_settings_have_their_figures():
@@ -174,15 +174,13 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
         assert cure in str(error.value)
 
 
-def test_a_global_batch_that_cannot_be_made():
+def test_a_global_batch_or_a_margin_that_cannot_be():
     with pytest.raises(ConfigError, match="100 sequences cannot be made by 8 GPUs; use 96 or 104"):
         choose(TrainingSetup(num_gpus=8), Toy(), global_batch_size=100)
     fixed = {"batch_size": 2, "gradient_accumulation_steps": 2}
     with pytest.raises(ConfigError, match="2 GPUs x micro-batch 2 x 2 steps; use 8"):
         choose(TrainingSetup(num_gpus=2, **fixed), Toy(), fixed=tuple(fixed), global_batch_size=16)
-
-
-def test_a_margin_is_a_part():
+    # a margin is a part
     with pytest.raises(ConfigError, match=r"use 0\.1 for 10 %"):
         choose(TrainingSetup(), Toy(), margin=10)
     assert choose(TrainingSetup(), Toy(1e9), margin=0.5).cost.peak_bytes <= 0.5 * GPU

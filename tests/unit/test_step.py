@@ -2,7 +2,7 @@
 process group whose collectives do nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -13,25 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import (
-    Alloc,
-    Event,
-    Free,
-    Gradient,
-    Mark,
-    Parameter,
-    Record,
-    TensorSize,
-    Trace,
-    Wait,
-    Work,
-)
+from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, Record, TensorSize, Trace, Wait, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -43,6 +30,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.optimizers import check_kind
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
+from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
 SHAPE = dict(num_gpus=4, batch_size=2, seq_len=32)
 
@@ -57,37 +45,16 @@ def mixtral() -> Any:
     return AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2)
 
 
-def memory_of(events: Iterable[Event]) -> tuple[int, int]:
-    """The most memory above that before the events, and that after them."""
-    sizes: dict[int, int] = {}
-    now = most = 0
-    for event in events:
-        if isinstance(event, Alloc):
-            sizes[event.block] = event.num_bytes
-            now += event.num_bytes
-        elif isinstance(event, Free):
-            now -= sizes.pop(event.block)
-        most = max(most, now)
-    return most, now
-
-
 # ---- against FSDP2 itself ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager
 def group(size: int) -> Iterator[None]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=size)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
@@ -98,8 +65,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
         checkpoint_activations(model)
     model.config.use_cache = False
     shape = (setup.dp_replicate_size, setup.dp_shard_size)
-    axes = ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     sharding = Sharding(
         plan=plan,
         mesh=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"],
@@ -122,32 +88,7 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
 
     step()
     step()
-    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with torch.backends.mkldnn.flags(enabled=False), recording as profiler:  # its scratch differs by processor
-        step()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    return [change for _, change in sorted(_changes(profiler.profiler.kineto_results.experimental_event_tree()))]
-
-
-def _changes(events: Any) -> Iterator[tuple[int, int]]:
-    for event in events:
-        if type(event.extra_fields).__name__ == "_ExtraFields_Allocation":
-            yield event.start_time_ns, event.extra_fields.alloc_size
-        yield from _changes(event.children)
-
-
-def composed_changes(step: Step) -> list[tuple[int, str]]:
-    """What a composed step takes and gives back, and of which kind it is."""
-    taken: dict[int, Alloc] = {}
-    changes = []
-    for event in step.events:
-        if isinstance(event, Alloc):
-            taken[event.block] = event
-            changes.append((event.num_bytes, event.kind))
-        elif isinstance(event, Free):
-            freed = taken.pop(event.block)
-            changes.append((-freed.num_bytes, freed.kind))
-    return changes
+    return memory_changes(step)
 
 
 def without_scratch(changes: list[int]) -> list[int]:
@@ -164,28 +105,24 @@ def without_scratch(changes: list[int]) -> list[int]:
 OF_FSDP = ("gathered parameters", "gather buffers", "whole gradients", "reduce buffers", "gradients")
 
 
-@pytest.mark.parametrize(
-    ("config", "fields"),
-    [
-        pytest.param(llama(), {}, id="mixed precision"),
-        pytest.param(llama(tie_word_embeddings=True), dict(gradient_accumulation_steps=2), id="tied, accumulation"),
-        pytest.param(
-            llama(), dict(gradient_accumulation_steps=3, sync_each_batch=False), id="accumulation of whole gradients"
-        ),
-        pytest.param(
-            llama(),
-            dict(gradient_accumulation_steps=3, sync_each_batch=False, reduce_dtype="bf16"),
-            id="accumulation in the dtype of computation",
-        ),
-        pytest.param(llama(), dict(num_gpus=8, dp_replicate_size=2, master_dtype="bf16"), id="HSDP, shards in bf16"),
-        pytest.param(llama(), dict(num_gpus=1), id="one rank"),
-        pytest.param(llama(), dict(precision="fp32", reshard_after_forward=False), id="full precision, kept"),
-        pytest.param(llama(), dict(activation_checkpointing=True), id="checkpointing"),
-        pytest.param(llama(), dict(policy=HybridPolicy(reshard_after_forward={"model.layers.*": 2})), id="partly kept"),
-        pytest.param(mixtral(), dict(num_gpus=8), id="experts split along their rows"),
-    ],
-)
-def test_a_step_takes_what_fsdp2_takes(config: Any, fields: dict[str, Any]) -> None:
+LATE = dict(gradient_accumulation_steps=3, sync_each_batch=False)
+STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mixed precision": (llama(), {}),
+    "tied, accumulation": (llama(tie_word_embeddings=True), dict(gradient_accumulation_steps=2)),
+    "accumulation of whole gradients": (llama(), LATE),
+    "accumulation in the dtype of computation": (llama(), dict(reduce_dtype="bf16", **LATE)),
+    "HSDP, shards in bf16": (llama(), dict(num_gpus=8, dp_replicate_size=2, master_dtype="bf16")),
+    "one rank": (llama(), dict(num_gpus=1)),
+    "full precision, kept": (llama(), dict(precision="fp32", reshard_after_forward=False)),
+    "checkpointing": (llama(), dict(activation_checkpointing=True)),
+    "partly kept": (llama(), dict(policy=HybridPolicy(reshard_after_forward={"model.layers.*": 2}))),
+    "experts split along their rows": (mixtral(), dict(num_gpus=8)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
+    config, fields = STEPS[name]
     setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})
     model, plan = build(config, setup)
     step = compose(trace_model(model, plan, setup, device="cpu"), plan, setup)
@@ -200,7 +137,7 @@ def test_a_step_takes_what_fsdp2_takes(config: Any, fields: dict[str, Any]) -> N
     inputs = 2 * 8 * setup.batch_size * setup.seq_len
     assert most - inputs == pytest.approx(max(accumulate(real)) - 5056 * setup.activation_checkpointing, abs=600)
     # Each buffer of FSDP2 comes and goes in the same order, as far as its size tells it from other memory.
-    composed = composed_changes(step)
+    composed = changes_of(step.events)
     others = {abs(change) for change, kind in composed if kind not in OF_FSDP}
     sizes = {change for change, kind in composed if kind in OF_FSDP and change > 1024} - others
     assert len(sizes) > 1
@@ -218,28 +155,17 @@ def linear(fqn: str, *shape: int, **options: Any) -> Parameter:
 
 def hand_made(*, is_whole: bool = False) -> Trace:
     """A model of two units, "" and "b", of 1,000 and 2,000 elements; its blocks 1 and 2 are the gradients."""
-    marks = {
-        (where, module): Mark(where, module)
-        for where in ("before_forward", "after_forward", "before_backward", "after_backward")
-        for module in ("", "b")
-    }
     events = (
-        marks["before_forward", ""],
-        marks["before_forward", "b"],
-        marks["after_forward", "b"],
-        marks["after_forward", ""],
-        marks["before_backward", ""],
-        marks["before_backward", "b"],
+        *(Mark("before_forward", module) for module in ("", "b")),
+        *(Mark("after_forward", module) for module in ("b", "")),
+        *(Mark("before_backward", module) for module in ("", "b")),
         Alloc(2, 4000, "whole gradients", "b"),
         Gradient("b.weight", 2),
-        marks["after_backward", "b"],
+        Mark("after_backward", "b"),
         Alloc(1, 2000, "whole gradients", ""),
         Gradient("weight", 1),
     )
-    parameters = (
-        linear("weight", 1000, is_whole=is_whole),
-        linear("b.weight", 2000, is_whole=is_whole),
-    )
+    parameters = (linear("weight", 1000, is_whole=is_whole), linear("b.weight", 2000, is_whole=is_whole))
     return Trace(events=events, parameters=parameters, buffer_bytes=0, model_flops=0.0, tokens=1)
 
 

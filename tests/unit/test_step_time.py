@@ -53,11 +53,11 @@ def two_units(num_bytes: float = GATHER_BYTES) -> Steps:
     return steps
 
 
-def spans(steps: Steps, timing: Timing) -> dict[tuple[str, str, str], tuple[float, float]]:
+def spans(steps: Steps, setup: TrainingSetup = SETUP) -> dict[tuple[str, str, str], tuple[float, float]]:
+    """Start and end of each work by its unit, phase and operation."""
     works = [event for event in steps if isinstance(event, Work)]
-    named = {(work.unit, work.phase, work.operation): span for work, span in zip(works, timing.spans, strict=True)}
-    assert len(timing.spans) == len(works)
-    return named
+    times = simulate(steps, setup, efficiency=PERFECT).spans
+    return {(work.unit, work.phase, work.operation): span for work, span in zip(works, times, strict=True)}
 
 
 def test_prefetched_gathers_are_hidden_and_the_first_gather_and_the_last_reduction_are_not() -> None:
@@ -83,11 +83,11 @@ def test_a_slow_network_exposes_what_is_longer_than_the_computation_over_it() ->
 
 def test_a_wait_holds_a_stream_until_the_recorded_work_has_ended() -> None:
     steps = two_units()
-    named = spans(steps, simulate(steps, SETUP, efficiency=PERFECT))
+    named = spans(steps)
     assert named["b", "backward", "reduce_scatter"][0] >= named["b", "backward", "matmul"][1]
     assert named["a", "backward", "matmul"][0] >= named["b", "backward", "matmul"][1]
     without = Steps(event for event in steps if not isinstance(event, Wait))
-    free = spans(without, simulate(without, SETUP, efficiency=PERFECT))
+    free = spans(without)
     assert free["b", "backward", "reduce_scatter"][0] < free["b", "backward", "matmul"][0]
 
 
@@ -95,7 +95,7 @@ def test_collectives_of_one_communicator_run_in_the_order_of_their_launch() -> N
     steps = Steps([matmul("a")])
     steps.reduce("a", 1)
     steps.gather("b", 2)
-    named = spans(steps, simulate(steps, SETUP, efficiency=PERFECT))
+    named = spans(steps)
     assert named["b", "forward", "all_gather"][0] == named["a", "backward", "reduce_scatter"][1] > COMPUTE
 
 
@@ -103,12 +103,12 @@ def test_replicas_are_reduced_over_the_network_while_shards_use_the_links_inside
     mesh = dataclasses.replace(SETUP, num_gpus=16, dp_replicate_size=2)
     steps = Steps([Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2)])
     steps.gather("b", 1)
-    apart = spans(steps, simulate(steps, mesh, efficiency=PERFECT))
+    apart = spans(steps, mesh)
     assert apart["b", "forward", "all_gather"][0] < 1e-3 < apart["a", "backward", "all_reduce"][1]
     # over 8 machines both use the network
     wide = dataclasses.replace(mesh, num_gpus=64)
     steps = Steps(dataclasses.replace(one, ranks=32) if getattr(one, "ranks", 1) == 8 else one for one in steps)
-    together = spans(steps, simulate(steps, wide, efficiency=PERFECT))
+    together = spans(steps, wide)
     assert together["b", "forward", "all_gather"][0] == together["a", "backward", "all_reduce"][1]
 
 
@@ -123,14 +123,10 @@ def test_collectives_slow_what_memory_bounds_and_no_matmuls() -> None:
     steps = Steps()
     steps.gather("b", 1, 100 * GATHER_BYTES)
     elementwise = Work("memory", 0, 0.1 * 2039e9, "a", "forward")
-    seconds = []
-    for work in (elementwise, matmul("a")):
-        both = Steps([*steps, work])
-        seconds.append(spans(both, simulate(both, SETUP, efficiency=PERFECT))["a", "forward", work.operation])
-    slowed, unslowed = (end - start for start, end in seconds)
-    assert unslowed == pytest.approx(COMPUTE)
     # a gather at 240 GB/s times 8/7 writes and reads each byte once
-    assert slowed == pytest.approx(0.1 / (1 - 2 * 240 * 8 / 7 / 2039), rel=0.01)
+    for work, seconds in ((elementwise, 0.1 / (1 - 2 * 240 * 8 / 7 / 2039)), (matmul("a"), COMPUTE)):
+        start, end = spans(Steps([*steps, work]))["a", "forward", work.operation]
+        assert end - start == pytest.approx(seconds, rel=0.01)
 
 
 def test_small_kernels_wait_for_the_host_and_less_in_the_backward_pass() -> None:
@@ -174,11 +170,9 @@ def test_a_stall_empties_the_gpu_first() -> None:
 
 def test_a_matmul_reaches_half_of_its_share_at_the_half_size() -> None:
     half = dataclasses.replace(PERFECT, matmul_half=512)
-    times = {
-        size: simulate([dataclasses.replace(matmul("a"), size=size)], SETUP, efficiency=half).seconds
-        for size in (512, 2**20)
-    }
-    assert times == pytest.approx({512: 2 * COMPUTE, 2**20: COMPUTE}, rel=0.01)
+    for size, seconds in ((512, 2 * COMPUTE), (2**20, COMPUTE)):
+        timing = simulate([dataclasses.replace(matmul("a"), size=size)], SETUP, efficiency=half)
+        assert timing.seconds == pytest.approx(seconds, rel=0.01)
 
 
 def estimate(steps: Steps, setup: TrainingSetup = SETUP, efficiency: Efficiency = PERFECT) -> ThroughputEstimate:

@@ -1,7 +1,7 @@
 """The dry run of models of text and images: images are in it, or a note says why not."""
 
 from dataclasses import replace
-from functools import wraps
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,21 +59,15 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     assert foreseen.model_flops == counter.get_total_flops()
 
 
-def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size(monkeypatch):
+def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size():
     _, _, setup, model, _ = built("VLM, Qwen2.5-VL")
-    find, calls = type(model).get_image_features, []
-
-    @wraps(find)
-    def counted(*args, **keywords):
-        calls.append(keywords)
-        return find(*args, **keywords)
-
-    monkeypatch.setattr(type(model), "get_image_features", counted)
-    one, two = (images_of(model, replace(setup, batch_size=count)) for count in (1, 2))
-    assert len(calls) == 1 and one.tokens == two.tokens
-    assert all(2 * len(one.tensors[name]) == len(tensor) for name, tensor in two.tensors.items())
-    small = images_of(model, replace(setup, image_size=(56, 56)))
-    assert len(calls) == 2 and small.tokens < one.tokens
+    find = type(model).get_image_features
+    with patch.object(type(model), "get_image_features", autospec=True, side_effect=find) as counted:
+        one, two = (images_of(model, replace(setup, batch_size=count)) for count in (1, 2))
+        assert counted.call_count == 1 and one.tokens == two.tokens
+        assert all(2 * len(one.tensors[name]) == len(tensor) for name, tensor in two.tensors.items())
+        small = images_of(model, replace(setup, image_size=(56, 56)))
+    assert counted.call_count == 2 and small.tokens < one.tokens
 
 
 def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():
