@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
@@ -391,3 +392,11 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
+
+
+def place_among_rows() -> tuple[int, int]:
+    """Which share of the rows is this rank's, and of how many: ranks that share rows (`cp_size`) have the same one."""
+    config = AcceleratorState().parallelism_config if AcceleratorState._shared_state else None
+    shared = 1 if config is None else config.cp_size
+    rank, size = rank_and_size()
+    return rank // shared, size // shared

@@ -4,10 +4,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from accelerate.state import AcceleratorState
-
-from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.accelerator import place_among_rows
 
 
 def use_share_of_stream(trainer: Any) -> None:
@@ -39,10 +38,7 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
 
     Every rank must call. The ranks exchange errors alone.
     """
-    rank, ranks = rank_and_size()
-    config = AcceleratorState().parallelism_config if AcceleratorState._shared_state else None
-    if config is not None:  # ranks that share rows have neighbouring numbers
-        rank, ranks = rank // config.cp_size, ranks // config.cp_size
+    rank, ranks = place_among_rows()
     kept_back = frozenset(_content(row, columns) for row in held_out or ())
     if stream.num_shards % ranks == 0:
         own = stream.shard(num_shards=ranks, index=rank)
