@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -123,6 +122,8 @@ def is_by_launcher() -> bool:
 
 def warn_on_node(text: str, *, stacklevel: int) -> None:
     """Warn on the first rank of each machine: the text is the same on all ranks."""
+    from hf_fsdp_tools.distributed.mesh import rank_on_node  # which imports torch
+
     if rank_on_node()[0] == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
