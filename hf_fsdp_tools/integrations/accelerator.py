@@ -41,8 +41,8 @@ from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remo
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
-from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
-from hf_fsdp_tools.sharding.replicated import by_kind, step_kinds_apart
+from hf_fsdp_tools.sharding.checks import check_optimizers
+from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 
 
