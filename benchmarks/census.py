@@ -1,6 +1,6 @@
 """A wrap plan for every architecture that transformers registers, checked by rules written apart from the planner.
 
-    python benchmarks/census.py                         # every type, four classes of each (--classes main: one)
+    python benchmarks/census.py                         # every type, four classes of each
     python benchmarks/census.py --only llama t5 swin    # some types
     python benchmarks/census.py --output benchmarks/results/census.csv
     python benchmarks/census.py --train                 # instead: train a tiny model of every type on 2 ranks
@@ -13,12 +13,11 @@ of parameters on one module; and there are about two units per block at most.
 
 --train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
             one process (see `architectures/agree.py`). A row is written as it comes, and what has a row is not run
-            again, unless --only-failed or --only asks for it; the summary beside the rows is written at the end. Types
-            that take other inputs than words, images and sound take no part
+            again, unless --only asks for it; the summary beside the rows is written at the end. Types that take other
+            inputs than words, images and sound take no part
 """
 
 import argparse
-import contextlib
 import csv
 import os
 import sys
@@ -43,6 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.architectures.cases import write_census
 from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_by_default
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.blocks import detect_blocks
@@ -65,11 +65,9 @@ Unit = tuple[tuple[str, ...], bool | None]  # module fqns, reshard_after_forward
 def build(model_type: str, candidates: list[str]) -> nn.Module:
     """The first class of `candidates` that can be built on meta."""
     errors: list[Exception] = []
-    for name in candidates:
+    for auto_class in (getattr(transformers, name) for name in candidates):
         try:
-            return build_meta_model(
-                build_config(model_type), auto_class=getattr(transformers, name), dtype=torch.bfloat16
-            )
+            return build_meta_model(build_config(model_type), auto_class=auto_class, dtype=torch.bfloat16)
         except Exception as error:
             errors.append(error)
     raise errors[0]
@@ -80,10 +78,6 @@ def build(model_type: str, candidates: list[str]) -> nn.Module:
 
 def numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def is_container(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward
 
 
 def repeating_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -112,9 +106,8 @@ def repeating_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 def verdict(model: nn.Module, units: list[Unit], replicated: Iterable[str] = ()) -> list[str]:
     """What is wrong with these units on this model; empty for a correct plan. Shards the model as it goes."""
-    faults = [
-        f"container {fqn}" for names, _ in units for fqn in names if fqn and is_container(model.get_submodule(fqn))
-    ]
+    named = [fqn for names, _ in units for fqn in names if fqn]
+    faults = [f"container {n}" for n in named if type(model.get_submodule(n)).forward is nn.Module.forward]
     unit_of = {id(model.get_submodule(fqn)): index for index, (names, _) in enumerate(units) for fqn in names}
     ignored = {id(model.get_parameter(name)) for name in replicated}
     holds: dict[int, dict[int, int]] = {}
@@ -155,12 +148,7 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
     try:
         for names, reshard in units:
             modules = [model.get_submodule(name) for name in names]
-            fully_shard(
-                modules if len(modules) > 1 else modules[0],
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                ignored_params=kept,
-            )
+            fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
         with mock.patch.object(FSDPParamGroup, "_validate_no_meta_params"):  # nothing is materialised
             fully_shard.state(model)._lazy_init()
     except Exception as error:
@@ -172,7 +160,9 @@ def sharding_error(model: nn.Module, units: list[Unit], ignored: set[int]) -> li
 
 
 def examine(model_type: str, role: str, candidates: list[str]) -> dict[str, Any]:
-    """One row of the table; in a process group of any kind."""
+    """One row of the table, in a fake process group; for `run_ranks`."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     row: dict[str, Any] = {"type": model_type, "role": role, "class": candidates[0]}
     try:
         model = build(model_type, candidates)
@@ -205,61 +195,41 @@ def describe(model: nn.Module, plan: WrapPlan) -> dict[str, Any]:
     }
 
 
-def examine_alone(*task: Any) -> dict[str, Any]:
-    """`examine` in a fake process group, for `run_ranks`."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    return examine(*task)
-
-
 def run_one(task: tuple[str, str, list[str]]) -> dict[str, Any]:
     """Examine in a process: a crash or a hang costs one row."""
     try:
-        row: dict[str, Any] = run_ranks(examine_alone, 1, *task, timeout_s=TIMEOUT_S)[0]
+        return dict(run_ranks(examine, 1, *task, timeout_s=TIMEOUT_S)[0])
     except AssertionError as error:
         why = str(error).strip().splitlines()[-1]
         return {"type": task[0], "role": task[1], "class": task[2][0], "verdict": "failed", "why": why}
-    return row
-
-
-def tasks(only: list[str], roles: list[str]) -> list[tuple[str, str, list[str]]]:
-    types = only or sorted(CONFIG_MAPPING.keys())
-    classes = ((name, role, names) for name in types for role, names in classes_by_default(name).items())
-    return [task for task in classes if task[1] in roles]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="model types; default: all")
-    parser.add_argument("--classes", nargs="*", default=["main", *OTHER_MAPPINGS], help="main, base, sequence, token")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
-    parser.add_argument("--only-failed", action="store_true", help="with --train: run again what does not agree")
     arguments = parser.parse_args()
     if arguments.train:
-        from benchmarks.architectures.run import write_census
-
         output = arguments.output or Path(__file__).parent / "results" / "census_train.jsonl"
-        return write_census(output, arguments.only, arguments.jobs, only_failed=arguments.only_failed)
+        return write_census(output, arguments.only, arguments.jobs)
     rows: list[dict[str, Any]] = []
-    work = tasks(arguments.only, arguments.classes)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(arguments.output.open("w", newline="")) if arguments.output else None
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n") if file else None
-        if writer:
-            writer.writeheader()
-        for row in stack.enter_context(ThreadPoolExecutor(arguments.jobs)).map(run_one, work):
+    types = arguments.only or sorted(CONFIG_MAPPING)
+    work = [(name, role, names) for name in types for role, names in classes_by_default(name).items()]
+    with open(arguments.output or os.devnull, "w", newline="") as file, ThreadPoolExecutor(arguments.jobs) as pool:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in pool.map(run_one, work):
             rows.append(row)
             print(f"\r{len(rows)} of {len(work)}", end="", file=sys.stderr)
-            if writer and file:
-                writer.writerow(row)
-                file.flush()  # a run takes half an hour: what is done is kept
+            writer.writerow(row)
+            file.flush()  # a run takes half an hour: what is done is kept
     print(file=sys.stderr)
     for row in rows:
         if row["verdict"] == "failed" or arguments.only:
             print(*(f"{key}={value}" for key, value in row.items() if value != ""))
-    for role in arguments.classes:
+    for role in ("main", *OTHER_MAPPINGS):
         count = Counter(row["verdict"] for row in rows if row["role"] == role)
         print(f"{role}: {count['ok']} of {count['ok'] + count['failed']} correct, {count['not built']} not built")
     return int(any(row["verdict"] == "failed" for row in rows))

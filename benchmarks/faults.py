@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.faulting.replay import crash_states, preload
 from benchmarks.faulting.saves import SAVES, Save, look_at, save_first, save_noted
-from benchmarks.measuring.comparison import about, table_of
+from benchmarks.measuring import about, table_of
 from tests._checkpoints import make_checkpoint
 from tests._dist import hide_gpus, run_ranks
 

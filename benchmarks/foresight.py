@@ -2,21 +2,23 @@
 
     python benchmarks/foresight.py memory --records benchmarks/results/foresight_memory.jsonl          # CPUs, over gloo
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
-    python benchmarks/foresight.py memory --report --records FILE --output FILE.md
     python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
     python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
     python benchmarks/foresight.py published memory --rows Liger --output FILE.md          # published peaks
 
-A record is written as it comes; what has one is not run again. On CPUs all ranks run; on CUDA this machine's one device
-is rank 0 of a group whose collectives do nothing. `--size` says how large the models are (`foreseeing/cases.py`).
-Published rows are those of `foreseeing/published_*.csv`; all of them take some ten minutes, a fit of the efficiencies
-half an hour.
+A record is written as it comes, and a page (.md) of all beside them; what has one is not run again. On CPUs all ranks
+run; on CUDA this machine's one device is rank 0 of a group whose collectives do nothing. `--size` says how large the
+models are (`foreseeing/cases.py`). Published rows are those of `foreseeing/published_*.csv`; all of them take some ten
+minutes, a fit of the efficiencies half an hour.
 """
 
 import argparse
 import json
+import math
 import os
+import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.foreseeing import memory, tables
+from benchmarks.foreseeing import memory
 from benchmarks.foreseeing.cases import CASES, SIZES
-from benchmarks.foreseeing.fit import fit
-from benchmarks.foreseeing.published import read_rows
+from benchmarks.foreseeing.published import START, Row, fit, read_rows
+from benchmarks.measuring import table_of
+from hf_fsdp_tools.foresight.throughput import throughput_of
 from tests._dist import hide_gpus
 
 _KEYS = ("case", "device", "size", "gpus")
@@ -37,9 +40,6 @@ _KEYS = ("case", "device", "size", "gpus")
 def run_memory(args: argparse.Namespace) -> None:
     """Measure, foresee, and report."""
     records = [json.loads(line) for line in args.records.read_text().splitlines()] if args.records.exists() else []
-    if args.report:
-        args.output.write_text(tables.measured_report(records))
-        return
     hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     known = {tuple(record[key] for key in _KEYS) for record in records}
     for case, world in memory.runs(args.device, args.cases, args.gpus):
@@ -52,17 +52,12 @@ def run_memory(args: argparse.Namespace) -> None:
         except Exception as error:  # the other cases are run all the same
             print(f"{case.name}, {world} GPUs: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
-        _show(record)
+        texts = (f"{key} {record['measured'][key]:,} foreseen {value:,}" for key, value in record["foreseen"].items())
+        print(f"{case.name} ({args.size}, {world} GPUs): {', '.join(texts)}", flush=True)
+        records.append(record)
         with args.records.open("a") as stream:
             stream.write(json.dumps(record) + "\n")
-
-
-def _show(record: dict[str, Any]) -> None:
-    texts = ", ".join(
-        f"{key} {record['measured'][key]:,} foreseen {value:,} ({value / record['measured'][key] - 1:+.4%})"
-        for key, value in record["foreseen"].items()
-    )
-    print(f"{record['case']} ({record['size']}, {record['gpus']} GPUs): {texts}", flush=True)
+    args.records.with_suffix(".md").write_text(measured_report(records))
 
 
 def run_published(args: argparse.Namespace) -> None:
@@ -71,7 +66,73 @@ def run_published(args: argparse.Namespace) -> None:
     constants = None
     if args.fit:
         constants = fit([row for row in rows if row.entry["held_out"] != "yes" and row.entry["era"] != "2022"])
-    args.output.write_text(tables.published_report(rows, constants))
+    args.output.write_text(published_report(rows, constants))
+
+
+def measured_report(records: Sequence[dict[str, Any]]) -> str:
+    """Real trainings: on CPUs every allocation counted, on a device the counts of PyTorch's caching allocator."""
+    lines = ["# Memory: foreseen beside measured", ""]
+    for device in dict.fromkeys((record["device"], record["measured"].get("device", "CPUs")) for record in records):
+        some = [each for each in records if (each["device"], each["measured"].get("device", "CPUs")) == device]
+        kinds = [key for key in some[0]["foreseen"] if key != "held"]
+        rows = []
+        for record in some:
+            cells = [record["case"], f"{record['gpus']}", f"{record['measured']['parameters'] / 1e6:.1f} M"]
+            for kind in kinds:
+                real, foreseen = record["measured"][kind], record["foreseen"][kind]
+                cells += [f"{real / 2**20:,.1f}", f"{foreseen / 2**20:,.1f}", f"{foreseen / real - 1:+.4%}"]
+            rows.append(cells)
+        heads = [head for kind in kinds for head in (f"{kind} MiB", "foreseen", "error")]
+        torch = ", ".join(sorted({record["measured"]["torch"] for record in some}))
+        shown = table_of(["training", "GPUs", "parameters", *heads], rows)
+        lines += [f"## {device[1]}, PyTorch {torch}", "", *shown, ""]
+    return "\n".join(lines)
+
+
+def published_report(rows: Sequence[Row], constants: dict[str, float] | None = None) -> str:
+    """Published trainings: memory where a row has it, and tokens per second."""
+    peaks: list[Sequence[str]] = []
+    rates: list[Sequence[str]] = []
+    errors: dict[str, list[float]] = {"peak memory": [], "tokens per second": []}
+    for row in rows:
+        memory, source = row.foresee(), row.entry["source"]
+        if gib := row.entry.get("gib"):
+            kinds = {"allocated": memory.peak_allocated, "reserved": memory.peak_reserved, "total": memory.total}
+            foreseen = kinds[row.entry["kind"]] / 2**30
+            errors["peak memory"].append(foreseen / float(gib) - 1)
+            peaks.append((source, row.name, gib, f"{foreseen:.1f}", f"{foreseen / float(gib) - 1:+.1%}"))
+        if row.tokens_per_second:
+            estimate = throughput_of(memory, efficiency=row.efficiency)
+            rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
+            errors["tokens per second"].append(rate / real - 1)
+            rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
+    lines = ["# Published trainings and what was foreseen", "", "Errors are foreseen over published, less 1.", ""]
+    lines += table_of(
+        ("figure", "number", "mean error", "median", "bias", "90 % below", "worst"),
+        [_summary(name, some) for name, some in errors.items() if some],
+    )
+    if constants:
+        cells = [(name, f"{value:.4g}", f"{START[name]:.4g}") for name, value in constants.items()]
+        lines += ["", "## Constants", "", *table_of(("constant", "value", "before"), cells)]
+    for title, some, unit in (("Peak memory", peaks, "GiB"), ("Throughput", rates, "tokens/s per GPU")):
+        if some:
+            heads = ("source", "training", f"published {unit}", "foreseen", "error")
+            lines += ["", f"## {title}", "", *table_of(heads, some)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(name: str, errors: Sequence[float]) -> Sequence[str]:
+    sizes = sorted(map(abs, errors))
+    percent: Callable[[float], str] = "{:+.1%}".format
+    return (
+        name,
+        str(len(errors)),
+        f"{statistics.mean(sizes):.1%}",
+        f"{statistics.median(sizes):.1%}",
+        percent(statistics.mean(errors)),
+        f"{sizes[math.ceil(0.9 * len(sizes)) - 1]:.1%}",
+        percent(max(errors, key=abs)),
+    )
 
 
 def main() -> None:
@@ -82,9 +143,7 @@ def main() -> None:
     one.add_argument("--size", choices=list(SIZES), default="small", help="of models and batches")
     one.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[], help="run only these")
     one.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64], help="of the groups, with --device cuda")
-    one.add_argument("--records", type=Path, required=True, help="JSON lines, to which this run adds its own")
-    one.add_argument("--report", action="store_true", help="measure nothing; make --output of the records")
-    one.add_argument("--output", type=Path, help="Markdown file")
+    one.add_argument("--records", type=Path, required=True, help="JSON lines to which runs are added; a page beside it")
     one.set_defaults(run=run_memory)
     two = commands.add_parser("published", help="compare with published trainings")
     two.add_argument("kind", choices=["throughput", "memory"])

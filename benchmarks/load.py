@@ -1,10 +1,8 @@
 """Load a Hugging Face checkpoint into FSDP2 shards in every known way, in one run, beside the limit of the machine.
 
     python benchmarks/load.py --size-gb 0.05 --runs 1         # a quick look; without options 3 GB per model
-    python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl      # some cells, kept as JSON
-    python benchmarks/load.py --report load.jsonl --output benchmarks/results/load.md         # a table of all
+    python benchmarks/load.py --models dense --cache cold --ranks 2 --records load.jsonl      # kept, and as load.md
     python benchmarks/load.py --device cuda --models dense 8b --ranks 1                       # to GPUs, one per rank
-    python benchmarks/load.py --checkpoint FOLDER --dtype stored                              # a checkpoint of your own
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run;
 "fp8" (blocks of 128 x 128) and "mxfp4" (gpt-oss) are quantised, and every loader dequantises them to the dtype in
@@ -40,31 +38,28 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not s
 os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loading.loaders import DTYPES, LOADERS, Job
-from benchmarks.loading.measure import measure, reference
+from benchmarks.loading.loaders import DTYPES, LOADERS, Job, measure, reference
 from benchmarks.loading.models import arguments, checkpoints, set_cache
-from benchmarks.measuring.comparison import Page, Row, about, measured, megabytes, ranks_of, table_of, times_of
-from benchmarks.measuring.process import Figures
+from benchmarks.measuring import Figures, Page, Row, about, measured, megabytes, ranks_of, table_of, times_of
 from tests._dist import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/load.py"
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2", "gpt_oss")]
-PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.loading.measure"]
+PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.loading.loaders"]
 MODELS = ["dense", "moe", "tied", "gpt2", "fp8", "mxfp4"]
 
 
 def cells(args: argparse.Namespace) -> Iterator[Figures]:
     """Measure what was asked for, one cell after another."""
-    names = [name for name in LOADERS[args.device] if not args.only or name in args.only]
     for kind, folder, tiny in checkpoints(args):
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         for dtype in args.dtype:
             job = Job(folder=folder, dtype=DTYPES[dtype], device=args.device)
-            expected = [] if args.unchecked else run_ranks(reference, 1, job, timeout_s=900, device=args.device)[0]
+            expected = run_ranks(reference, 1, job, timeout_s=900, device=args.device)[0]
             for cache, ranks in itertools.product(args.cache, args.ranks):
                 once = partial(load_once, job, tiny, expected, cache, ranks)
-                cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks, "replicas": 1}
-                rows = measured(names, args.runs, once)
+                cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks}
+                rows = measured(list(LOADERS[args.device]), args.runs, once)
                 yield {"cell": cell | {"device": args.device}, "rows": rows, "about": about(SCRIPT, args.device)}
 
 
@@ -72,9 +67,8 @@ def load_once(
     job: Job, tiny: Path, expected: list[Figures], cache: str, ranks: int, name: str, is_first: bool
 ) -> tuple[list[Figures], str]:
     set_cache(job.folder, cache)
-    check = is_first and bool(expected)
-    figures = run_ranks(measure, ranks, name, job, tiny, check, timeout_s=900, device=job.device)
-    return figures, result_of(figures, expected) if check else "–"
+    figures = run_ranks(measure, ranks, name, job, tiny, is_first, timeout_s=900, device=job.device)
+    return figures, result_of(figures, expected) if is_first else "–"
 
 
 def result_of(ranks: list[Figures], expected: list[Figures]) -> str:
@@ -130,4 +124,4 @@ PAGE = Page(title="Loading into FSDP2 shards", script=SCRIPT, title_of=title_of,
 if __name__ == "__main__":
     hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     set_forkserver_preload(PRELOAD)
-    PAGE.run(arguments(__doc__, contestants="loaders", models=MODELS, ranks=(2, 4), folder="hf-fsdp-load"), cells)
+    PAGE.run(arguments(__doc__, models=MODELS, ranks=(2, 4), folder="hf-fsdp-load"), cells)

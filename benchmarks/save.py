@@ -1,9 +1,7 @@
 """Save FSDP2 shards as a Hugging Face checkpoint in every known way, in one run, beside the limit of the machine.
 
     python benchmarks/save.py --size-gb 0.05 --runs 1         # a quick look; without options 3 GB per model
-    python benchmarks/save.py --models dense --cache cold --ranks 2 --records save.jsonl      # some cells, kept as JSON
-    python benchmarks/save.py --report save.jsonl --output benchmarks/results/save.md         # a table of all
-    python benchmarks/save.py --ranks 2 --replicas 2                                          # HSDP
+    python benchmarks/save.py --models dense --cache cold --ranks 2 --records save.jsonl      # kept, and as save.md
     python benchmarks/save.py --device cuda --models dense 8b --ranks 1                       # from GPUs, one per rank
 
 It writes its own checkpoints (real architectures, random bf16 weights, several files) and keeps them for the next run;
@@ -44,12 +42,12 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not s
 os.environ.setdefault("NCCL_DEBUG", "WARN")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loading.loaders import DTYPES
+from benchmarks.loading.loaders import DTYPES, reference
 from benchmarks.loading.loaders import Job as Load
-from benchmarks.loading.measure import reference
 from benchmarks.loading.models import arguments, checkpoints, set_cache
-from benchmarks.measuring.comparison import (
+from benchmarks.measuring import (
     LIMIT,
+    Figures,
     Page,
     Row,
     about,
@@ -60,7 +58,6 @@ from benchmarks.measuring.comparison import (
     table_of,
     times_of,
 )
-from benchmarks.measuring.process import Figures
 from benchmarks.savers import SAVERS, STORED, Job, compare, measure
 from tests._dist import hide_gpus, run_ranks
 
@@ -71,42 +68,34 @@ PRELOAD += ["hf_fsdp_tools.pretrained", "benchmarks.savers"]
 
 def cells(args: argparse.Namespace) -> Iterator[Figures]:
     """Measure what was asked for, one cell after another."""
-    names = [name for name in SAVERS if not args.only or name in args.only]
     target = args.folder / f"saved-{os.getpid()}"
     for kind, folder, tiny in checkpoints(args):
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         stored = Load(folder=folder, dtype=STORED)
-        expected = {} if args.unchecked else run_ranks(reference, 1, stored, timeout_s=900)[0][0]
+        expected = run_ranks(reference, 1, stored, timeout_s=900)[0][0]
         for dtype, cache, ranks in itertools.product(args.dtype, args.cache, args.ranks):
-            load = Load(folder=folder, dtype=DTYPES[dtype], device=args.device, replicas=args.replicas)
+            load = Load(folder=folder, dtype=DTYPES[dtype], device=args.device)
             job = job_of(target / kind, load)
             first = job_of(target / "tiny", replace(load, folder=tiny))
             once = partial(save_once, job, first, expected, cache, ranks)
-            cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks}
-            cell |= {"replicas": args.replicas, "device": args.device}
-            yield {"cell": cell, "rows": measured(names, args.runs, once), "about": about(SCRIPT, args.device)}
+            cell = {"model": kind, "bytes": size, "dtype": dtype, "cache": cache, "ranks": ranks, "device": args.device}
+            yield {"cell": cell, "rows": measured(list(SAVERS), args.runs, once), "about": about(SCRIPT, args.device)}
 
 
 def save_once(
     job: Job, first: Job, expected: Figures, cache: str, ranks: int, name: str, is_first: bool
 ) -> tuple[list[Figures], str]:
     try:
-        make_ready(job, cache)
+        if cache == "warm":
+            shutil.copytree(job.load.folder, job.target)
+        os.sync()  # the disk has nothing else to do
+        set_cache(job.load.folder, "cold")
         figures = run_ranks(measure, ranks, name, job, first, timeout_s=900, device=job.load.device)
-        if not is_first or not expected or name == LIMIT:
+        if not is_first or name == LIMIT:
             return figures, "–"
         return figures, run_ranks(compare, 1, job, job.target, expected, timeout_s=900)[0]
     finally:
         shutil.rmtree(job.target.parent, ignore_errors=True)
-
-
-def make_ready(job: Job, cache: str) -> None:
-    """Let the target be absent, or hold an earlier checkpoint, and the disk have nothing else to do."""
-    shutil.rmtree(job.target, ignore_errors=True)
-    if cache == "warm":
-        shutil.copytree(job.load.folder, job.target)
-    os.sync()
-    set_cache(job.load.folder, "cold")
 
 
 def job_of(target: Path, load: Load) -> Job:
@@ -139,7 +128,7 @@ def cells_of(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     return [
         name,
         *times_of(name, rows),
-        SAVERS[name].syncs if name in SAVERS else "",
+        SAVERS[name].syncs,
         *times_of(name, rows, "on_disk"),
         seconds_text(row["pause"]) if "pause" in row else "",
         by_rank["written"],
@@ -154,8 +143,4 @@ PAGE = Page(title="Saving from FSDP2 shards", script=SCRIPT, title_of=title_of, 
 if __name__ == "__main__":
     hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     set_forkserver_preload(PRELOAD)
-    args = arguments(
-        __doc__, contestants="savers", models=["dense", "moe", "tied"], ranks=(1, 2), folder="hf-fsdp-save"
-    )
-    args.ranks = [n for n in args.ranks if n % args.replicas == 0]
-    PAGE.run(args, cells)
+    PAGE.run(arguments(__doc__, models=["dense", "moe", "tied"], ranks=(1, 2), folder="hf-fsdp-save"), cells)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ from transformers.distributed import DistributedConfig
 
 import hf_fsdp_tools
 from benchmarks.loading.loaders import Job as Load
-from benchmarks.loading.loaders import load_ours, synchronize
-from benchmarks.loading.measure import reference
-from benchmarks.measuring.comparison import LIMIT, OURS
-from benchmarks.measuring.process import Figures, begin, end_without_memory, share_cores, usage
+from benchmarks.loading.loaders import load_ours, reference, synchronize
+from benchmarks.measuring import LIMIT, OURS, Figures, begin, end_without_memory, share_cores, usage
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT
 from hf_fsdp_tools.text import dtype_name
@@ -48,26 +46,18 @@ class Job:
     file_bytes: int
     """Largest weight file, so that there are as many as the checkpoint has."""
 
-    @property
-    def cast(self) -> torch.dtype | None:
-        """What floating-point tensors are to be cast to; None if the model has that dtype."""
-        return None if self.load.dtype == STORED else STORED
-
 
 _PART_BYTES = 2**23  # of one request of the limit, as of ours
 _THREADS = 4  # of torch's own writers, each of which takes a file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saver:
+class Saver(NamedTuple):
     """One way to save."""
 
     make: Callable[[Job], Any]
     """What is to be saved, on this rank."""
-
     save: Callable[[Any, Job], dict[str, Any] | None]
     """Saves it; every rank calls. What it gives is kept with the figures."""
-
     syncs: str
     """What it brings to disk before it returns."""
 
@@ -126,20 +116,17 @@ def save_limit(memory: torch.Tensor, job: Job) -> None:
 
 
 def our_model(job: Job) -> nn.Module:
-    model = load_ours(job.load).model
-    assert model is not None
-    return model
+    return load_ours(job.load)
 
 
 def save_ours(model: nn.Module, job: Job) -> None:
-    hf_fsdp_tools.save_pretrained(model, job.target, dtype=job.cast, max_shard_size=job.file_bytes)
+    hf_fsdp_tools.save_pretrained(model, job.target, dtype=STORED, max_shard_size=job.file_bytes)
 
 
 def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
     """Ours in the background, and nothing done meanwhile."""
-    report = hf_fsdp_tools.save_pretrained(
-        model, job.target, dtype=job.cast, max_shard_size=job.file_bytes, blocking=False
-    )
+    options = {"dtype": STORED, "max_shard_size": job.file_bytes, "blocking": False}
+    report = hf_fsdp_tools.save_pretrained(model, job.target, **options)
     hf_fsdp_tools.wait_for_saves()
     return {"pause": report.pause_seconds}
 
@@ -147,16 +134,14 @@ def save_behind(model: nn.Module, job: Job) -> dict[str, Any]:
 def save_full(model: nn.Module, job: Job) -> None:
     """As Accelerate's guide to FSDP saves: the whole model on rank 0, which writes it."""
     accelerator = SimpleNamespace(distributed_type="FSDP", is_fsdp2=True)  # an Accelerator drops FSDP on CPUs
-    state = cast(Accelerator.get_state_dict(accelerator, model), job)
+    state = cast(Accelerator.get_state_dict(accelerator, model))
     PreTrainedModel.save_pretrained(
         model, job.target, is_main_process=is_first(), state_dict=state, max_shard_size=job.file_bytes
     )
 
 
-def cast(state: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
-    if job.cast is None:
-        return state
-    return {key: tensor.to(job.cast) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+def cast(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor.to(STORED) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
 
 
 def save_merged(model: nn.Module, job: Job) -> None:
@@ -180,9 +165,9 @@ def save_configs(model: Any, folder: Path) -> None:
 
 def native_model(job: Job) -> nn.Module:
     """Sharded by transformers itself; a single rank has the whole model."""
-    replicas, ranks = job.load.replicas, dist.get_world_size()
-    config = DistributedConfig(fsdp_size=ranks // replicas, dp_replicate_size=replicas)
-    kwargs = {"distributed_config": config} if ranks > 1 else {"device_map": {"": job.load.torch_device}}
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    alone = {"device_map": {"": job.load.torch_device}}
+    kwargs = {"distributed_config": config} if dist.get_world_size() > 1 else alone
     model = AutoModelForCausalLM.from_pretrained(job.load.folder, dtype=job.load.dtype, **kwargs)
     for parameter in model.parameters():
         parameter.detach().mul_(1)  # what was mapped from a file becomes memory, as in a training
@@ -198,7 +183,7 @@ def save_dcp(model: nn.Module, job: Job) -> None:
     """torch's writer of safetensors: each rank its shards, then rank 0 writes them again."""
     once = {id(tensor): key for key, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = {key: tensor.detach() for key, tensor in model.state_dict().items() if key in once.values()}
-    state = cast(state, job)
+    state = cast(state)
     options: dict[str, Any] = {"fqn_to_index_mapping": file_of_each(state, job.file_bytes), "save_distributed": True}
     options |= {"enable_consolidation": True, "thread_count": _THREADS, "thread_count_consolidation": _THREADS}
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(job.target), **options))
@@ -218,13 +203,13 @@ def file_of_each(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, i
 
 
 SAVERS: dict[str, Saver] = {
-    LIMIT: Saver(make=own_share, save=save_limit, syncs="all"),
-    OURS: Saver(make=our_model, save=save_ours, syncs="all"),
-    f"{OURS}, blocking=False": Saver(make=our_model, save=save_behind, syncs="all"),
-    "Accelerate FULL_STATE_DICT": Saver(make=our_model, save=save_full, syncs="nothing"),
-    "Accelerate SHARDED_STATE_DICT + merge-weights": Saver(make=our_model, save=save_merged, syncs="its shards only"),
-    "transformers save_pretrained": Saver(make=native_model, save=save_gathered, syncs="nothing"),
-    "torch DCP HuggingFaceStorageWriter, consolidated": Saver(make=our_model, save=save_dcp, syncs="its shards only"),
+    LIMIT: Saver(own_share, save_limit, "all"),
+    OURS: Saver(our_model, save_ours, "all"),
+    f"{OURS}, blocking=False": Saver(our_model, save_behind, "all"),
+    "Accelerate FULL_STATE_DICT": Saver(our_model, save_full, "nothing"),
+    "Accelerate SHARDED_STATE_DICT + merge-weights": Saver(our_model, save_merged, "its shards only"),
+    "transformers save_pretrained": Saver(native_model, save_gathered, "nothing"),
+    "torch DCP HuggingFaceStorageWriter, consolidated": Saver(our_model, save_dcp, "its shards only"),
 }
 """In the order of the table."""
 
@@ -257,7 +242,7 @@ def measure(name: str, job: Job, tiny: Job) -> Figures:
     figures["above"] = after["VmHWM"] - before["VmRSS"]
     figures["above_device"] = after["device_peak"] - before["device"]
     figures["pinned"] = after["pinned_peak"]
-    return {"seconds": seconds, "on_disk": on_disk, **notes, "notes": {}, **figures}
+    return {"seconds": seconds, "on_disk": on_disk, **notes, **figures}
 
 
 def sync_all(folder: Path) -> None:
@@ -275,15 +260,8 @@ def compare(job: Job, folder: Path, expected: Figures) -> str:
     wrong = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
     if wrong:
         return f"wrong: {len(wrong)} tensors, {wrong[0]}"
-    ours, theirs = (stored(path) for path in (folder, job.load.folder))
-    if ours == theirs:
-        return "equal"
-    if ours.keys() == theirs.keys():
-        dtypes = sorted({dtype_name(dtype) for dtype, _ in ours.values()})
-        return f"equal values, stored as {', '.join(dtypes)}"
-    return f"equal values, {len(ours)} tensors instead of the {len(theirs)} of the hub's layout"
-
-
-def stored(folder: Path) -> Figures:
-    """Dtype and shape of each stored tensor."""
-    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in CheckpointIndex.open(folder).tensors.items()}
+    ours, theirs = (CheckpointIndex.open(path).tensors for path in (folder, job.load.folder))
+    if ours.keys() != theirs.keys():
+        return f"equal values, {len(ours)} tensors instead of the {len(theirs)} of the hub's layout"
+    dtypes = {dtype_name(tensor.dtype) for key, tensor in ours.items() if tensor.dtype != theirs[key].dtype}
+    return f"equal values, stored as {', '.join(sorted(dtypes))}" if dtypes else "equal"

@@ -1,8 +1,7 @@
 """Train with `recipes/finetune.py` and with what others ship, in one run, on the same data and the same machine.
 
     python benchmarks/training.py                                            # CPU: 2 ranks, a small model
-    python benchmarks/training.py --device cuda --models 1b 4b 8b --seq-len 4096 --output PAGE.md     # one GPU or more
-    python benchmarks/training.py --report training.jsonl --output benchmarks/results/training.md     # a table of all
+    python benchmarks/training.py --device cuda --models 1b 8b --records training.jsonl            # one GPU or more
 
 hf_fsdp_tools              `recipes/finetune.py` under a file of `hf-fsdp config`
 TRL                        TRL's own `trl/scripts/sft.py` under the `fsdp2.yaml` that TRL ships. In a world of one
@@ -11,12 +10,12 @@ TRL, chunked loss          the same with `--loss_type chunked_nll`, which our re
 transformers native        TRL's SFTTrainer on `from_pretrained(distributed_config=DistributedConfig(fsdp_size=…))`
 
 Each begins from the same checkpoint (random weights in the shape of real models), trains the same rows in the same
-order with AdamW, one row of `--seq-len` tokens per rank and step, and takes TRL's defaults for the rest. `full` has
-fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs; `lora` a frozen bf16 base (fp32 on CPUs) and
-rank 16 on all linear layers. Contestants take turns in processes of their own, started by `accelerate launch`; the
+order with AdamW, one row of 512 tokens (on GPUs 4,096) per rank and step, and takes TRL's defaults for the rest. `full`
+has fp32 master weights under bf16 mixed precision on GPUs and fp32 on CPUs; `lora` a frozen bf16 base (fp32 on CPUs)
+and rank 16 on all linear layers. Contestants take turns in processes of their own, started by `accelerate launch`; the
 scripts run as they are, with one callback more.
 
-tokens/s       per rank, by the median step, after `--warm-up` steps
+tokens/s       per rank, by the median step, after the first four
 ÷ ours         median, over rounds, of their step time over ours in the same round
 peak           `torch.cuda.max_memory_allocated` during training, and what the allocator reserved; on CPUs the most that
                was resident of the process, whole
@@ -42,7 +41,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loading.models import make_checkpoint
-from benchmarks.measuring.comparison import OURS, Page, Row, about, add_page_options, in_turn, ratio, table_of
+from benchmarks.measuring import OURS, Page, Row, about, add_page_options, in_turn, ratio, table_of
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._dist import num_gpus, run_ranks
 
@@ -51,6 +50,7 @@ SCRIPT = "benchmarks/training.py"
 TRL, CHUNKED, NATIVE = "TRL", "TRL, chunked loss", "transformers native"
 CONTESTANTS = (OURS, TRL, CHUNKED, NATIVE)
 LIMIT_S = 600
+_WARM_UP = 4  # steps that are not timed
 SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
 
 
@@ -58,19 +58,16 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
     parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
-    parser.add_argument("--models", nargs="+", choices=["small", "1b", "4b", "8b"], help="small on CPUs, 1b on GPUs")
+    parser.add_argument("--models", nargs="+", choices=["small", "1b", "8b"], help="small on CPUs, 1b on GPUs")
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--seq-len", type=int, help="512 on CPUs, 4,096 on GPUs")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=4, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=12, help="of which the first four are not timed")
     parser.add_argument("--runs", type=int, default=3)
     add_page_options(parser, "hf_fsdp_tools-training")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.ranks = args.ranks or (num_gpus() if on_gpu else 2)
     args.models = args.models or (["1b"] if on_gpu else ["small"])
-    args.seq_len = args.seq_len or (4096 if on_gpu else 512)
+    args.seq_len = 4096 if on_gpu else 512
     return args
 
 
@@ -80,19 +77,25 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folder = checkpoint(model, args)
         data = dataset(args, folder)
         for tuning in args.tuning:
-            cell = {"model": model, "tuning": tuning, "seq_len": args.seq_len, "ranks": args.ranks}
-            cell |= {"device": args.device}
+            cell = {
+                "model": model,
+                "tuning": tuning,
+                "seq_len": args.seq_len,
+                "ranks": args.ranks,
+                "device": args.device,
+            }
             rows: dict[str, Row] = {}
-            for name in in_turn(args.contestants, args.runs):
+            for name in in_turn(CONTESTANTS, args.runs):
                 if "failed" in rows.get(name, {}):
                     continue
-                found = one(name, cell, folder, data, args)
-                row = rows.setdefault(name, {"seconds": [], **found})
-                row |= found
-                if "failed" not in row:
-                    row["seconds"] = [*row["seconds"], found["step"]]
-            ordered = {name: rows[name] for name in args.contestants}
-            yield {"cell": cell, "rows": ordered, "about": about(SCRIPT, args.device)}
+                row = rows.setdefault(name, {"seconds": []})
+                row |= one(name, cell, folder, data, args)
+                row["seconds"] += [row["step"]] if "failed" not in row else []
+            yield {
+                "cell": cell,
+                "rows": {name: rows[name] for name in CONTESTANTS},
+                "about": about(SCRIPT, args.device),
+            }
 
 
 def checkpoint(model: str, args: argparse.Namespace) -> Path:
@@ -133,8 +136,10 @@ def dataset(args: argparse.Namespace, folder: Path) -> Path:
 
 def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One training by one contestant: its figures, or why it failed."""
+    of_trl = str(Path(find_spec("trl").origin).with_name("scripts") / "sft.py")
+    script = {OURS: str(ROOT / "recipes" / "finetune.py"), NATIVE: "native"}.get(name, of_trl)
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launch(name, cell, Path(folder)), folder, *script(name, cell), *options(name, cell, args)]
+        words = [*launch(name, cell, Path(folder)), folder, script, *options(name, cell, args)]
         words += ["--model_name_or_path", str(model), "--dataset_name", str(data)]
         words += ["--output_dir", str(Path(folder, "out"))]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -153,7 +158,7 @@ def one(name: str, cell: dict[str, Any], model: Path, data: Path, args: argparse
         return {"failed": [done.stderr[-160:].replace("\n", " "), *told][-1][:200].replace("|", "/")}
     steps = [max(times) for times in zip(*(rank["steps"] for rank in ranks), strict=True)]
     return {
-        "step": statistics.median(steps[args.warm_up :]),
+        "step": statistics.median(steps[_WARM_UP:]),
         "peak": max(rank["peak"] for rank in ranks),
         "reserved": max(rank["reserved"] for rank in ranks),
         "ready": max(rank["ready"] for rank in ranks),
@@ -183,14 +188,6 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
         shipped = Path(find_spec("trl").origin).with_name("accelerate_configs") / "fsdp2.yaml"
         words += ["--config_file", str(shipped), "--mixed_precision", precision]
     return [*words, "-m", "benchmarks.tuning"]
-
-
-def script(name: str, cell: dict[str, Any]) -> list[str]:
-    if name == OURS:
-        return [str(ROOT / "recipes" / "finetune.py")]
-    if name == NATIVE:
-        return ["native"]
-    return [str(Path(find_spec("trl").origin).with_name("scripts") / "sft.py")]
 
 
 def options(name: str, cell: dict[str, Any], args: argparse.Namespace) -> list[str]:

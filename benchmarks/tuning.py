@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from transformers import TrainerCallback, trainer
 
-from benchmarks.measuring.process import begin, end_without_memory, usage
+from benchmarks.measuring import begin, end_without_memory, usage
 
 _STARTED = time.perf_counter()
 

@@ -18,7 +18,6 @@ project = "hf_fsdp_tools"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*.md"]
-exclude_patterns = ["benchmarks/results/*_preface.md"]
 html_extra_path = ["index.html"]  # at the top of the site, where hosts look for it
 html_theme = "furo"
 html_title = "hf_fsdp_tools"

@@ -7,8 +7,8 @@ So it is asked only of a hub that has just answered.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -95,19 +95,6 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_lines(error, 4)}"
 
 
-@contextmanager
-def upload_errors(repo_id: str, kept: str) -> Iterator[None]:
-    """Turn any error of a block that uploads into a `CheckpointError` that says what is kept, and how to upload it."""
-    try:
-        yield
-    except Exception as error:
-        fact, then = f"{repo_id!r} on the hub cannot be written to", ""
-        if kept:
-            fact = f"{kept!r} is saved and complete, but its upload to {repo_id!r} failed"
-            then = f" Then upload it: `hf upload {repo_id} {kept}`."
-        raise CheckpointError(f"{fact} ({_in_a_line(error)}). Check name, network and token.{then}") from None
-
-
 def hub_target(folder: Path, push_to_hub: bool, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where on the hub a save goes, as arguments of `upload`; None where nothing is to be uploaded."""
     from huggingface_hub.errors import HFValidationError
@@ -153,7 +140,7 @@ def upload(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    with upload_errors(repo_id, str(folder)):
+    try:
         api = HfApi(token=token, library_name="hf_fsdp_tools")
         with suppress(RepositoryNotFoundError):
             api.model_info(repo_id, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -174,3 +161,8 @@ def upload(
             create_pr=create_pr,
         )
         return str(commit.pr_url or commit.commit_url)
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(folder)!r} is saved and complete, but its upload to {repo_id!r} failed ({_in_a_line(error)}). Check "
+            f"name, network and token. Then upload it: `hf upload {repo_id} {folder}`."
+        ) from None

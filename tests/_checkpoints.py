@@ -29,26 +29,19 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 
 _SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 67,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 22}
+_MLA = {"kv_lora_rank": 9, "q_lora_rank": 11, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
 
-def _llama() -> PreTrainedModel:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES, tie_word_embeddings=False))
+def _llama(sizes: dict[str, int] = _SIZES) -> PreTrainedModel:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=False))
 
 
-def _tied() -> PreTrainedModel:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_SIZES, head_dim=12, tie_word_embeddings=True))
+def _tied(sizes: dict[str, int] = _SIZES) -> PreTrainedModel:
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=12, tie_word_embeddings=True))
 
 
 def _gpt2() -> PreTrainedModel:
@@ -57,8 +50,8 @@ def _gpt2() -> PreTrainedModel:
     return hf.GPT2LMHeadModel(config)
 
 
-def _mixtral() -> PreTrainedModel:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2))
+def _mixtral(sizes: dict[str, int] = _SIZES) -> PreTrainedModel:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
 
 
 def _qwen3_moe() -> PreTrainedModel:
@@ -71,25 +64,11 @@ def _qwen2_moe() -> PreTrainedModel:
     return hf.Qwen2MoeForCausalLM(config)
 
 
-def _deepseek_v3() -> PreTrainedModel:
+def _deepseek_v3(inner: int = 67, of_experts: int = 22) -> PreTrainedModel:
     """Its router has a persistent buffer, `e_score_correction_bias`."""
-    sizes = _SIZES | {"num_key_value_heads": 4}
-    config = hf.DeepseekV3Config(
-        **sizes,
-        moe_intermediate_size=22,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=9,
-        q_lora_rank=11,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-    )
-    return hf.DeepseekV3ForCausalLM(config)
+    sizes = _SIZES | _MLA | {"num_key_value_heads": 4, "intermediate_size": inner, "moe_intermediate_size": of_experts}
+    sizes |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, first_k_dense_replace=1))
 
 
 def _bert() -> PreTrainedModel:
@@ -283,29 +262,12 @@ def _gpt_oss() -> PreTrainedModel:
     return hf.GptOssForCausalLM(config)
 
 
-def _qwen3() -> PreTrainedModel:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_EVEN, head_dim=12, tie_word_embeddings=True))
-
-
 def _qwen3_of_whole_blocks() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_key_value_heads": 4}
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=96))
 
 
-def _deepseek_of_even_sizes() -> PreTrainedModel:
-    config = _deepseek_v3().config
-    config.moe_intermediate_size, config.intermediate_size = 32, 80
-    return hf.DeepseekV3ForCausalLM(config)
-
-
-def _even_llama() -> PreTrainedModel:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_EVEN, tie_word_embeddings=False))
-
-
-def _even_mixtral() -> PreTrainedModel:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_EVEN, num_local_experts=4, num_experts_per_tok=2))
-
-
+_even_llama, _even_mixtral = partial(_llama, _EVEN), partial(_mixtral, _EVEN)
 _FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -313,12 +275,9 @@ def _compressed(strategy: str) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"strategy": "tensor"}}
     return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-    }
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    }  # fmt: skip
 
 
 def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
@@ -328,13 +287,13 @@ def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
 
 
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
-    "fp8": (_qwen3, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
+    "fp8": (partial(_tied, _EVEN), _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "fp8 of 128 x 128": (
         _qwen3_of_whole_blocks,
         partial(_fp8, block=(128, 128)),
         _FP8_CONFIG | {"weight_block_size": [128, 128]},
     ),
-    "fp8 and fp4 experts": (_deepseek_of_even_sizes, _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
+    "fp8 and fp4 experts": (partial(_deepseek_v3, 80, 32), _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8 experts": (_even_mixtral, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "mxfp4": (_gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
     "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
@@ -364,11 +323,8 @@ def make_quantized(kind: str, folder: Path) -> Path:
     """Write the quantised checkpoint of that kind, in bf16 where it is not quantised; several files and an index."""
     make, store, config = QUANTIZED[kind]
     randomize(make().to(torch.bfloat16)).save_pretrained(folder, max_shard_size="60KB")
-    names = (
-        r"experts\.(gate_up|down)_proj$"
-        if kind == "mxfp4"
-        else r"(proj|proj_with_mqa|[qk]v?_[ab]_proj|w[123])\.weight$"
-    )
+    linear = r"(proj|proj_with_mqa|[qk]v?_[ab]_proj|w[123])\.weight$"
+    names = r"experts\.(gate_up|down)_proj$" if kind == "mxfp4" else linear
     weight_map = {}
     for file in folder.glob("*.safetensors"):
         tensors: Tensors = {}

@@ -155,9 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.endswith(".safetensors") or self.server.requests[self.command, name, file] > times:
             mood = ""
         if mood.startswith("HTTP ") and self.command == "GET":
-            _, status, *more = mood.split()
-            headers = {"Retry-After": more[0]} if more and more[0].isdigit() else {}
-            return self._send(int(status), b'{"error": "a mood"}', headers)
+            return self._send(int(mood.split()[1]), b'{"error": "a mood"}')
         return self._send(200, content, headers, mood=mood)
 
     # ---- uploading ----
@@ -235,11 +233,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _upload(self, step: str, name: str, revision: str, *, of: Any = None) -> bytes | None:
         """The body of a request that writes; None where it was answered already: not allowed, or by a mood."""
-        if step == "put" and self.server.moods.get(name) == ("put closes", self.server.requests[step, name, ""] + 1):
-            self.server.requests[step, name, ""] += 1
-            self.rfile.read(10)
-            self.close_connection = True
-            return self.connection.close()
         body = self._read()
         name = of(json.loads(body)) if of is not None else name
         self.server.requests[step, name, revision] += 1
@@ -281,12 +274,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if mood in ("stalls", "silences", "resets"):
+        if mood in ("silences", "resets"):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
-        if mood in ("stalls", "silences"):
-            if mood == "silences":
-                self.server.silent.set()
+        if mood == "silences":
+            self.server.silent.set()
             self.server.closing.wait()
         elif mood == "resets":
             time.sleep(0.2)  # so that the half is read
@@ -314,10 +306,9 @@ def fake_hub(
     """A hub that runs meanwhile. `org/silent` never answers, `org/gated` and `org/private` (token "secret") refuse.
 
     Repositories are folders by name and revision; uploads go to `root`, where token "secret" may write and any other
-    reads only. A mood is what happens to the first requests of each weight file: the answer stops in the middle
-    ("stalls"), then nothing is answered at all ("silences"), or the connection is reset ("resets"); or a status comes,
-    as "HTTP 503" or "HTTP 429 5" with a time to wait. For uploads it is a step ("create", "preupload", "batch", "put",
-    "commit") and its answer, as "put HTTP 500 words"; "put closes" ends the connection of the n-th file.
+    reads only. A mood is what happens to the first requests of each weight file: in the middle of the answer the hub
+    falls silent ("silences") or resets the connection ("resets"), or a status comes, as "HTTP 503". For uploads it is a
+    step ("create", "preupload", "batch", "put", "commit") and its answer, as "put HTTP 500 words".
     """
     server = FakeHub(repositories, root)
     server.moods |= moods or {}

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.loading.conversion import get_model_conversion_mapping
+from tests._checkpoints import stored_tensors
 
 OLDER = {  # what checkpoints of the hub call what transformers has renamed since, in all architectures
     "LayerNorm.weight": "LayerNorm.gamma",
@@ -73,7 +74,7 @@ def loads_as_stored(model_class: Any, folder: Path) -> tuple[PreTrainedModel, st
 def differences(ours: Path, theirs: Path) -> list[str]:
     """What is not equal in two checkpoints: names, dtypes, shapes and bits of tensors; configs but for the version."""
     found = []
-    a, b = _tensors(ours), _tensors(theirs)
+    a, b = stored_tensors(ours), stored_tensors(theirs)
     if a.keys() != b.keys():
         found.append(f"names: {sorted(a.keys() ^ b.keys())[:4]} ({len(a.keys() - b.keys())} only in ours)")
     for key in sorted(a.keys() & b.keys()):
@@ -88,10 +89,6 @@ def differences(ours: Path, theirs: Path) -> list[str]:
             found += [f"{name} {k}: {one.get(k, 'absent')!r}, not {other.get(k, 'absent')!r}" for k in keys]
             found += [f"{name}: {'absent' if not one else 'there'}"] if not keys else []
     return found
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,27 +18,10 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
-    "text",
-    "errors",
-    "hub",
-    "accelerator",
-    "distributed",
-    "modeling",
-    "planning",
-    "sharding",
-    "foresight",
-    "plots",
-    "background",
-    "loading",
-    "saving",
-    "fsdp1",
-    "diagnostics",
-    "pretrained",
-    "integrations",
-    "scripting",
-    "cli",
+    "text", "errors", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
+    "background", "loading", "saving", "fsdp1", "diagnostics", "pretrained", "integrations", "scripting", "cli",
     "__main__",
-)
+)  # fmt: skip
 """In the order in which they may import: each only rooms above it."""
 
 NEVER = (
@@ -138,12 +121,8 @@ def print_sizes(root: Path) -> None:
         texts = [path.read_text() for path in files]
         lines, docs = sum(len(text.splitlines()) for text in texts), sum(map(docstring_lines, texts))
         print(f"{folder:24} {lines:6,} {lines - docs:20,} {len(files):6}")
-    naming = [
-        p
-        for p in (root / "hf_fsdp_tools").rglob("*.py")
-        if p.parent.name != "fsdp1" and "fsdp1" in p.read_text().lower()
-    ]
-    print(f"files outside of fsdp1 that name it: {len(naming)}")
+    others = (path for path in (root / "hf_fsdp_tools").rglob("*.py") if path.parent.name != "fsdp1")
+    print(f"files outside of fsdp1 that name it: {sum('fsdp1' in path.read_text().lower() for path in others)}")
 
 
 def imports(path: Path) -> set[str]:
@@ -192,6 +171,9 @@ def test_a_room_says_in_one_sentence_what_it_owns(name):
     assert re.fullmatch(r"[^.]+(\.\w+[^.]*)*\.", ast.get_docstring(tree) or ""), f"{name}: not one sentence"
 
 
+OF_PEFT = ("sharding.adapters", "sharding.injection", "loading.adapter_state", "saving.save_adapter")
+
+
 def test_only_integrations_imports_accelerate_and_the_trainer():
     for name, path in modules().items():
         tree = ast.parse(path.read_text())
@@ -201,24 +183,11 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         if room_of(name) == "scripting":  # for recipes, which have the three installed
             continue
         assert not roots & {"datasets", "trl"}, name
-        assert ("peft" in roots) <= (
-            name
-            in (
-                "sharding.adapters",
-                "sharding.adapters",
-                "sharding.injection",
-                "loading.adapter_state",
-                "saving.save_adapter",
-            )
-        ), name
+        assert ("peft" in roots) <= (name in OF_PEFT), name
 
 
 def test_the_environment_is_read_in_two_places():
-    readers = {
-        room_of(name)
-        for name, path in modules().items()
-        if "os.environ" in path.read_text() or "getenv" in path.read_text()
-    }
+    readers = {room_of(name) for name, path in modules().items() if re.search(r"os\.environ|getenv", path.read_text())}
     assert readers <= {"distributed", "integrations", "scripting"}  # the last sets `env` of a recipe's file
 
 

@@ -12,22 +12,27 @@ A difference is relative to the largest value of a tensor, of a gradient at leas
 bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import hf_fsdp_tools
 from benchmarks.architectures.batches import Batch, random_batch
-from benchmarks.architectures.gathered import Gathered, first_units, most_allowed, outputs_of, plan_of
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
+from hf_fsdp_tools.sharding.shard import sharding_of
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -170,7 +175,7 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     model = hf_fsdp_tools.from_pretrained(
         case.folder, auto_class=case.model_class, dtype=torch.float32, mp_policy=policy
     )
-    row: dict[str, Any] = {"units": len(plan_of(model).units)}
+    row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
     row["load"] = _unequal(tensors_of(model), exact.state)
     gathered = Gathered()
     batch = case.batch_of(rank, torch.float32)
@@ -268,10 +273,87 @@ def _saved(case: Case, model: nn.Module) -> str:
 
 
 def _headers(folder: Path) -> dict[str, str]:
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (no dictionary)
-                part = opened.get_slice(key)
-                found[key] = f"{part.get_dtype()} {part.get_shape()}"
-    return found
+    return {key: f"{stored.dtype} {stored.shape}" for key, stored in CheckpointIndex.open(folder).tensors.items()}
+
+
+# ---- how many units are gathered at a time, and how many may be ----
+
+SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
+
+
+def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a model's output by name, caches left out."""
+    if isinstance(output, torch.Tensor):
+        yield prefix, output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if key not in SKIPPED and "cache" not in str(key):
+                yield from outputs_of(value, f"{prefix}.{key}")
+    elif isinstance(output, list | tuple):
+        for i, value in enumerate(output):
+            yield from outputs_of(value, f"{prefix}.{i}")
+
+
+class Gathered:
+    """How many units are gathered at a time."""
+
+    def __init__(self) -> None:
+        self.now: set[int] = set()
+        self.most = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A block in which every unit that FSDP2 gathers or frees is noted."""
+        with ExitStack() as stack:
+            for name in ("unshard", "_to_unsharded", "_to_sharded"):
+                stack.enter_context(patch.object(FSDPParamGroup, name, self._noting(getattr(FSDPParamGroup, name))))
+            yield
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(group, *args, **kwargs)
+            if group.is_unsharded or group._all_gather_result is not None:
+                self.now.add(id(group.modules[0]))
+                self.most = max(self.most, len(self.now))
+            else:
+                self.now.discard(id(group.modules[0]))
+            return result
+
+        return call
+
+
+def most_allowed(model: nn.Module, first: set[int]) -> int:
+    """The units that may be gathered at a time, after a backward pass.
+
+    The root, the units around each other where they are nested, the next one, the kept tail; and those that FSDP2 frees
+    only at the end of the backward pass: units whose inputs need no gradient (`first`), and units that are fetched for
+    a backward pass which does not reach them.
+    """
+    plan = sharding_of(model).plan
+    units = [fqn for unit in plan.units for fqn in unit.modules if fqn]
+    depth = max((sum(fqn == other or fqn.startswith(f"{other}.") for other in units) for fqn in units), default=0)
+    kept = sum(unit.reshard_after_forward is False for unit in plan.units)
+    unreached = {
+        id(unit_modules(module)[0])
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        and module is not model
+        and all(shard.grad is None for shard, _ in parameters_of_unit(module))
+    }
+    return 2 + depth + kept + len(first | unreached)
+
+
+@contextmanager
+def first_units(model: nn.Module) -> Iterator[set[int]]:
+    """The units whose inputs need no gradient in a forward pass."""
+    found: set[int] = set()
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        if not any(t.requires_grad for _, t in outputs_of([args, dict(kwargs)])):
+            found.add(id(unit_modules(module)[0]))
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in units]
+    yield found
+    for handle in handles:
+        handle.remove()

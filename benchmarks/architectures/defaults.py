@@ -68,16 +68,13 @@ def class_names(mapping: str, model_type: str) -> list[str]:
     return [found] if isinstance(found, str) else list(found)
 
 
-def all_mappings() -> list[str]:
-    return [name.removesuffix("_MAPPING_NAMES") for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES")]
-
-
 def classes_of(model_type: str, config: Any) -> dict[str, list[str]]:
     """The model classes of a type by role; for the main role every candidate, the best first; no class in two roles."""
     order = list(MAIN_MAPPINGS)
     if getattr(config, "is_encoder_decoder", False):
         order = ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", *order]
-    order += [name for name in all_mappings() if name.startswith("MODEL") and name not in order]
+    every = [name.removesuffix("_MAPPING_NAMES") for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES")]
+    order += [name for name in every if name.startswith("MODEL") and name not in order]
     main = list(dict.fromkeys(name for mapping in order for name in class_names(mapping, model_type)))
     found = {"main": main} if main else {}
     for role, mapping in OTHER_MAPPINGS.items():

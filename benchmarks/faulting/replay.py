@@ -84,12 +84,11 @@ class _Tree:
 
     def differences(self, other: "_Tree") -> list[str]:
         """Paths that do not mean the same."""
-        both = [
+        a, b = (
             {path: bytes(what.data) if isinstance(what, _File) else what for path, what in tree.at.items()}
             for tree in (self, other)
-        ]
-        absent = "absent"
-        return sorted(path for path in both[0] | both[1] if both[0].get(path, absent) != both[1].get(path, absent))
+        )
+        return sorted(path for path in a | b if a.get(path, "absent") != b.get(path, "absent"))
 
     def digest(self, *, power: bool) -> str:
         """Equal for equal states; with `power` lost, data that was not synced is zeros."""

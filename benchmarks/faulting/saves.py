@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +28,28 @@ Ready = Callable[[], None]
 SEVERAL, ONE = "60KB", "1GB"
 
 
+Write = Callable[[Path, Path, Ready], str]
+"""Saves to a folder, of the checkpoints `a` and `b` in another; the digest of what it saves. Every rank must call."""
+
+
 @dataclass(frozen=True)
 class Save:
-    """One kind of save. All functions run on every rank; `models` holds the checkpoints `a` and `b`."""
+    """One kind of save."""
 
     name: str
-
-    def first(self, models: Path, out: Path) -> str:
-        """Make the older save in a folder; its digest."""
-        raise NotImplementedError  # abstract: each kind has its own
-
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        """Save over it; the digest of what it saves."""
-        raise NotImplementedError  # abstract: each kind has its own
-
-    def found(self, models: Path, out: Path) -> list[str]:
-        """A digest by each way to open the folder, or "error: …"."""
-        raise NotImplementedError  # abstract: each kind has its own
+    first: Write
+    """Makes the older save."""
+    again: Write
+    """Saves over it."""
+    found: Callable[[Path, Path], list[str]]
+    """A digest by each way to open the folder, or "error: …"."""
 
 
 # ---- run by ranks ----
 
 
 def save_first(kind: Save, models: Path, out: Path) -> str:
-    return kind.first(models, out / "out")
+    return kind.first(models, out / "out", dist.barrier)
 
 
 def save_noted(kind: Save, models: Path, out: Path, notes: Path) -> str:
@@ -99,32 +98,42 @@ def by_index(out: Path) -> str:
     return digest_of_model(model)
 
 
-@dataclass(frozen=True)
-class Adapter(Save):
-    """`save_pretrained` of one adapter over another; of another `lora_alpha`."""
+def save_model(
+    source: str, max_shard_size: str, models: Path, out: Path, ready: Ready, *, eps: float | None = None
+) -> str:
+    """Model a or b; with `eps` of another config."""
+    model = from_pretrained(models / source, accelerator=new_accelerator())
+    model.config.rms_norm_eps = eps or model.config.rms_norm_eps
+    ready()
+    save_pretrained(model, out, max_shard_size=max_shard_size)
+    return digest_of_model(model)
 
-    alpha: int = 8
 
-    def _saved(self, models: Path, out: Path, ready: Ready, seed: int, alpha: int) -> str:
-        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        torch.manual_seed(seed)
-        model = from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
-        ready()
-        save_pretrained(model, out)
-        return digest_of_adapter(model)
+def find_model(models: Path, out: Path) -> list[str]:
+    if (out / "adapter_config.json").exists():
+        return find_adapter(models, out)
+    return [
+        tried(lambda: digest_of_model(AutoModelForCausalLM.from_pretrained(out))),
+        tried(lambda: digest_of_model(from_pretrained(out, accelerator=new_accelerator()))),
+        tried(lambda: by_index(out)),
+    ]
 
-    def first(self, models: Path, out: Path) -> str:
-        return self._saved(models, out, dist.barrier, 1, 8)
 
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        return self._saved(models, out, ready, 2, self.alpha)
+def save_adapter(seed: int, alpha: int, models: Path, out: Path, ready: Ready) -> str:
+    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(seed)
+    model = from_pretrained(models / "a", accelerator=new_accelerator(), peft_config=config)
+    ready()
+    save_pretrained(model, out)
+    return digest_of_adapter(model)
 
-    def found(self, models: Path, out: Path) -> list[str]:
-        base = AutoModelForCausalLM.from_pretrained(models / "a")
-        return [
-            tried(lambda: digest_of_adapter(PeftModel.from_pretrained(base, str(out)))),
-            tried(lambda: digest_of_adapter(from_pretrained(out, accelerator=new_accelerator()))),
-        ]
+
+def find_adapter(models: Path, out: Path) -> list[str]:
+    base = AutoModelForCausalLM.from_pretrained(models / "a")
+    return [
+        tried(lambda: digest_of_adapter(PeftModel.from_pretrained(base, str(out)))),
+        tried(lambda: digest_of_adapter(from_pretrained(out, accelerator=new_accelerator()))),
+    ]
 
 
 def digest_of_adapter(model: Any) -> str:
@@ -132,123 +141,78 @@ def digest_of_adapter(model: Any) -> str:
     return f"{digest_of_values(values)} {model.peft_config['default'].lora_alpha}"
 
 
-@dataclass(frozen=True)
-class Model(Save):
-    """`save_pretrained` of model b over model a."""
-
-    before: str | None
-    """Size of the older shards; None for an adapter."""
-    after: str
-    eps: float | None = None
-    """Of another config."""
-
-    def first(self, models: Path, out: Path) -> str:
-        if self.before is None:
-            return Adapter(self.name).first(models, out)
-        model = from_pretrained(models / "a", accelerator=new_accelerator())
-        save_pretrained(model, out, max_shard_size=self.before)
-        return digest_of_model(model)
-
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        model = from_pretrained(models / "b", accelerator=new_accelerator())
-        model.config.rms_norm_eps = self.eps or model.config.rms_norm_eps
-        ready()
-        save_pretrained(model, out, max_shard_size=self.after)
-        return digest_of_model(model)
-
-    def found(self, models: Path, out: Path) -> list[str]:
-        if (out / "adapter_config.json").exists():
-            return Adapter(self.name).found(models, out)
-        return [
-            tried(lambda: digest_of_model(AutoModelForCausalLM.from_pretrained(out))),
-            tried(lambda: digest_of_model(from_pretrained(out, accelerator=new_accelerator()))),
-            tried(lambda: by_index(out)),
-        ]
-
-
 # ---- save_state ----
 
 
-@dataclass(frozen=True)
-class State(Save):
-    """`Accelerator.save_state` after one step, and after two."""
+def trained(models: Path, steps: int, state: Path | None = None) -> tuple[Any, str]:
+    """The Accelerator, and the digest of its training, after some steps from the beginning or from a state."""
+    accelerator = new_accelerator()
+    model = from_pretrained(models / "a", accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if state is not None:
+        accelerator.load_state(state)
+    for row in make_rows(steps):
+        accelerator.backward(model(**{key: value[None] for key, value in row.items()}).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, digest_of_training(model, optimizer)
 
-    def _after(self, models: Path, out: Path, steps: int, *, load: bool = False) -> tuple[Any, str]:
-        """The Accelerator, and the digest of its training, after some steps."""
-        accelerator = new_accelerator()
-        model = from_pretrained(models / "a", accelerator=accelerator)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        if load:
-            accelerator.load_state(out)
-        for row in make_rows(steps):
-            accelerator.backward(model(**{key: value[None] for key, value in row.items()}).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return accelerator, digest_of_training(model, optimizer)
 
-    def first(self, models: Path, out: Path) -> str:
-        accelerator, digest = self._after(models, out, 1)
-        accelerator.save_state(out)
-        return digest
+def save_state(steps: int, models: Path, out: Path, ready: Ready) -> str:
+    """`Accelerator.save_state` after some steps."""
+    accelerator, digest = trained(models, steps)
+    ready()
+    accelerator.save_state(out)
+    return digest
 
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        accelerator, digest = self._after(models, out, 2)
-        ready()
-        accelerator.save_state(out)
-        return digest
 
-    def found(self, models: Path, out: Path) -> list[str]:
-        return [tried(lambda: self._after(models, out, 0, load=True)[1])]
+def find_state(models: Path, out: Path) -> list[str]:
+    return [tried(lambda: trained(models, 0, out)[1])]
 
 
 # ---- the Trainer ----
 
 
-def quiet_trainer(models: Path, args: Any) -> ShardedTrainer:
-    """A Trainer of model a that prints no log."""
+def save_by_trainer(rate: float, models: Path, out: Path, ready: Ready) -> str:
+    """A Trainer that begins anew, and saves a checkpoint that an earlier run has saved."""
+    args = arguments(out, save_strategy="steps", save_steps=1, max_steps=1, learning_rate=rate)
     model = from_pretrained(models / "a", accelerator=new_accelerator())
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16))
     trainer.remove_callback(PrinterCallback)
-    return trainer
+    ready()
+    trainer.train()
+    return digest_of_values(trainer.model.named_parameters())
 
 
-class NumberThatExists(Save):
-    """A Trainer that begins anew and saves a checkpoint that an earlier run has saved."""
-
-    def _train(self, models: Path, out: Path, rate: float, ready: Ready) -> str:
-        args = arguments(out, save_strategy="steps", save_steps=1, max_steps=1, learning_rate=rate)
-        trainer = quiet_trainer(models, args)
-        ready()
-        trainer.train()
-        return digest_of_values(trainer.model.named_parameters())
-
-    def first(self, models: Path, out: Path) -> str:
-        return self._train(models, out, 1e-2, dist.barrier)
-
-    def again(self, models: Path, out: Path, ready: Ready) -> str:
-        return self._train(models, out, 1e-3, ready)
-
-    def found(self, models: Path, out: Path) -> list[str]:
-        checkpoint = out / "checkpoint-1"
-        if problem := problem_of(checkpoint):
-            return [f"error: {problem}"]
-        saved = lambda: from_pretrained(checkpoint, accelerator=new_accelerator()).named_parameters()  # noqa: E731
-        return [tried(lambda: digest_of_values(saved()))]
+def find_checkpoint(models: Path, out: Path) -> list[str]:
+    checkpoint = out / "checkpoint-1"
+    if problem := problem_of(checkpoint):
+        return [f"error: {problem}"]
+    saved = lambda: from_pretrained(checkpoint, accelerator=new_accelerator()).named_parameters()  # noqa: E731
+    return [tried(lambda: digest_of_values(saved()))]
 
 
+def of_models(name: str, before: str, after: str, eps: float | None = None) -> Save:
+    """Model b over model a; sizes of the older and the newer files."""
+    return Save(name, partial(save_model, "a", before), partial(save_model, "b", after, eps=eps), find_model)
+
+
+ADAPTER, TRAINER = partial(save_adapter, 1, 8), partial(save_by_trainer, 1e-2)
 SAVES = (
-    Model("save_pretrained, as many files", SEVERAL, SEVERAL),
-    Model("save_pretrained, fewer files", SEVERAL, "120KB"),
-    Model("save_pretrained, files over one", ONE, SEVERAL),
-    Model("save_pretrained, one over files", SEVERAL, ONE),
-    Model("save_pretrained, one over one", ONE, ONE),
-    Model("save_pretrained, another config", SEVERAL, SEVERAL, eps=1e-3),
-    Model("save_pretrained, one over one, another config", ONE, ONE, eps=1e-3),
-    Model("save_pretrained, files over an adapter", None, SEVERAL),
-    Adapter("save_pretrained, adapter"),
-    Adapter("save_pretrained, adapter of another config", alpha=32),
-    State("save_state, one name"),
-    NumberThatExists("Trainer, a number that exists"),
+    of_models("save_pretrained, as many files", SEVERAL, SEVERAL),
+    of_models("save_pretrained, fewer files", SEVERAL, "120KB"),
+    of_models("save_pretrained, files over one", ONE, SEVERAL),
+    of_models("save_pretrained, one over files", SEVERAL, ONE),
+    of_models("save_pretrained, one over one", ONE, ONE),
+    of_models("save_pretrained, another config", SEVERAL, SEVERAL, eps=1e-3),
+    of_models("save_pretrained, one over one, another config", ONE, ONE, eps=1e-3),
+    Save("save_pretrained, files over an adapter", ADAPTER, partial(save_model, "b", SEVERAL), find_model),
+    Save("save_pretrained, adapter", ADAPTER, partial(save_adapter, 2, 8), find_adapter),
+    Save("save_pretrained, adapter of another config", ADAPTER, partial(save_adapter, 2, 32), find_adapter),
+    Save("save_state, one name", partial(save_state, 1), partial(save_state, 2), find_state),
+    Save(
+        "Trainer, a number that exists", partial(save_by_trainer, 1e-2), partial(save_by_trainer, 1e-3), find_checkpoint
+    ),
 )
 
 

@@ -39,15 +39,10 @@ SIZES = {
 
 def _of_decoder(size: Size) -> dict[str, Any]:
     return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.inner,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.key_heads,
-        "head_dim": size.head_dim,
-        "max_position_embeddings": max(4096, size.seq_len),
-    }
+        "vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.key_heads,
+        "head_dim": size.head_dim, "max_position_embeddings": max(4096, size.seq_len),
+    }  # fmt: skip
 
 
 def _llama(size: Size) -> PreTrainedConfig:
@@ -67,18 +62,9 @@ def _gemma3(size: Size) -> PreTrainedConfig:
 
 def _gpt2(size: Size) -> PreTrainedConfig:
     """Without dropout, whose masks have another dtype on CPUs."""
-    config = hf.GPT2Config(
-        vocab_size=size.vocabulary,
-        n_embd=size.hidden,
-        n_layer=size.layers,
-        n_head=size.heads,
-        n_positions=max(1024, size.seq_len),
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    config.bos_token_id, config.eos_token_id = 1, 2
-    return config
+    sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads, "vocab_size": size.vocabulary}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return hf.GPT2Config(**sizes, **none, n_positions=max(1024, size.seq_len), bos_token_id=1, eos_token_id=2)
 
 
 def _qwen3_moe(size: Size) -> PreTrainedConfig:
@@ -87,29 +73,16 @@ def _qwen3_moe(size: Size) -> PreTrainedConfig:
 
 
 def _t5(size: Size) -> PreTrainedConfig:
-    return hf.T5Config(
-        vocab_size=size.vocabulary,
-        d_model=size.hidden,
-        d_kv=size.head_dim,
-        d_ff=size.inner,
-        num_layers=size.layers,
-        num_heads=size.heads,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": size.hidden, "d_kv": size.head_dim, "d_ff": size.inner, "vocab_size": size.vocabulary}
+    sizes |= {"num_layers": size.layers, "num_heads": size.heads}
+    return hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
 
 
 def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
-    quarter = size.hidden // 2
-    vision = {
-        "depth": max(2, size.layers // 2),
-        "hidden_size": quarter,
-        "intermediate_size": 2 * quarter,
-        "num_heads": size.heads // 2,
-        "out_hidden_size": size.hidden,
-        "fullatt_block_indexes": [max(2, size.layers // 2) - 1],
-        "window_size": 56,
-    }
+    depth = max(2, size.layers // 2)
+    vision = {"depth": depth, "hidden_size": size.hidden // 2, "intermediate_size": size.hidden // 2 * 2}
+    vision |= {"num_heads": size.heads // 2, "out_hidden_size": size.hidden, "window_size": 56}
+    vision |= {"fullatt_block_indexes": [depth - 1]}
     rope = {"rope_type": "default", "mrope_section": [size.head_dim // 8, *[size.head_dim // 16 * 3] * 2]}
     text = _of_decoder(size) | {"rope_parameters": rope | {"rope_theta": 1e6}}
     text.pop("head_dim")
@@ -119,14 +92,8 @@ def _qwen2_5_vl(size: Size) -> PreTrainedConfig:
 
 def _vision(size: Size) -> dict[str, Any]:
     """A tower for images of 56 × 56 in patches of 14."""
-    return {
-        "hidden_size": size.hidden // 2,
-        "intermediate_size": size.hidden,
-        "num_hidden_layers": max(2, size.layers // 2),
-        "num_attention_heads": size.heads // 2,
-        "image_size": 56,
-        "patch_size": 14,
-    }
+    sizes = {"hidden_size": size.hidden // 2, "intermediate_size": size.hidden, "image_size": 56, "patch_size": 14}
+    return sizes | {"num_hidden_layers": max(2, size.layers // 2), "num_attention_heads": size.heads // 2}
 
 
 def _llava(size: Size) -> PreTrainedConfig:
@@ -183,6 +150,7 @@ class Case:
         return TrainingSetup(**self.settings, num_gpus=num_gpus, batch_size=dims.batch_size, seq_len=dims.seq_len)
 
 
+_FOREACH = dict(optimizer="adamw_foreach", max_grad_norm=None)
 CASES = (
     Case(name="dense", config=_llama),
     Case(name="dense, fp32", config=_llama, settings=dict(precision="fp32")),
@@ -193,12 +161,6 @@ CASES = (
     Case(name="GPT-2", config=_gpt2),
     Case(name="MoE", config=_qwen3_moe),
     Case(name="encoder-decoder", config=_t5, auto_class=hf.AutoModelForSeq2SeqLM),
-    Case(
-        name="VLM, text alone",
-        config=_qwen2_5_vl,
-        auto_class=hf.AutoModelForImageTextToText,
-        settings=dict(images=0),
-    ),
     *(
         Case(
             name=f"VLM, {name}",
@@ -207,6 +169,7 @@ CASES = (
             settings=dict(images=1, image_size=(56, 84)) | settings,
         )
         for name, config, settings in (
+            ("text alone", _qwen2_5_vl, dict(images=0)),
             ("Qwen2.5-VL", _qwen2_5_vl, {}),
             ("Qwen2.5-VL, 2 images, tower frozen", _qwen2_5_vl, dict(images=2, freeze_vision_tower=True)),
             ("LLaVA", _llava, {}),
@@ -221,17 +184,11 @@ CASES = (
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
     Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),
     Case(name="root only", config=_llama, settings=dict(wrapping="root")),
-    Case(
-        name="root only, checkpointing",
-        config=_llama,
-        settings=dict(wrapping="root", activation_checkpointing=True),
-    ),
+    Case(name="root only, checkpointing", config=_llama, settings=dict(wrapping="root", activation_checkpointing=True)),
     Case(name="HSDP", config=_llama, settings=dict(dp_replicate_size=2), ranks=4),
     Case(name="no reshard", config=_llama, settings=dict(reshard_after_forward=False)),
     Case(
-        name="foreach AdamW, no clipping",
-        config=_llama,
-        settings=dict(optimizer="adamw_foreach", max_grad_norm=None),
+        name="foreach AdamW, no clipping", config=_llama, settings=dict(optimizer="adamw_foreach", max_grad_norm=None)
     ),
     Case(name="SGD", config=_llama, settings=dict(optimizer="sgd")),
     Case(name="CPU offload", config=_llama, settings=dict(offload=True), on=("cuda",)),

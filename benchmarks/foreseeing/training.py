@@ -110,9 +110,8 @@ def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.op
         return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     if setup.optimizer == "adamw_foreach":
         return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
-    if setup.optimizer in ("sgd", "sgd_momentum"):
-        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if "momentum" in setup.optimizer else 0, foreach=True)
-    raise ValueError(f"no case runs {setup.optimizer}")
+    assert setup.optimizer == "sgd", f"no case runs {setup.optimizer}"
+    return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
 
 
 def _batch(model: nn.Module, setup: TrainingSetup, images: Images | None, device: torch.device) -> dict[str, Any]:

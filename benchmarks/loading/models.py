@@ -12,12 +12,12 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from benchmarks.loading.loaders import DTYPES
-from benchmarks.measuring.comparison import add_page_options
+from benchmarks.measuring import add_page_options
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._dist import num_gpus, run_ranks
 
-KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "4b", "8b")
+KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "8b")
 
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -48,25 +48,18 @@ def config_of(kind: str, width: int, layers: int) -> hf.PreTrainedConfig:
     return hf.Qwen3MoeConfig(**common, **experts, vocab_size=vocab, tie_word_embeddings=False)
 
 
-# Shapes of meta-llama/Llama-3.2-1B, Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B, from their configs on the hub.
+# Shapes of meta-llama/Llama-3.2-1B and meta-llama/Llama-3.1-8B, from their configs on the hub.
 RELEASED: dict[str, dict[str, int | bool]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
 }
-
-
-def released(kind: str) -> hf.PreTrainedConfig:
-    """A model of the hub."""
-    sizes = RELEASED[kind] | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    sizes |= {"head_dim": 64 if kind == "1b" else 128, "tie_word_embeddings": kind != "8b"}
-    return (hf.Qwen3Config if kind == "4b" else hf.LlamaConfig)(**sizes)
 
 
 def config_of_size(kind: str, num_bytes: float) -> hf.PreTrainedConfig:
     """The widest model of about that many bytes in bf16 with at least 8 layers; or that of the hub."""
     if kind in RELEASED:
-        return released(kind)
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        return hf.LlamaConfig(**RELEASED[kind], **heads, tie_word_embeddings=kind == "1b")
     for width in (2048, 1536, 1024, 768, 512, 256, 128):
         one, two = (build_meta_model(config_of(kind, width, n)).num_parameters() * 2 for n in (1, 2))
         layers = round((num_bytes - (2 * one - two)) / (two - one))
@@ -136,24 +129,17 @@ def set_cache(folder: Path, cache: str) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def arguments(
-    doc: str, *, contestants: str, models: Sequence[str], ranks: Sequence[int], folder: str
-) -> argparse.Namespace:
+def arguments(doc: str, *, models: Sequence[str], ranks: Sequence[int], folder: str) -> argparse.Namespace:
     """The command line, with what it leaves open filled in."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     add_page_options(parser, folder)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where shards are; GPUs where there are any")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"{ranks} unless given; not more than there are GPUs")
     parser.add_argument("--models", nargs="+", choices=KINDS, default=list(models))
-    parser.add_argument("--checkpoint", type=Path, help="this folder of safetensors in bf16, instead of --models")
-    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of each model in bf16; not of 1b, 4b and 8b")
+    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of each model in bf16; not of 1b and 8b")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the shards")
-    parser.add_argument("--only", nargs="+", help=f"only these {contestants}, named as in the table")
-    parser.add_argument("--unchecked", action="store_true", help="do not compare the result with plain loading")
-    if contestants == "savers":
-        parser.add_argument("--replicas", type=int, default=1, help="HSDP: copies of the model")
     args = parser.parse_args()
     gpus = num_gpus()
     args.device = args.device or ("cuda" if gpus else "cpu")
@@ -165,12 +151,9 @@ def arguments(
 
 def checkpoints(args: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
     """Name, folder, and a tiny checkpoint to begin with, of each model that was asked for."""
-    for kind in ["dense"] if args.checkpoint else args.models:
+    for kind in args.models:
         folder = args.folder / (kind if kind in RELEASED else f"{kind}-{args.size_gb:g}GB")
         tiny = args.folder / f"{kind}-tiny"
         run_ranks(make_checkpoint, 1, "dense" if kind in RELEASED else kind, 1e6, tiny, timeout_s=900)
-        if args.checkpoint:
-            yield args.checkpoint.name, args.checkpoint, tiny
-        else:
-            run_ranks(make_checkpoint, 1, kind, args.size_gb * 1e9, folder, timeout_s=900)
-            yield kind, folder, tiny
+        run_ranks(make_checkpoint, 1, kind, args.size_gb * 1e9, folder, timeout_s=900)
+        yield kind, folder, tiny

@@ -172,8 +172,8 @@ class CachingAllocator:
 class Replay:
     """What the allocator did with a list of events."""
 
-    allocated: Sequence[int]  # Bytes in use after each event, as those taken from the driver
-    reserved: Sequence[int]
+    allocated: Sequence[int]  # Bytes in use after each event
+    reserved: Sequence[int]  # Bytes taken from the driver after each event
     retried: tuple[tuple[int, int], ...]
     """Where the device was full: index of the event, and how many cached segments were given back for it."""
     out_of_memory_at: int | None

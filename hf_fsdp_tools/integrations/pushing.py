@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils.hub import hf_api
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.hub import CARD, upload, upload_errors
+from hf_fsdp_tools.errors import library_errors
+from hf_fsdp_tools.hub import CARD, upload
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from hf_fsdp_tools.saving.push import is_outdated
@@ -45,7 +46,8 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, before training; where the hub refuses, all ranks stop. Every rank learns the full name."""
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-        with agreed("making the repository on the hub"), upload_errors(name, ""):
+        fact = f"{name!r} on the hub cannot be written to"
+        with agreed("making the repository on the hub"), library_errors(fact, "Check name, network and token."):
             super().init_hf_repo(*args, **kwargs)
         self.hub_model_id = all_ranks(self.hub_model_id, "making the repository on the hub")[0]
 
@@ -88,7 +90,7 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
             path.write_text(text, encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: the Trainer calls this before the checkpoint is complete; `push_of` gives what comes after."""
+        """Do nothing: the Trainer calls this before the checkpoint is complete; `push_checkpoint` comes after."""
 
     def _finish_current_push(self) -> None:
         """Wait for all uploads, also of a checkpoint that is still written; a warning says which one failed."""
@@ -98,32 +100,24 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         _under_way(self)
 
 
-def push_of(trainer: Any, checkpoint: Path) -> Callable[[], Collection[Path]]:
-    """A function that begins to upload a complete checkpoint in the background, as `hub_strategy` says.
-
-    It gives the checkpoints whose uploads are under way. For the main process of each node; only rank 0 uploads.
-    """
-    args, state = trainer.args, trainer.state
-    is_step = args.save_strategy == SaveStrategy.STEPS
-    when = f"step {state.global_step}" if is_step else f"epoch {int(state.epoch)}"  # now, not when it is complete
-
-    def push() -> Collection[Path]:
-        if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
-            return ()
-        if (earlier := _under_way(trainer)) and not args.hub_always_push:
-            return earlier
-        trainer.callback_handler.on_push_begin(args, state, trainer.control)
-        card = Path(args.output_dir, CARD)
-        files = {CARD: card} if card.is_file() else {}
-        files |= _files_of(checkpoint, (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST))
-        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
-            files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
-        send = _uploading(trainer, checkpoint, files, f"Training in progress, {when}")
-        trainer._uploads[hf_api().run_as_future(send)] = checkpoint
-        return [*earlier, checkpoint]
-
-    return push
+def push_checkpoint(trainer: Any, checkpoint: Path) -> Collection[Path]:
+    """Begin to upload a complete checkpoint in the background, as `hub_strategy` says, on rank 0; the checkpoints whose
+    uploads are under way."""
+    args = trainer.args
+    if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
+        return ()
+    if (earlier := _under_way(trainer)) and not args.hub_always_push:
+        return earlier
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    card = Path(args.output_dir, CARD)
+    files = {CARD: card} if card.is_file() else {}
+    files |= _files_of(checkpoint, (*STATE_FILES, TRAINER_STATE_NAME, MANIFEST))
+    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        within = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else f"{checkpoint.name}/"
+        files |= {f"{within}{name}": path for name, path in _files_of(checkpoint, (".save-*",)).items()}
+    send = _uploading(trainer, checkpoint, files, f"Training in progress, step {checkpoint.name.rpartition('-')[2]}")
+    trainer._uploads[hf_api().run_as_future(send)] = checkpoint
+    return [*earlier, checkpoint]
 
 
 def _under_way(trainer: Any) -> list[Path]:

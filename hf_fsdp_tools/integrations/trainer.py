@@ -28,7 +28,7 @@ from hf_fsdp_tools.integrations.checkpoints import (
 )
 from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
 from hf_fsdp_tools.integrations.hooks import check_hooks
-from hf_fsdp_tools.integrations.pushing import PushingMixin, push_of
+from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
@@ -255,9 +255,9 @@ class FSDPTrainerMixin(PushingMixin):
                     trainer_state.best_model_checkpoint = str(best_one)  # the Trainer looked beside the hidden one
                 if args.should_save:
                     trainer_state.save_to_json(str(state.staging / TRAINER_STATE_NAME))
-            best, push, limit = trainer_state.best_model_checkpoint, push_of(self, folder), args.save_total_limit
+            best, limit = trainer_state.best_model_checkpoint, args.save_total_limit
             if args.should_save:
-                state.after = lambda: rotate(state.folder, limit, best, uploaded=push())
+                state.after = lambda: rotate(state.folder, limit, best, uploaded=push_checkpoint(self, folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""

@@ -117,11 +117,8 @@ def _start(first: str, ranks: list[dict[str, str]], folder: Path, out: Path) -> 
     variables |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= {"FAKE_GPUS": "2", "FAKEGPU_KERNELS": "cpu"}
     if len(ranks) > 1:
-        variables |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port("127.0.0.1")),
-            "WORLD_SIZE": str(len(ranks)),
-        }
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+        variables["WORLD_SIZE"] = str(len(ranks))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, first, str(folder), str(out)],

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures.agree import PRECISIONS, examine_sharded
-from benchmarks.architectures.run import examine_on_ranks, examine_plain, judged
+from benchmarks.architectures.cases import examine_on_ranks, examine_plain, judged
 from tests._dist import run_alone, run_cases, run_ranks
 
 SAMPLE = {
@@ -43,11 +43,6 @@ SAMPLE = {
 
 # transformers' router changes its own weights to fp32 while it runs, which FSDP2 refuses beside gradients in bf16.
 ONLY_FP32 = ("switch_transformers",)
-
-
-RANKS = 2
-
-
 # transformers 5.17, which is supported too, lacks some of 5.23.
 THERE = [model_type for model_type in SAMPLE if model_type in CONFIG_MAPPING]
 
@@ -71,10 +66,8 @@ def _notices_what_differs(folder):
     figures.state[name][-1, -1] += 1e-6
     figures.outputs = [{key: value * 1.001 for key, value in outputs.items()} for outputs in figures.outputs]
     row = examine_sharded(case, "fp32", figures, figures)
-    return {
-        check: bool(row[check] if isinstance(row[check], str) else row[check][1])
-        for check in ("load", "outputs", "gradients", "loss", "save")
-    }
+    said = {check: row[check] for check in ("load", "outputs", "gradients", "loss", "save")}
+    return {check: bool(what if isinstance(what, str) else what[1]) for check, what in said.items()}
 
 
 def _sample(folder):
@@ -84,6 +77,6 @@ def _sample(folder):
 
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     run_alone(_plain, THERE, tmp_path)
-    first, second = run_ranks(_sample, RANKS, tmp_path)
+    first, second = run_ranks(_sample, 2, tmp_path)
     noticed = {check: first[check] or second[check] for check in first}
     assert noticed == {"load": True, "outputs": True, "gradients": True, "loss": False, "save": False}

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.foreseeing.cases import case_named
-from benchmarks.foreseeing.gloo import measure
-from benchmarks.foreseeing.memory import foreseen_on_cpus, requested
+from benchmarks.foreseeing.memory import foreseen_on_cpus, measured_on_cpus, requested
 from tests._dist import run_ranks
 
 CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")
@@ -20,7 +19,7 @@ def real() -> list[dict[str, Any]]:
 
 
 def measure_all() -> dict[str, Any]:
-    return {name: measure(name, "tiny") for name in CASES}
+    return {name: measured_on_cpus(name, "tiny") for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -102,10 +102,8 @@ def _adapted_and_offloaded(folder: Path, out: Path) -> list[float]:
     from peft import LoraConfig
 
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    offload = {
-        "mesh": ParallelDims(dp_replicate_size=dist.get_world_size()).build_mesh(),
-        "offload_policy": CPUOffloadPolicy(),
-    }
+    mesh = ParallelDims(dp_replicate_size=dist.get_world_size()).build_mesh()
+    offload = {"mesh": mesh, "offload_policy": CPUOffloadPolicy()}
     model = add_adapter(from_pretrained(folder, **offload), config, seed=0)
     _assert_offloaded(model)
     losses = _steps(model)

@@ -157,10 +157,8 @@ def _staged(folder: Path) -> None:
         written = torch.frombuffer(bytearray(copy.read_bytes()), dtype=torch.bfloat16)[: 4096 * 256]
         assert torch.equal(written.view(4096, 256), tensor[:, ::2] * 2)
     small = [torch.zeros(512, dtype=torch.bfloat16, device=local_device()) for _ in range(4096)]
-    rows = [
-        Transfer(file=file, start=1024 * i, dtype=torch.bfloat16, strides=(1,), memory=row)
-        for i, row in enumerate(small)
-    ]
+    run = partial(Transfer, file=file, dtype=torch.bfloat16, strides=(1,))
+    rows = [run(start=1024 * i, memory=row) for i, row in enumerate(small)]
     for some in (rows, rows[1::2], rows[:3]):
         read_transfers(some, staging_bytes=2**20)
     assert torch.equal(torch.stack(small).cpu(), tensor)
@@ -259,11 +257,8 @@ def _train(folder: Path, out: Path, plain: bool, resume: bool) -> None:
         out, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
         train_sampling_strategy="sequential", dataloader_pin_memory=_is_gpu(),
     )  # fmt: skip
-    model = (
-        AutoModelForCausalLM.from_pretrained(folder)
-        if plain
-        else from_pretrained(folder, accelerator=new_accelerator())
-    )
+    load = AutoModelForCausalLM.from_pretrained if plain else partial(from_pretrained, accelerator=new_accelerator())
+    model = load(folder)
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
     trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)

@@ -109,9 +109,7 @@ def _model(task: str, source: Path, accelerator: Any = None) -> Any:
 def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
     base = TRAINERS[task][0]
     kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
-    extra = (extra or {}) | (
-        {"reward_funcs": _reward} if task == "grpo" and "reward_funcs" not in (extra or {}) else {}
-    )
+    extra = ({"reward_funcs": _reward} if task == "grpo" else {}) | (extra or {})
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
     args = _arguments(task, folder, **settings)
     trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
@@ -275,22 +273,16 @@ def settings_of_the_arguments(sources, folder):
     settings = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
     args = _arguments("sft", folder / "run", max_steps=1, ddp_timeout=1234, **settings)
     model = _model("sft", sources["tied"], make_accelerator(args))
-    rows, kind = _rows("sft"), type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
-    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer())
-    trainer.train()
+    kind = type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
+    kind(model=model, args=args, train_dataset=_rows("sft"), processing_class=_tokenizer()).train()
     assert not any(unit.reshard_after_forward for unit in sharding_of(model).plan.units)
     assert model.model.layers[0].gradient_checkpointing and timeout_of().total_seconds() == 1234
 
 
 REFERENCES = (
-    settings_of_the_arguments,
-    given_plain,
-    precomputed,
-    precomputed_by_shards,
-    synced,
-    adapter_off_precomputed,
+    settings_of_the_arguments, given_plain, precomputed, precomputed_by_shards, synced, adapter_off_precomputed,
     sharded_as_one_unit,
-)
+)  # fmt: skip
 
 
 def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
@@ -328,26 +320,21 @@ def _rank_0_reads(sources, folder):
     model, teacher, reference = (_model("dpo", sources["tied"]) for _ in range(3))
     row = {"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}
     trainer = Distiller(model, args, train_dataset=[row] * 4, teacher=teacher.bfloat16())
-    assert num_units(teacher) > 2 and not num_units(model), (
-        "a teacher is sharded where it is set, the model where it is trained"
-    )
+    assert num_units(teacher) > 2 and not num_units(model), "a teacher is sharded where it is set, a model in training"
     trainer.ref_model = reference
     trainer.look()
     trainer.train()
     trainer.look()
     plan = sharding_of(model).plan
     for frozen in (trainer.teacher_model, trainer.ref_model):
-        assert sharding_of(frozen).plan.digest == plan.digest and num_units(frozen) == num_units(model) == len(
-            plan.units
-        )
+        assert sharding_of(frozen).plan.digest == plan.digest
+        assert num_units(frozen) == num_units(model) == len(plan.units)
         assert not any(p.requires_grad for p in frozen.parameters()) and not frozen.training
         with torch.no_grad():
             frozen(row["input_ids"][None])
     assert {p.dtype for p in teacher.parameters()} == {torch.bfloat16}, "no masters for what is not trained"
     trainer.teacher_model = trainer.model
-    assert any(p.requires_grad for p in trainer.model.parameters()), (
-        "the trained model as its own teacher is not frozen"
-    )
+    assert any(p.requires_grad for p in trainer.model.parameters()), "the trained model as its teacher is not frozen"
     trainer.ref_model = None
     del trainer.teacher_model
     with pytest.raises(AttributeError, match="teacher_model"):

@@ -66,9 +66,8 @@ def commands_of(text: str) -> list[list[str]]:
     """Every `hf-fsdp …` with arguments in a document's shell blocks, code spans and markers."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)) + re.findall(
-        r"<!-- (?:prints|recorded): (.+?) -->", text
-    )
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines += re.findall(r"<!-- (?:prints|recorded): (.+?) -->", text)
     found = [part for line in lines for part in re.split(r"&&|;|\|", line) if re.match(r"\s*(srun )?hf-fsdp \w", part)]
     words = [shlex.split(part, comments=True) for part in found]
     given = [each[each.index("hf-fsdp") + 1 :] for each in words if "…" not in "".join(each)]

@@ -15,11 +15,7 @@ from trl import SFTConfig
 from trl.data_utils import prepare_multimodal_messages
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    finish,
-)
+from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish
 from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
 from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.sharding.adapters import with_modules_to_save
@@ -109,12 +105,8 @@ def test_what_no_file_holds_is_saved_with_the_adapter(given, drawn, saved):
 def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
     done: list[str] = []
     accelerator = SimpleNamespace(print=done.append, is_main_process=True, end_training=lambda: done.append("ended"))
-    trainer = SimpleNamespace(
-        save_state=lambda: done.append("state"),
-        save_model=lambda: done.append("model"),
-        accelerator=accelerator,
-        state=SimpleNamespace(log_history=[]),
-    )
+    saves = {"save_state": lambda: done.append("state"), "save_model": lambda: done.append("model")}
+    trainer = SimpleNamespace(**saves, accelerator=accelerator, state=SimpleNamespace(log_history=[]))
     training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False)
     finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": lambda: f"after {done[-1]}"})
     assert done[:2] == ["state", "model"] and "\nsample           after model\n" in done[2] and done[3] == "ended"
@@ -133,12 +125,8 @@ def test_images_are_where_the_text_has_their_place():
     rows += [{"images": ["a", "b"], "messages": plain}, {"images": [], "messages": plain}]
     found = list(with_places_of_images(Dataset.from_list(rows)))
     said = [["".join(part["text"] or "#" for part in turn["content"]) for turn in row["messages"]] for row in found]
-    assert said == [
-        ["#Who?", "She."],
-        ["#Who?", "She.", "And#here,#", "He."],
-        ["Look.", "##Who?"],
-        ["Look.", "Who?"],
-    ]
+    more = ["#Who?", "She.", "And#here,#", "He."]
+    assert said == [["#Who?", "She."], more, ["Look.", "##Who?"], ["Look.", "Who?"]]
     for row in found:
         prepare_multimodal_messages(row["messages"], images=row["images"])  # counts places and images
     streamed = list(with_places_of_images(Dataset.from_list(rows).to_iterable_dataset()))

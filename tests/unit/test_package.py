@@ -85,9 +85,8 @@ def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):
 def test_a_recipe_is_launched_with_a_config(started, monkeypatch, tmp_path):
     imitate_gpus(monkeypatch, 8)
     path = tmp_path / "two.yaml"
-    path.write_text(
-        FSDPConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1).to_accelerate_yaml()
-    )
+    config = FSDPConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)
+    path.write_text(config.to_accelerate_yaml())
     words = ["finetune", "--config_file", path, "--machine_rank", "1", "--main_process_ip", "node7", "--seed", "3"]
     assert main([*map(str, words)]) == 7
     command = started[0][0]

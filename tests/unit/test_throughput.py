@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.foreseeing.fit import START, efficiency_from
-from benchmarks.foreseeing.published import Row, read_rows
+from benchmarks.foreseeing.published import START, Row, efficiency_from, read_rows
 from hf_fsdp_tools import estimate_throughput
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import compose

@@ -1,4 +1,4 @@
-"""Contestants in turn, what is kept of their runs, and its page in Markdown."""
+"""Contestants in turn, what a process used, and the page of their runs in Markdown."""
 
 import argparse
 import json
@@ -7,17 +7,23 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import hf_fsdp_tools
-from benchmarks.measuring.process import OUT_OF_MEMORY, Figures
 from tests._dist import num_gpus
 
+Figures = dict[str, Any]
 Row = dict[str, Any]
 
 LIMIT = "limit"
@@ -64,7 +70,7 @@ def _row(runs: list[list[Figures]], result: str) -> Row:
     times = [key for key, value in runs[0][0].items() if isinstance(value, float)]
     ranks = [{key: value for key, value in rank.items() if isinstance(value, int)} for rank in runs[-1]]
     slowest = {key: [max(rank[key] for rank in run) for run in runs] for key in times}
-    return {**slowest, "ranks": ranks, "wrong": result, "notes": runs[-1][0]["notes"]}
+    return {**slowest, "ranks": ranks, "wrong": result}
 
 
 def reason(failure: str) -> str:
@@ -114,29 +120,21 @@ class Page:
         return "\n".join(lines) + "\n"
 
     def run(self, args: argparse.Namespace, cells: Callable[[argparse.Namespace], Iterable[Figures]]) -> None:
-        """Measure cell by cell and keep it, or show what was kept."""
-        if args.report:
-            records = [json.loads(line) for line in args.report.read_text().splitlines()]
-            args.output.write_text(self.render(records))
-            return
+        """Measure cell by cell, and keep each in the records and in the page beside them."""
         args.folder.mkdir(parents=True, exist_ok=True)
-        made = []
         for record in cells(args):
-            made.append(record)
             print("", f"## {self.title_of(record['cell'])}", "", *self.table(record["rows"]), sep="\n", flush=True)
             if args.records:
                 with args.records.open("a") as stream:
                     stream.write(json.dumps(record) + "\n")
-            if args.output:
-                args.output.write_text(self.render(made))
+                records = [json.loads(line) for line in args.records.read_text().splitlines()]
+                args.records.with_suffix(".md").write_text(self.render(records))
 
 
 def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
     """The options of `Page.run`."""
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), folder), help="of models")
-    parser.add_argument("--records", type=Path, help="JSON lines, one per cell, to which this run adds its own")
-    parser.add_argument("--report", type=Path, help="measure nothing; make --output of such a file")
-    parser.add_argument("--output", type=Path, help="Markdown file")
+    parser.add_argument("--records", type=Path, help="JSON lines to which cells are added, with a page (.md) beside it")
 
 
 def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -169,6 +167,60 @@ def megabytes(row: Row) -> dict[str, str]:
 
 def ranks_of(cell: Figures) -> str:
     """The ranks of a cell, in words."""
-    ranks = f"{cell['ranks']} ranks" if cell["ranks"] > 1 else "1 rank"
-    hsdp = f" (HSDP {cell['replicas']} × {cell['ranks'] // cell['replicas']})" if cell["replicas"] > 1 else ""
-    return ranks + hsdp
+    return f"{cell['ranks']} ranks" if cell["ranks"] > 1 else "1 rank"
+
+
+# ---- one process, from /proc and from the GPU's allocator ----
+
+OUT_OF_MEMORY = 77
+"""Exit code of a rank that ended because the machine had no memory left."""
+
+_SPARE_BYTES = 2**30  # of the machine, below which ranks end
+
+
+def share_cores() -> None:
+    """As many threads for torch's own work as this rank has cores."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+
+
+def end_without_memory() -> None:
+    """End this process, with a code of its own, when the machine runs out of memory; the user's work goes on."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # should it come faster than this looks
+
+    def watch() -> None:
+        while True:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            if next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024 < _SPARE_BYTES:
+                os._exit(OUT_OF_MEMORY)
+            time.sleep(0.05)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def begin(device: torch.device) -> Figures:
+    """Let all ranks meet, and begin to count; `usage` before what is measured."""
+    with suppress(OSError):  # some sandboxes have no such file; the high-water mark is then that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")  # it starts again from here
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_host_memory_stats()
+    if dist.is_initialized():
+        dist.barrier()
+    return usage(device)
+
+
+def usage(device: torch.device) -> dict[str, int]:
+    """Bytes read and bytes resident of this process, from /proc, its processor time, and memory of and for a GPU."""
+    fields = (line.split() for name in ("io", "status") for line in Path("/proc/self", name).read_text().splitlines())
+    figures = {f[0].rstrip(":"): int(f[1]) * (1024 if f[-1] == "kB" else 1) for f in fields if f[1:] and f[1].isdigit()}
+    on_gpu = dict.fromkeys(("device", "device_peak", "device_reserved", "pinned", "pinned_peak"), 0)
+    figures |= {**on_gpu, "cpu_us": int(time.process_time() * 1e6)}
+    if device.type == "cuda":
+        figures["device"] = torch.cuda.memory_allocated(device)
+        figures["device_peak"] = torch.cuda.max_memory_allocated(device)
+        figures["device_reserved"] = torch.cuda.memory_reserved(device)
+        host = torch.cuda.host_memory_stats()  # empty until something is pinned
+        figures["pinned"] = host.get("active_bytes.current", 0)
+        figures["pinned_peak"] = host.get("allocated_bytes.peak", 0)
+    return figures
