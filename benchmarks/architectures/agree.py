@@ -347,7 +347,7 @@ def most_allowed(model: nn.Module, first: set[int]) -> int:
         for module in model.modules()
         if isinstance(module, FSDPModule)
         and module is not model
-        and all(entry.shard.grad is None for entry in parameters_of_unit(module))
+        and all(shard.grad is None for shard, _ in parameters_of_unit(module))
     }
     return 2 + depth + kept + len(first | unreached)
 

@@ -45,8 +45,8 @@ names it. Rows are kept between runs.{shared}
 SHARED = """
 
 The {cp_size} ranks share the rows of one batch (context parallelism, `cp_size={cp_size}`). TYPES are those with a
-causal model or a model of images and text. Outputs are compared without labels. What cannot share rows is refused by name
-before it is loaded; what failed stops with an error in the first step."""
+causal model or a model of images and text. Outputs are compared without labels. What cannot share rows is refused by
+name before it is loaded; what failed stops with an error in the first step."""
 
 
 def write_census(output: Path, only: list[str], jobs: int, cp_size: int = 1) -> int:

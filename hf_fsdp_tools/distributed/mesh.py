@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,19 @@ def mesh_of(accelerator: Any) -> DeviceMesh:
         mesh: DeviceMesh = accelerator.torch_device_mesh
         return mesh if config.cp_size > 1 else mesh[tuple(config.fsdp_dim_names)]
     return ParallelDims().build_mesh(accelerator.device.type)
+
+
+_sharing: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+
+
+def set_ranks_per_row(cp_size: int) -> None:
+    """Let code that divides rows among ranks know how many neighbouring ranks share each row in this process group."""
+    _sharing[dist.group.WORLD] = cp_size
+
+
+def ranks_per_row() -> int:
+    """How many ranks share each row, as an Accelerator's parallelism config says; 1 without one."""
+    return _sharing.get(dist.group.WORLD, 1) if dist.is_initialized() else 1
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, ParallelismConfig
-from accelerate.state import AcceleratorState
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
@@ -43,8 +42,8 @@ from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remo
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
-from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
-from hf_fsdp_tools.sharding.replicated import by_kind, step_kinds_apart
+from hf_fsdp_tools.sharding.checks import check_optimizers
+from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 
 
@@ -392,11 +391,3 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
-
-
-def place_among_rows() -> tuple[int, int]:
-    """Which share of the rows is this rank's, and of how many: ranks that share rows (`cp_size`) have the same one."""
-    config = AcceleratorState().parallelism_config if AcceleratorState._shared_state else None
-    shared = 1 if config is None else config.cp_size
-    rank, size = rank_and_size()
-    return rank // shared, size // shared

@@ -19,7 +19,14 @@ from accelerate.utils import (
 )
 
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node, world_size
+from hf_fsdp_tools.distributed.mesh import (
+    ensure_process_group,
+    gpus_are_hidden,
+    local_device,
+    rank_on_node,
+    set_ranks_per_row,
+    world_size,
+)
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
@@ -186,6 +193,7 @@ def start_state(
         shared.device = device
     _check_state(plugin)
     _check_axes(state.parallelism_config, plugin)
+    set_ranks_per_row(state.parallelism_config.cp_size if state.parallelism_config else 1)
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:

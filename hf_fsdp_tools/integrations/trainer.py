@@ -48,8 +48,8 @@ from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
+from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.optimizers import check_optimizers
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 
 

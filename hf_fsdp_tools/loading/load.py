@@ -33,9 +33,9 @@ from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
-from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name

@@ -15,8 +15,8 @@ from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, sc
 from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, part_packed
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
+from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.modeling.quantization import stored_quantization
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _REASONS = {

@@ -4,9 +4,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.accelerator import place_among_rows
 
 
 def use_share_of_stream(trainer: Any) -> None:
@@ -38,7 +38,7 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
 
     Every rank must call. The ranks exchange errors alone.
     """
-    rank, ranks = place_among_rows()
+    rank, ranks = (number // ranks_per_row() for number in rank_and_size())  # who shares rows has neighbouring numbers
     kept_back = frozenset(_content(row, columns) for row in held_out or ())
     if stream.num_shards % ranks == 0:
         own = stream.shard(num_shards=ranks, index=rank)

@@ -25,6 +25,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.checks import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.compile import (
     as_compile,
     as_mesh,
@@ -38,7 +39,6 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.parameters import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import dtype_name
