@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
@@ -61,6 +61,8 @@ class Rows:
     num_labels: Any = None
     """What the sum of this rank's losses is divided by."""
     loss_was_computed: bool = False
+    former_loss: Any = None
+    """A loss function that a user has set on the model."""
     were_compared: bool = False
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
@@ -136,7 +138,10 @@ def _refusal(model: nn.Module, size: int) -> str:
         if not attentions:
             return f"{name} ({type(block).__name__}) does not call an attention function of transformers' registry"
         for attention in attentions:
-            heads, function = getattr(attention.config, "num_attention_heads", size), _function_of(attention.config)
+            heads, function = (
+                getattr(attention.config, "num_attention_heads", size),
+                attention.config._attn_implementation,
+            )
             if heads % size and function not in _WITH_ANY_MASK:
                 return f"{heads} attention heads of {name} cannot be divided among {size} ranks, as {function} needs"
     return ""
@@ -173,11 +178,13 @@ def _experts_without_values(model: nn.Module) -> Iterator[None]:
     """Let experts run on meta for a block: by the one implementation of transformers that reads no value."""
     configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
     former = {id(config): (config, getattr(config, "_experts_implementation_internal", None)) for config in configs}
-    for config, _ in former.values():
-        config._experts_implementation_internal = "batched_mm"
-    yield
-    for config, name in former.values():
-        config._experts_implementation_internal = name
+    try:
+        for config, _ in former.values():
+            config._experts_implementation_internal = "batched_mm"
+        yield
+    finally:
+        for config, name in former.values():
+            config._experts_implementation_internal = name
 
 
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
@@ -194,12 +201,11 @@ def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
 
 def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     blocks = list(_blocks(model).values())
-    for block in blocks:
-        for attention in _attentions(block):
-            add_to_note(attention, rows=rows)
-            _use_exchange(attention)
+    copies: dict[int, Any] = {}
+    exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     return [
+        *exchanges,
         model.register_forward_pre_hook(partial(_before_model, rows=rows), with_kwargs=True),
         *(
             block.register_forward_pre_hook(partial(_before_block, rows=rows, is_first=not index), with_kwargs=True)
@@ -207,7 +213,7 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
         ),
         decoder.register_forward_hook(partial(_after_decoder, rows=rows)),
         model.register_forward_hook(partial(_after_model, rows=rows), with_kwargs=True),
-        model.register_forward_hook(_forget_loss, always_call=True),
+        model.register_forward_hook(partial(_forget_loss, rows=rows), always_call=True),
     ]
 
 
@@ -232,21 +238,24 @@ def _attentions(block: nn.Module) -> Iterator[Any]:
 # ---- attention ----
 
 
-def _use_exchange(attention: Any) -> None:
-    """Let an attention module look up the function that exchanges heads around its own function."""
-    config = attention.config
-    name = _function_of(config)
-    if config._attn_implementation != name:
-        return
-    AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
-    if name in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name + _SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    config._attn_implementation_internal = name + _SUFFIX
+class _Exchange:
+    """Lets an attention module look up the function that exchanges heads around its own one, until it is removed.
 
+    The module gets a copy of its config with the name of that function: the model makes masks by its own config.
+    """
 
-def _function_of(config: Any) -> str:
-    """The name of the model's own attention function."""
-    return str(config._attn_implementation).removesuffix(_SUFFIX)
+    def __init__(self, attention: Any, rows: Rows, copies: dict[int, Any]) -> None:
+        self._attention, self._config = attention, attention.config
+        name = self._config._attn_implementation
+        AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
+        add_to_note(attention, rows=rows)
+        attention.config = copies.setdefault(id(self._config), copy(self._config))
+        attention.config._attn_implementation_internal = name + _SUFFIX
+
+    def remove(self) -> None:
+        """Give the module its own config back."""
+        add_to_note(self._attention, rows=None)
+        self._attention.config = self._config
 
 
 def _attend(
@@ -345,6 +354,7 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     accepted = inspect.signature(model.forward).parameters
     if "shift_labels" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         given |= {"shift_labels": rows.labels, "num_items_in_batch": rows.num_labels}
+    rows.former_loss = model.__dict__.get("_loss_function")
     model.loss_function = partial(_loss_of_part, model.loss_function, rows=rows)
     return (), given
 
@@ -440,5 +450,8 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
     return output
 
 
-def _forget_loss(model: Any, args: object, output: object) -> None:
+def _forget_loss(model: Any, args: object, output: object, *, rows: Rows) -> None:
+    """Give the model back its loss function, also after a pass that failed."""
     model.__dict__.pop("_loss_function", None)
+    if rows.former_loss is not None:
+        model.loss_function = rows.former_loss

@@ -1,5 +1,6 @@
 """Ranks that share rows compute what one process does on whole rows: losses, gradients, a step, evaluation, outputs."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, make_wrap_plan, save_pretrained, shard_model
 from hf_fsdp_tools.sharding import context_parallel
@@ -75,14 +80,14 @@ def sharded_copy(kind: str, dims: ParallelDims, **options: Any) -> Any:
     return shard_model(model, make_wrap_plan(model), mesh=dims.build_mesh("cpu"), **options)
 
 
-def rows_are_shared(kinds, cp_size, replicate=1, checkpointing=False):
+def rows_are_shared(kinds, cp_size, replicate=1, which=("whole", "packed", "padded"), **options):
     """Loss, gradients, evaluation and outputs without labels, for whole, packed and padded rows."""
     dims = ParallelDims(cp_size=cp_size, dp_replicate_size=replicate)
     replicas = dist.get_world_size() // cp_size
     own = dist.get_rank() // cp_size
     for kind in kinds:
-        model = sharded_copy(kind, dims, activation_checkpointing=checkpointing)
-        for rows in ("whole", "packed", "padded"):
+        model = sharded_copy(kind, dims, **options)
+        for rows in which:
             one = plain(kind).train()
             one.zero_grad()
             losses = [one(**rows_of(rows, replica), use_cache=False).loss for replica in range(replicas)]
@@ -202,6 +207,33 @@ def what_cannot_share_rows_is_refused():
         shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 
+def faults_that_are_built_in_are_seen():
+    """A wrong divisor, a dropped mask, labels of the wrong token, exchanged parts, and an exchange that is left out."""
+    own, attend = context_parallel.Rows.part, context_parallel._attend
+    rows_are_shared(("llama",), 2, which=("packed",))
+
+    def of_the_neighbour(rows: Any, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return own(replace(rows, rank=(rows.rank + 1) % rows.size), tensor, dim)
+
+    def without_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return attend(module, query, key, value, None, **kwargs)
+
+    def unshifted(tensor: torch.Tensor, pad: Any, value: float = 0.0) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (1, 0) if pad == (0, 1) and value == -100 else pad, value=value)
+
+    faults = {
+        "divisor": patch.object(context_parallel, "IGNORED", 5),
+        "mask": patch.object(context_parallel, "_attend", without_mask),
+        "labels": patch.object(context_parallel.nn.functional, "pad", unshifted),
+        "parts": patch.object(context_parallel.Rows, "part", of_the_neighbour),
+        "exchange": patch.object(context_parallel, "all_to_all_single_autograd", lambda parts, *_: parts),
+    }
+    for name, fault in faults.items():
+        with fault, pytest.raises((AssertionError, RuntimeError)):
+            rows_are_shared(("llama",), 2, which=("packed",))
+            raise LookupError(name)  # nothing above has seen it
+
+
 def different_rows_are_one_error():
     model = sharded_copy("llama", ParallelDims(cp_size=2))
     with pytest.raises(ConfigError, match="have different ones in the first step"):
@@ -213,7 +245,8 @@ def test_ranks_that_share_rows_compute_what_one_process_does():
         "two share, two batches": partial(rows_are_shared, tuple(KINDS), 2),
         "four share": partial(rows_are_shared, ("llama",), 4),
         "replicated shards": partial(rows_are_shared, ("llama", "qwen3_moe"), 2, 2),
-        "recomputed": partial(rows_are_shared, ("llama", "gemma3_text"), 2, 1, True),
+        "recomputed": partial(rows_are_shared, ("llama", "gemma3_text"), 2, activation_checkpointing=True),
+        "compiled": partial(rows_are_shared, ("llama",), 2, compile={"backend": "aot_eager"}),
     }
     run_ranks(run_cases, 4, cases)
 
@@ -227,5 +260,6 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
         "bytes": bytes_follow_the_formula,
         "refusals": what_cannot_share_rows_is_refused,
         "different rows": different_rows_are_one_error,
+        "faults": faults_that_are_built_in_are_seen,
     }
     run_ranks(run_cases, 2, cases)
