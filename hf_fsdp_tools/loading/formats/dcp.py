@@ -137,7 +137,7 @@ def _of_module(name: str) -> str:
 def peft_part(
     tensors: Mapping[SavedPath, _Tensor], marks: Callable[[], tuple[str, ...]]
 ) -> tuple[dict[SavedPath, _Tensor], dict[str, _Tensor]] | None:
-    """The base and the adapter in the saved state of a `PeftModel`; None for any other. `marks`: how PEFT begins names."""
+    """The base and the adapter in the saved state of a `PeftModel`; None for any other state."""
     votes = Counter(path[:-1] for path in tensors if _unwrapped(path[-1]).startswith((_PEFT, *_PROMPTS)))
     if not votes:
         return None
