@@ -230,9 +230,10 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
     for old_dims, new_dims in _dim_groups(old, new):
         box = Box(start=_pick(piece.box.start, old_dims), length=_pick(piece.box.length, old_dims))
         view = View(offset=0, length=box.length, strides=_pick(piece.view.strides, old_dims))
-        inner = _pick(new, new_dims)
-        runs = _even_runs(box, view, _pick(old, old_dims))
-        found = [option for run in runs for option in _boxes_of_run(*run, inner)]
+        outer, inner = _pick(old, old_dims), _pick(new, new_dims)
+        found = [(box, view)]
+        if outer != inner:
+            found = [option for run in _even_runs(box, view, outer) for option in _boxes_of_run(*run, inner)]
         parts = [(*part, option) for part in parts for option in found]
     for part in parts:
         box = Box(start=sum((b.start for b, _ in part), ()), length=sum((b.length for b, _ in part), ()))
