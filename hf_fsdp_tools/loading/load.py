@@ -267,10 +267,8 @@ def _device_of(model: nn.Module) -> torch.device:
 def rolled_back(model: nn.Module) -> Iterator[str]:
     """Undo a block that fails: put tensors that were on meta back on meta, and free their storage.
 
-    A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
-    tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
-    mixture of two models. Yields in which state the model then is, for messages. No rank communicates; a failure that
-    `agreed` shares undoes the block on all ranks.
+    Floating-point tensors that had storage before become NaN rather than a mixture of two models. Yields in which state
+    the model then is, for messages. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
         after = "the model is on meta again, as it was"
