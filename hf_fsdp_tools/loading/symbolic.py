@@ -1,9 +1,21 @@
 """A tensor without data that remembers where each of its elements would come from.
 
-Somebody else's stack, cat, chunk, transpose or reshape, run on `PieceTensor`s, gives boxes of the result that are
-strided views of the named inputs; an operation that does not only move data gives an *opaque* result of its shape.
-Two experts "a" and "b" of shape (2, 3), stacked, are two boxes; the shard `stacked[1:, :, 2:]` is one, of "b" at offset
-2 with strides (0, 3, 1): elements 2 and 5 of "b" are read, and nothing of "a".
+Running somebody else's stack, cat, chunk, transpose or reshape on `PieceTensor`s gives the index map of that
+operation, as boxes of the result that are strided views of the named inputs. Slicing the map then tells which bytes of
+a file a shard needs. An operation that does not only move data gives a result of the right shape that is *opaque*: it
+knows which inputs it came from, not how.
+
+An example: a checkpoint has two experts, matrices "a" and "b" of shape (2, 3), and the model has them stacked.
+
+    stacked = torch.stack([PieceTensor.named(name, (2, 3), torch.float32) for name in "ab"])     # shape (2, 2, 3)
+
+    piece   box in `stacked`                     source   view of the source, flat
+    0       start (0, 0, 0), length (1, 2, 3)    "a"      offset 0, strides (0, 3, 1)
+    1       start (1, 0, 0), length (1, 2, 3)    "b"      offset 0, strides (0, 3, 1)
+
+The shard `stacked[1:, :, 2:]` cuts the last column out of piece 1 and does not meet piece 0. One piece remains: length
+(1, 2, 1), from "b" at offset 2 with strides (0, 3, 1). So the rank that holds this shard reads the elements 2 and 5 of
+"b", and nothing of "a".
 """
 
 import math
