@@ -183,7 +183,7 @@ def test_all_differences_are_in_one_error():
     assert (
         "fsdp_config offload_params=True (the model: False); "
         "fsdp_config reshard_after_forward=False (the model: True); "
-        "parallelism_config of 2 x 4 ranks (the model: (1,))" in str(stopped.value)
+        "parallelism_config of 2 x 4 ranks, cp_size 1 (the model: (1,), cp_size 1)" in str(stopped.value)
     )
 
 
@@ -212,7 +212,7 @@ def test_arguments_without_a_precision_keep_what_is_in_force():
         ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
         (
             {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)},
-            r"dp_replicate_size and dp_shard_size are \[2, 4\] and were \[1, 1\]",
+            r"dp_replicate_size, dp_shard_size, cp_size are \[2, 4, 1\] and were \[1, 1, 1\]",
         ),
     ],
 )
