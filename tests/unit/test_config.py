@@ -154,3 +154,16 @@ def test_a_config_is_made_and_written_without_torch_and_accelerate():
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
     assert run_python(code).stdout == "[]\n"
+
+
+def test_ranks_that_share_rows_are_written_for_the_launcher():
+    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
+    assert config.dp_shard_size == 2
+    section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
+    assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
+        "dp_replicate_size": 2,
+        "dp_shard_size": 2,
+        "cp_size": 2,
+    }
+    with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
+        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)
