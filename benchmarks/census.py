@@ -210,10 +210,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
+    about = "with --train: N ranks share the rows of each batch (context parallelism)"
+    parser.add_argument("--cp-size", type=int, default=1, metavar="N", help=about)
     arguments = parser.parse_args()
     if arguments.train:
-        output = arguments.output or Path(__file__).parent / "results" / "census_train.jsonl"
-        return write_census(output, arguments.only, arguments.jobs)
+        name = f"census_cp{arguments.cp_size}.jsonl" if arguments.cp_size > 1 else "census_train.jsonl"
+        output = arguments.output or Path(__file__).parent / "results" / name
+        return write_census(output, arguments.only, arguments.jobs, arguments.cp_size)
     rows: list[dict[str, Any]] = []
     types = arguments.only or sorted(CONFIG_MAPPING)
     work = [(name, role, names) for name in types for role, names in classes_by_default(name).items()]

@@ -50,10 +50,14 @@ class Case:
     batch: Batch
     frozen: frozenset[str] = frozenset()
     """Parameters that the class freezes."""
+    cp_size: int = 1
+    """Ranks that share the rows of a batch (context parallelism)."""
 
-    def batch_of(self, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    def batch_of(self, rank: int, dtype: torch.dtype, *, has_labels: bool = True) -> dict[str, Any]:
         """The values that a rank sees; floats that the model computes with in the dtype of its weights."""
-        made = random_batch(self.batch, 1000 + rank)
+        made = random_batch(self.batch, 1000 + rank // self.cp_size)
+        if not has_labels:
+            made.pop("labels", None)
         return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in made.items()}
 
 
@@ -113,7 +117,7 @@ def plain_figures(case: Case, precision: str, world_size: int) -> Figures:
     total: Tensors = {}
     outputs, losses = [], []
     for rank in range(world_size):
-        outputs.append(evaluate(model, case.batch_of(rank, dtype)))
+        outputs.append(evaluate(model, case.batch_of(rank, dtype, has_labels=case.cp_size == 1)))
         loss = loss_of(forward(model, case.batch_of(rank, dtype)))
         model.zero_grad(set_to_none=True)
         loss.backward()
@@ -173,14 +177,19 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     policy = None if precision == "fp32" else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     torch.manual_seed(3)
     model = hf_fsdp_tools.from_pretrained(
-        case.folder, auto_class=case.model_class, dtype=torch.float32, mp_policy=policy
+        case.folder,
+        auto_class=case.model_class,
+        dtype=torch.float32,
+        mp_policy=policy,
+        mesh=hf_fsdp_tools.ParallelDims(cp_size=case.cp_size),
     )
     row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
     row["load"] = _unequal(tensors_of(model), exact.state)
     gathered = Gathered()
     batch = case.batch_of(rank, torch.float32)
     with gathered.counted():
-        outputs = evaluate(model, batch)
+        # beside a loss, ranks that share rows have a part of the logits
+        outputs = evaluate(model, case.batch_of(rank, torch.float32, has_labels=case.cp_size == 1))
         left_gathered = len(gathered.now)
         with first_units(model) as first:
             output = forward(model, batch)
@@ -338,7 +347,7 @@ def most_allowed(model: nn.Module, first: set[int]) -> int:
         for module in model.modules()
         if isinstance(module, FSDPModule)
         and module is not model
-        and all(entry.shard.grad is None for entry in parameters_of_unit(module))
+        and all(shard.grad is None for shard, _ in parameters_of_unit(module))
     }
     return 2 + depth + kept + len(first | unreached)
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,27 @@ PREFACE = """# Census of training
 Every model type that transformers registers with a model class, at a small size, on 2 ranks (gloo, CPU), beside the
 plain model in one process. Made with {versions} by
 
-    python benchmarks/census.py --train
+    python benchmarks/census.py {command}
 
 `{output}` holds one row of each type. The default configuration is shrunk by rule
 (`benchmarks/architectures/shrink.py`), weights are random, transformers writes the checkpoint, and `from_pretrained` of
 this package loads it. `benchmarks/architectures/agree.py` says what is compared and with what. Both sides are in
 evaluation mode. A type stands here with one class and the fullest batch that its plain model takes; `inputs` of a row
-names it. Rows are kept between runs.
+names it. Rows are kept between runs.{shared}
 """
+SHARED = """
+
+The {cp_size} ranks share the rows of one batch (context parallelism, `cp_size={cp_size}`). TYPES are those with a
+causal model or a model of images and text. Outputs are compared without labels. What cannot share rows is refused by
+name before it is loaded; what failed stops with an error in the first step."""
 
 
-def write_census(output: Path, only: list[str], jobs: int) -> int:
+def write_census(output: Path, only: list[str], jobs: int, cp_size: int = 1) -> int:
     """Write a row of each type to a file as it comes, and the summary beside it; return the exit status."""
     written = written_rows(output)
     types = only or [name for name in sorted(CONFIG_MAPPING) if name not in written and classes_by_default(name)]
     with output.open("a") as file, ThreadPoolExecutor(jobs) as pool:  # each job takes two processes
-        for count, future in enumerate(as_completed([pool.submit(row_of, name) for name in types]), 1):
+        for count, future in enumerate(as_completed([pool.submit(row_of, name, cp_size) for name in types]), 1):
             row = future.result()
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -56,7 +62,7 @@ def write_census(output: Path, only: list[str], jobs: int) -> int:
     rows = written_rows(output)
     output.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))  # the last row of each type
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    output.with_suffix(".md").write_text(render(rows.values(), versions, output.name))
+    output.with_suffix(".md").write_text(render(rows.values(), versions, output.name, cp_size))
     return int(any(rows[name]["verdict"] == "failed" for name in types))
 
 
@@ -66,28 +72,31 @@ def written_rows(path: Path) -> dict[str, Row]:
     return {row["type"]: row for row in map(json.loads, lines)}
 
 
-def row_of(model_type: str) -> Row:
+def row_of(model_type: str, cp_size: int = 1) -> Row:
     """The row of a type; a crash or a hang of its processes is in it as their error."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="census-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         row: Row = {"type": model_type, "verdict": "not built"}
         try:
-            row |= run_ranks(examine_plain, 1, model_type, folder, timeout_s=TIMEOUT_S)[0]
+            row |= run_ranks(examine_plain, 1, model_type, folder, tuple(PRECISIONS), cp_size, timeout_s=TIMEOUT_S)[0]
             if row["verdict"] == "plain" and not row["why"]:
                 row["verdict"] = "failed"
                 row |= judged(run_ranks(examine_on_ranks, WORLD, folder, timeout_s=TIMEOUT_S))
         except AssertionError as error:  # with the traceback of a rank
             row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
+            if "cannot be trained with cp_size" in row["why"]:
+                row["verdict"] = "refused"
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS) -> Row:
+def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, cp_size: int = 1) -> Row:
     """Facts of a case, which is left in the folder with what the plain model computes."""
     try:
         case, row = make_case(model_type, folder / "checkpoint")
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
+    case = replace(case, cp_size=cp_size)
     plain = {}
     for precision in precisions:
         try:
@@ -128,7 +137,7 @@ def judged(ranks: list[Row]) -> Row:
     return row | {"verdict": "failed" if why else "agrees", "why": why}
 
 
-def render(rows: Iterable[Row], versions: str, output: str) -> str:
+def render(rows: Iterable[Row], versions: str, output: str, cp_size: int) -> str:
     """The summary in Markdown."""
     rows = sorted(rows, key=lambda row: row["type"].lower())
     agrees = [row for row in rows if row["verdict"] == "agrees"]
@@ -139,7 +148,10 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
         largest.append((check, *(f"{value:.1e}" for value in worst)))
     others = [(row["type"], row.get("class", ""), row["verdict"], row["why"]) for row in rows if row not in agrees]
     cells = [[cell[:200].replace("|", "\\|").replace("\n", " ") for cell in row] for row in others]
-    lines = [PREFACE.format(versions=versions, output=output), *table_of(("", "types"), counts), ""]
+    shared = "" if cp_size == 1 else SHARED.format(cp_size=cp_size)
+    command = f"--train --cp-size {cp_size} --only TYPES" if cp_size > 1 else "--train"
+    preface = PREFACE.format(versions=versions, output=output, command=command, shared=shared)
+    lines = [preface, *table_of(("", "types"), counts), ""]
     lines += table_of(("largest difference among those that agree", *PRECISIONS), largest)
     lines += ["", "## Do not agree, or take no part", "", *table_of(("type", "class", "", "why"), cells)]
     return "\n".join(lines) + "\n"

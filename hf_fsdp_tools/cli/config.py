@@ -56,6 +56,8 @@ def add_config(commands: Any) -> None:
     machines("--gpu-ids", metavar="0,1", help="uses these GPUs (default: all)")
     shard = parser.add_argument_group("sharding (with NAME searched unless given)").add_argument
     add_sharding_options(shard)
+    about = "has N processes share each row, with a part of every sequence (context parallelism)"
+    shard("--cp-size", type=count, metavar="N", help=about)
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
@@ -79,6 +81,8 @@ def _config(options: argparse.Namespace) -> None:
         raise ConfigError("--cpu and --gpu: give one of them")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
+    if options.model is not None and (options.cp_size or 1) > 1:
+        raise ConfigError("--cp-size is not searched, and its memory is not foreseen: leave NAME out, or --cp-size")
     check_writable(options.output)
     translation = None if options.source is None else FSDPConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
@@ -56,8 +55,6 @@ class LiveParameter:
     """A tensor of the global shape: a DTensor, or a plain parameter."""
     unit: LiveUnit | None
     """The unit that gathers it under this name; None where no unit does."""
-    local: torch.Tensor
-    """The part on this rank; on meta without storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +199,8 @@ class _Units:
         is_new = members not in self.units
         unit = self.units.setdefault(members, LiveUnit())
         self.unit_of_module[module.get_submodule(way_inside(module))] = unit
-        for managed in parameters_of_unit(module) if is_new else ():
-            here = LiveParameter(tensor=managed.shard, unit=unit, local=local_tensor(managed.shard))
-            self.managed.update(dict.fromkeys(managed.places, here))
+        for shard, places in parameters_of_unit(module) if is_new else ():
+            self.managed.update(dict.fromkeys(places, LiveParameter(tensor=shard, unit=unit)))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         """The parameters of a module as the tree shows them."""
@@ -212,8 +208,7 @@ class _Units:
         return own | {name: self.managed[module, name].tensor for name in own if (module, name) in self.managed}
 
     def parameter(self, module: nn.Module, name: str, tensor: nn.Parameter) -> LiveParameter:
-        alone = LiveParameter(tensor=tensor, unit=None, local=local_tensor(tensor))
-        return self.managed.get((module, name), alone)
+        return self.managed.get((module, name), LiveParameter(tensor=tensor, unit=None))
 
 
 def _placed(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,18 @@ from hf_fsdp_tools.errors import MeshError, frames_of_package
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The degrees of data parallelism, counted in processes; their product is the world size.
+    """The degrees of parallelism, counted in processes; their product is the world size.
 
         ParallelDims().build_mesh()                        # FSDP over all processes
         ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
+        ParallelDims(cp_size=2).build_mesh()               # two processes share each row (context parallelism)
 
     Raises:
         MeshError: a degree is below 1.
 
     Example:
         >>> ParallelDims(dp_replicate_size=2).resolve(world_size=16)
-        ParallelDims(dp_replicate_size=2, dp_shard_size=8)
+        ParallelDims(dp_replicate_size=2, dp_shard_size=8, cp_size=1)
         >>> ParallelDims().build_mesh("cpu").mesh_dim_names
         ('dp_shard',)
     """
@@ -39,10 +41,14 @@ class ParallelDims:
     """Number of copies of the model; above 1 this is HSDP."""
 
     dp_shard_size: int | None = None
-    """Number of processes over which each copy is sharded; None means the world size over `dp_replicate_size`."""
+    """Number of processes over which each copy is sharded, beside `cp_size`; None means all that the others leave."""
+
+    cp_size: int = 1
+    """Number of processes that share the rows of a batch, each with a part of every sequence; a copy is sharded over
+    `dp_shard_size` x `cp_size` processes."""
 
     def __post_init__(self) -> None:
-        for name, size in (("dp_replicate_size", self.dp_replicate_size), ("dp_shard_size", self.dp_shard_size)):
+        for name, size in vars(self).items():
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
 
@@ -52,16 +58,20 @@ class ParallelDims:
         Raises:
             MeshError: the degrees do not multiply to the world size.
         """
-        dp_shard_size = self.dp_shard_size or world_size // self.dp_replicate_size
-        if self.dp_replicate_size * dp_shard_size != world_size:
+        others = self.dp_replicate_size * self.cp_size
+        dp_shard_size = self.dp_shard_size or world_size // others
+        if others * dp_shard_size != world_size:
+            cp = f" x cp_size {self.cp_size}" if self.cp_size > 1 else ""
             raise MeshError(
-                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'} does not "
-                f"make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{cp} does "
+                f"not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
             )
         return replace(self, dp_shard_size=dp_shard_size)
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Make the device mesh, with axes `("dp_shard",)`, or `("dp_replicate", "dp_shard")` for HSDP.
+        """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp")` that are above 1.
+
+        `dp_shard` is always there.
 
         Every rank must call. Starts the process group if none is running (from the variables that `torchrun` and
         `accelerate launch` set, or for this process alone where there are none) and creates the axes' subgroups.
@@ -76,9 +86,8 @@ class ParallelDims:
         ensure_process_group(device_type)
         dims = self.resolve(dist.get_world_size())
         assert dims.dp_shard_size is not None
-        sizes = {"dp_replicate": dims.dp_replicate_size, "dp_shard": dims.dp_shard_size}
-        if dims.dp_replicate_size == 1:
-            del sizes["dp_replicate"]
+        sizes = {"dp_replicate": dims.dp_replicate_size, "dp_shard": dims.dp_shard_size, "cp": dims.cp_size}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups() if device_type == "cpu" else ():
             add_cpu_backend(group)
@@ -88,9 +97,36 @@ class ParallelDims:
 def mesh_of(accelerator: Any) -> DeviceMesh:
     """The mesh of an Accelerator's parallelism config; without one, FSDP over all processes. Every rank must call."""
     if config := accelerator.parallelism_config:
-        mesh: DeviceMesh = accelerator.torch_device_mesh[tuple(config.fsdp_dim_names)]
-        return mesh
+        mesh: DeviceMesh = accelerator.torch_device_mesh
+        return mesh if config.cp_size > 1 else mesh[tuple(config.fsdp_dim_names)]
     return ParallelDims().build_mesh(accelerator.device.type)
+
+
+_sharing: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+
+
+def set_ranks_per_row(cp_size: int) -> None:
+    """Let code that divides rows among ranks know how many neighbouring ranks share each row in this process group."""
+    _sharing[dist.group.WORLD] = cp_size
+
+
+def ranks_per_row() -> int:
+    """How many ranks share each row, as an Accelerator's parallelism config says; 1 without one."""
+    return _sharing.get(dist.group.WORLD, 1) if dist.is_initialized() else 1
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of the shards, of one axis or (replicate, shard), and that of the ranks that share rows, or None.
+
+    Weights are sharded over `dp_shard` and `cp` together. Every rank must call.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "cp" not in names:
+        return mesh, None
+    copies = mesh.size(names.index("dp_replicate")) if "dp_replicate" in names else 1
+    axes = ("dp_replicate", "dp_shard_cp")[copies == 1 :]
+    shards = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*(copies, -1)[copies == 1 :]), mesh_dim_names=axes)
+    return shards, mesh["cp"]
 
 
 def local_device() -> torch.device:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
@@ -41,8 +42,8 @@ from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remo
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
-from hf_fsdp_tools.sharding.optimizers import check_optimizers, clip_norm, clip_values
-from hf_fsdp_tools.sharding.replicated import by_kind, step_kinds_apart
+from hf_fsdp_tools.sharding.checks import check_optimizers
+from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 
 
@@ -366,6 +367,16 @@ class ShardedScaler(torch.amp.GradScaler):
         return by_device
 
 
+class _CutByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is not typed
+    """A config whose `cp_size` the sharded model carries out: Accelerate, the Trainer and TRL leave rows whole, where
+    they would cut them and drop their masks (accelerate#4177, trl#6843)."""
+
+    cp_enabled = property(lambda self: False)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Nothing: the first Accelerator of the process has validated the sizes."""
+
+
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     """Turn an Accelerator into a `ShardedAccelerator`, in place."""
     check_hooks(ShardedAccelerator, Accelerator)
@@ -374,6 +385,9 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
         accelerator.__class__ = ShardedAccelerator
     if type(accelerator.scaler) is torch.amp.GradScaler:
         accelerator.scaler.__class__ = ShardedScaler
+    if (config := accelerator.parallelism_config) is not None and config.cp_size > 1:
+        accelerator.state.parallelism_config = config = copy(config)
+        config.__class__ = _CutByModel
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator

@@ -73,6 +73,8 @@ class FSDPConfig:
     """Compute dtype while the trained weights stay float32; "no" computes in the dtype of the weights."""
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP): each copy is sharded over `num_processes / dp_replicate_size` processes."""
+    cp_size: int = 1
+    """Processes that share rows, each with a part of every sequence (context parallelism)."""
     fsdp_version: Literal[2] = field(default=2, metadata=_key(int, name="version", argument="fsdp_version"))
     """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
     reshard_after_forward: bool = field(default=True, metadata=_key())
@@ -110,8 +112,8 @@ class FSDPConfig:
 
     @property
     def dp_shard_size(self) -> int:
-        """Processes that share one copy of the model."""
-        return self.num_processes // self.dp_replicate_size
+        """Processes that share one copy of the model, beside those that share rows."""
+        return self.num_processes // (self.dp_replicate_size * self.cp_size)
 
     def to_accelerate_yaml(self, *, command: str | None = None, notes: Sequence[str] = ()) -> str:
         """Text for `accelerate launch --config_file`, the same for the same config.
@@ -250,8 +252,9 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
         data["gpu_ids"] = ""
     elif config.gpu_ids is not None:
         data["gpu_ids"] = config.gpu_ids
-    if config.dp_replicate_size > 1:
+    if config.dp_replicate_size > 1 or config.cp_size > 1:
         data["parallelism_config"] = {
+            "parallelism_config_cp_size": config.cp_size,
             "parallelism_config_dp_replicate_size": config.dp_replicate_size,
             "parallelism_config_dp_shard_size": config.dp_shard_size,
         }

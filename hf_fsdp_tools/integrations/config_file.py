@@ -89,9 +89,11 @@ def _problems(
     if "num_processes" not in result.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    if shards is not None and shards * fields["dp_replicate_size"] != processes:
-        fact = f"dp_replicate_size {fields['dp_replicate_size']} times dp_shard_size {shards} is not num_processes "
-        cure = "Set dp_shard_size to num_processes / dp_replicate_size."
+    copies, cp = fields["dp_replicate_size"], fields["cp_size"]
+    if shards is not None and shards * copies * cp != processes:
+        of_cp = f" times cp_size {cp}" if cp > 1 else ""
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{of_cp} is not num_processes "
+        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{' / cp_size' if cp > 1 else ''}."
         yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
     for fact, cure in contradictions(SimpleNamespace(**fields), keys):
         yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -123,6 +122,8 @@ def is_by_launcher() -> bool:
 
 def warn_on_node(text: str, *, stacklevel: int) -> None:
     """Warn on the first rank of each machine: the text is the same on all ranks."""
+    from hf_fsdp_tools.distributed.mesh import rank_on_node  # which imports torch
+
     if rank_on_node()[0] == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
@@ -145,7 +146,7 @@ def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
-    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
+    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1, "cp_size": 1}
     for name, least in lowest.items():
         value = getattr(config, name)
         if type(value) is not int or value < least:
@@ -184,6 +185,8 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
     processes, copies, policy = config.num_processes, config.dp_replicate_size, config.auto_wrap_policy
     if processes % copies:
         yield f"dp_replicate_size {copies} does not divide num_processes {processes}", "use a divisor"
+    elif processes % (copies * config.cp_size):
+        yield f"cp_size {config.cp_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif copies == processes > 1:
         yield (
             f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded",

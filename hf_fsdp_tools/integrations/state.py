@@ -19,7 +19,14 @@ from accelerate.utils import (
 )
 
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
-from hf_fsdp_tools.distributed.mesh import ensure_process_group, gpus_are_hidden, local_device, rank_on_node, world_size
+from hf_fsdp_tools.distributed.mesh import (
+    ensure_process_group,
+    gpus_are_hidden,
+    local_device,
+    rank_on_node,
+    set_ranks_per_row,
+    world_size,
+)
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
@@ -185,7 +192,8 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    _check_axes(state.parallelism_config)
+    _check_axes(state.parallelism_config, plugin)
+    set_ranks_per_row(state.parallelism_config.cp_size if state.parallelism_config else 1)
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
@@ -199,14 +207,14 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
 
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
-    names = ("dp_replicate_size", "dp_shard_size")
+    names = ("dp_replicate_size", "dp_shard_size", "cp_size")
     configs = (parallelism_config, state.parallelism_config)
     sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
     if mixed_precision not in (None, state.mixed_precision):
         late.append(f"mixed_precision is {mixed_precision!r} and was {state.mixed_precision!r}")
     if parallelism_config is not None and sizes != former_sizes:
-        late.append(f"{' and '.join(names)} are {sizes} and were {former_sizes}")
+        late.append(f"{', '.join(names)} are {sizes} and were {former_sizes}")
     if late:
         raise ConfigError(
             f"An Accelerator exists already in this process, with other settings: {'; '.join(late)}. Give both the "
@@ -242,23 +250,29 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
         )
 
 
-def _check_axes(config: Any) -> None:
-    """Refuse tensor, context and sequence parallelism, and sizes that do not make the processes of this job."""
-    axes = [name for name in ("tp_size", "cp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
+def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> None:
+    """Refuse tensor and DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job."""
+    axes = [name for name in ("tp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
     if axes:
         raise ConfigError(
-            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size and "
-            "dp_shard_size can be above 1 here. Leave the others out of the parallelism config."
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size, "
+            "dp_shard_size and cp_size can be above 1 here. Leave the others out of the parallelism config; cp_size "
+            "exchanges heads as DeepSpeed's sp_size does."
         )
     if config is None or dist.get_world_size() == 1:
         return
-    copies, shards = config.dp_replicate_size, config.dp_shard_size
-    if copies > 1 and copies * shards != dist.get_world_size():
+    if config.cp_size > 1 and plugin.fsdp_version == 1:
         raise ConfigError(
-            f"dp_replicate_size {copies} times dp_shard_size {shards} is not the number of processes, "
-            f"{dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all processes."
+            f"cp_size {config.cp_size} needs FSDP2; the plugin has fsdp_version 1. Leave one of them out."
         )
-    if copies > 1 == shards:
+    copies, shards, cp = config.dp_replicate_size, config.dp_shard_size, config.cp_size
+    if copies * cp > 1 and copies * shards * cp != dist.get_world_size():
+        raise ConfigError(
+            f"dp_replicate_size {copies} times dp_shard_size {shards} times cp_size {cp} is not the number of "
+            f"processes, {dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all "
+            "processes."
+        )
+    if copies > 1 == shards * cp:
         raise ConfigError(
             f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
             "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."

@@ -48,9 +48,9 @@ from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
+from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.optimizers import check_optimizers
-from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -171,6 +171,14 @@ class FSDPTrainerMixin(PushingMixin):
         accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
 
+    def get_tp_size(self) -> int:
+        """As the Trainer's, with the ranks that share rows: they too have the same batch and the whole loss of it."""
+        return int(super().get_tp_size()) * int(super().get_cp_size())
+
+    def get_cp_size(self) -> int:
+        """1: to the Trainer, no rank has a part of a batch."""
+        return 1
+
     is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
     """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
     like any other, which the Trainer alone cannot do."""
@@ -206,6 +214,7 @@ class FSDPTrainerMixin(PushingMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
         all_ranks(None, "evaluating")
+        _refuse_counted_again(self, evaluates=True)
         return super().evaluation_loop(*args, **kwargs)
 
     # ---- saving ----
@@ -291,6 +300,7 @@ class FSDPTrainerMixin(PushingMixin):
                 ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
+        _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
@@ -372,3 +382,17 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
+
+
+def _refuse_counted_again(trainer: Any, *, evaluates: bool = False) -> None:
+    """Refuse what would count the rows that several ranks share once for each of them."""
+    sharding = sharding_of(trainer.model)
+    if sharding is None or sharding.cp is None:
+        return
+    if not trainer.args.average_tokens_across_devices:
+        raise ConfigError("With cp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
+    if evaluates and trainer.compute_metrics is not None:
+        raise ConfigError(
+            "compute_metrics needs the whole outputs of each row once; with cp_size each rank has a part of them. "
+            "Leave it out (the evaluation loss is computed), or evaluate the saved model without cp_size."
+        )

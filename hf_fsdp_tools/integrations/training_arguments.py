@@ -116,9 +116,13 @@ def agree_with_arguments(
             sharding = _checkpoint_late(model, sharding)
         late += _differences(args, *_values_of_model(plugin, model, sharding), "the model")
         shape, wanted = tuple(sharding.mesh.shape), args.parallelism_config
-        sizes = wanted and (wanted.dp_replicate_size, wanted.dp_shard_size)
-        if wanted is not None and sizes != (shape if len(shape) > 1 else (1, *shape)):
-            late.append(f"parallelism_config of {sizes[0]} x {sizes[1]} ranks (the model: {shape})")
+        cp_size = sharding.cp.size() if sharding.cp else 1
+        sizes = wanted and (wanted.dp_replicate_size, wanted.dp_shard_size * wanted.cp_size, wanted.cp_size)
+        if wanted is not None and sizes != (*(shape if len(shape) > 1 else (1, *shape)), cp_size):
+            late.append(
+                f"parallelism_config of {sizes[0]} x {sizes[1]} ranks, cp_size {sizes[2]} (the model: {shape}, "
+                f"cp_size {cp_size})"
+            )
     if late:
         raise ConfigError(
             f"TrainingArguments ask for what is settled otherwise already: {'; '.join(dict.fromkeys(late))}. Make the "

@@ -1,7 +1,6 @@
-"""Stored layout to model layout and back, by transformers' own conversions run on tensors without data.
+"""Stored layout to model layout and back, by transformers' own conversions run on `PieceTensor`s.
 
-This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23). The operations run
-on `PieceTensor`s, which turns each into an index map.
+This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -189,10 +188,7 @@ def set_conversions(model: nn.Module, load_map: LoadMap) -> None:
 
 
 def assume_conversions(model: nn.Module) -> None:
-    """Let saving a model, of whose loading nothing is known, write what one that `from_pretrained` made would write.
-
-    transformers saves other models in another order, and so in other files.
-    """
+    """Let saving a model that was not loaded write the files that one which `from_pretrained` made would write."""
     if isinstance(model, PreTrainedModel) and "_weight_conversions" not in vars(model):
         known = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [transform for transform in known if not isinstance(transform, PrefixChange)]

@@ -58,18 +58,8 @@ def fill_shards(
 ) -> Filled:
     """Fill the shards of a model, as `load_weights` says; `loaded` has the stored elements of each tensor by model key.
 
-    Under HSDP (a parameter is sharded along one axis of its mesh and replicated along another) the first replica reads,
-    and each shard is broadcast along the replicate axis, over the mesh's own process group: each byte is read once.
-    All reads share one set of threads, open files and staging buffers. On an accelerator, memory that PyTorch's
-    allocators then keep for later is given back.
-
-    Every rank must call. The ranks exchange errors, and under HSDP shards.
-
-    Args:
-        groups: model key to the conversion of tensors that are computed.
-        weights_4bit: the model's 4-bit weights, which are not in `loaded`.
-        device: where tensors on meta get storage first; None: they have storage.
-        dtype: of this storage, for floating-point parameters; None keeps the model's own dtypes.
+    `groups` has the conversions of tensors that are computed. Without a `device` all tensors have storage. Every rank
+    must call. The ranks exchange errors, and under HSDP, over the mesh's own process group, shards.
     """
     rank, world_size = rank_and_size()
     with ExitStack() as stack:

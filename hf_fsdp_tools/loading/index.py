@@ -106,10 +106,7 @@ class CheckpointIndex:
         return self.source_dtype(source).itemsize
 
     def source(self, source: str) -> StoredTensor | QuantizedTensor:
-        """Where the bytes of a source lie, or which values and scales it is made of.
-
-        The place of a chunk is looked up in its file when it is first asked for: a rank needs few chunks.
-        """
+        """Where the bytes of a source lie (of a chunk, looked up now: a rank needs few), or its values and scales."""
         chunk = self._chunks.get(source)
         if chunk is None:
             tensor = self.tensors[source]
@@ -140,10 +137,7 @@ class CheckpointIndex:
     def split_adapter(
         self, marks: Callable[[], tuple[str, ...]]
     ) -> "tuple[CheckpointIndex | None, CheckpointIndex | None]":
-        """The base and the adapter in the state of a `PeftModel`, None for what was not saved; of other models, itself.
-
-        `marks` gives how PEFT begins the names of an adapter's parameters (`lora_`, …).
-        """
+        """The base and the adapter in the state of a `PeftModel` (None: not saved); of others, itself and None."""
         split = peft_part(self._saved, marks)
         if split is None:
             return self, None

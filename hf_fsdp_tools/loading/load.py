@@ -33,9 +33,9 @@ from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.report import LoadReport, MemoryWatch, log_dequantized, log_keys
 from hf_fsdp_tools.loading.vocabulary import AddedTokens, fill_added
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
-from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
@@ -267,10 +267,8 @@ def _device_of(model: nn.Module) -> torch.device:
 def rolled_back(model: nn.Module) -> Iterator[str]:
     """Undo a block that fails: put tensors that were on meta back on meta, and free their storage.
 
-    A forward pass then stops at once (FSDP2 says that parameters are on meta), saving is refused, and loading can be
-    tried again. Floating-point tensors that had storage before have lost their values, so they become NaN rather than a
-    mixture of two models. Yields in which state the model then is, for messages. No rank communicates; a failure that
-    `agreed` shares undoes the block on all ranks.
+    Floating-point tensors that had storage before become NaN rather than a mixture of two models. Yields in which state
+    the model then is, for messages. No rank communicates; a failure that `agreed` shares undoes the block on all ranks.
     """
     if all(parameter.is_meta for parameter in model.parameters()):
         after = "the model is on meta again, as it was"

@@ -15,8 +15,8 @@ from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, sc
 from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, part_packed
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
+from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.modeling.quantization import stored_quantization
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _REASONS = {
@@ -39,10 +39,6 @@ _REASONS = {
 _OF_8_BITS = (torch.int8, torch.uint8)
 """Dtypes that values of a quantised weight have under the weight's own name; packed ones have names of their own."""
 
-_PLAIN = (
-    "Make a plain checkpoint of it once, with the library of its method: python recipes/dequantize.py CHECKPOINT OUT."
-)
-
 
 def refuse_quantized(
     state: Mapping[str, torch.Tensor],
@@ -55,10 +51,9 @@ def refuse_quantized(
 ) -> None:
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
-    The files decide, whatever the method is called. A stored tensor is packed if it fills a floating-point parameter
-    with integers, or if the model does not know it and it belongs to the module of a parameter that is missing or one
-    byte wide (`qweight`, `weight_packed`, the scales of an 8-bit `weight`). The 4-bit weights of `layers`, at which
-    `part_packed` has looked, do not count.
+    The files decide: a stored tensor is packed if it fills a floating-point parameter with integers, or if the model
+    does not know it and it belongs to the module of a parameter that is missing or one byte wide. The 4-bit weights of
+    `layers`, at which `part_packed` has looked, do not count.
     """
     packed = _packed_tensors(state, load_map, index.tensors, layers)
     if not packed and (method is None or layers or is_known):
@@ -81,7 +76,8 @@ def refuse_quantized(
     says = f"quantised ({method})" if method else "quantised, although its config has no quantization_config"
     reason = _REASONS.get(method or "", "no rule is known that makes floats of some of its blocks by themselves")
     raise CheckpointError(
-        f"The checkpoint {index.name!r} is {says}; it cannot be dequantised shard by shard: {reason}.\n{rows}\n{_PLAIN}"
+        f"The checkpoint {index.name!r} is {says}; it cannot be dequantised shard by shard: {reason}.\n{rows}\n"
+        "Make a plain checkpoint of it once by the library of its method: python recipes/dequantize.py CHECKPOINT OUT."
     )
 
 

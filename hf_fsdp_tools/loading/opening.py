@@ -247,10 +247,7 @@ def _base_of_state(source: Source, state: AdapterState, config: PreTrainedConfig
 
 
 def _open_files(source: Source, *, config: Any, trust_remote_code: bool, allow_pickle: bool) -> Checkpoint:
-    """Config, index and generation config of a checkpoint: all of one commit or, in a folder, of one save.
-
-    Config and index are None where it lacks them.
-    """
+    """Config, index (None where it lacks them) and generation config of a checkpoint, of one commit or one save."""
     with watched(Path(source.name)):
         near = source.holding(CONFIG)
     home = None if near is None else replace(source, name=near)

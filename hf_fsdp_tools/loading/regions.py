@@ -51,10 +51,8 @@ def slice_piece(piece: Piece, box: Box) -> Piece | None:
 
 
 def slice_view(view: View, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
-    """Find the elements of a view of a row-major tensor that lie in a box of the tensor.
-
-    Yields (box, view) pairs: a box of indices of `view`, and where its elements lie once the box of the tensor is
-    stored row-major on its own.
+    """Yield where elements of a view of a row-major tensor lie in a box of the tensor: a box of indices of `view`, and
+    where its elements lie once the box of the tensor is stored row-major on its own.
     """
     if not box.numel or not math.prod(view.length):
         return
@@ -88,8 +86,7 @@ def _restrict(view: View, part: Box, order: list[int], row: int, low: int, high:
         view     o   o   o   o     o   o   o   o     o   o   o   o       strides (8, 2), length (3, 4)
         yielded          *                 *                 *           box start (0, 2), length (3, 1)
 
-    Indices of the first dimension of this view step by whole rows, so they change nothing about the position in a row:
-    that dimension is never cut. Of the second one, only index 2 falls between low and high.
+    A dimension that steps by whole rows, as this view's first, is never cut.
     """
     first = view.crop(part.start, part.length).offset
     small = [d for d in range(len(view.length)) if view.strides[d] % row or row == 1]
@@ -121,9 +118,7 @@ def _index_ranges(
                      |                        |
         [- 0 -]  [- 1 -]  [- 2 -]  [- 3 -]  [- 4 -]  [- 5 -]
 
-    Indices 2 and 3 lie wholly inside: one range. Indices 1 and 4 lie partly inside and are yielded one by one, for
-    their other dimensions to be cut. Indices 0 and 5 are left out. Where indices wrap into the next row, all are
-    yielded one by one.
+    Indices 2 and 3 are one range, 1 and 4 are yielded one by one, as all are that wrap into the next row.
     """
     begin = view.crop(part.start, part.length).offset % row
     step, count, origin = view.strides[dim], part.length[dim], part.start[dim]

@@ -119,8 +119,7 @@ class LoadReport:
 class MemoryWatch:
     """Measures how far this process's resident memory rises after the watch was made; zero where there is no /proc.
 
-    Linux keeps one high-water mark per process. Where that mark rises meanwhile, the peak is exact; where an earlier
-    peak was higher, the resident size at the end stands in for it.
+    Where Linux's high-water mark does not rise meanwhile, the resident size at the end stands in for the peak.
     """
 
     def __init__(self) -> None:

@@ -232,20 +232,20 @@ def _reshape(t: PieceTensor, shape: Sequence[int]) -> PieceTensor | None:
     shape = [t.numel() // known if n == -1 and known else n for n in shape]
     if math.prod(shape) != t.numel():
         return None
-    pieces = [new for p in t.pieces or () for new in _reshape_piece(p, t.shape, shape)]
+    pieces = [new for p in t.pieces or () if t.numel() for new in _reshape_piece(p, t.shape, shape)]
     return _moved(t, shape, pieces)
 
 
 def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iterator[Piece]:
-    """Yield the piece under the new shape, split up where a box of the old shape is not a box of the new shape.
-
-    Works on groups of dimensions with equal products, so that untouched dimensions stay whole.
-    """
+    """Yield the piece under the new shape, split where its box is none there; untouched dimensions stay whole."""
     parts: list[tuple[tuple[Box, View], ...]] = [()]
     for old_dims, new_dims in _dim_groups(old, new):
         box = Box(start=_pick(piece.box.start, old_dims), length=_pick(piece.box.length, old_dims))
         view = View(offset=0, length=box.length, strides=_pick(piece.view.strides, old_dims))
-        found = tuple(_regroup(box, view, _pick(old, old_dims), _pick(new, new_dims)))
+        outer, inner = _pick(old, old_dims), _pick(new, new_dims)
+        found = [(box, view)]
+        if outer != inner:
+            found = [option for run in _even_runs(box, view, outer) for option in _boxes_of_run(*run, inner)]
         parts = [(*part, option) for part in parts for option in found]
     for part in parts:
         box = Box(start=sum((b.start for b, _ in part), ()), length=sum((b.length for b, _ in part), ()))
@@ -254,34 +254,15 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
         yield Piece(box=box, source=piece.source, view=View(offset=offset, length=box.length, strides=strides))
 
 
-def _dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The finest pairing of runs of old and new dimensions that hold equally many elements."""
+def _dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The finest pairing of runs of old and new dimensions that hold equally many elements, at least one."""
     i = j = 0
     while i < len(old) or j < len(new):
-        left, right = [], []
-        if i < len(old):
-            left, i = [i], i + 1
-        if j < len(new):
-            right, j = [j], j + 1
-        while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
-            if (a < b and i < len(old)) or j >= len(new):
-                left, i = [*left, i], i + 1
-            else:
-                right, j = [*right, j], j + 1
-        while i < len(old) and old[i] == 1 and (j >= len(new) or new[j] != 1):
-            left, i = [*left, i], i + 1
-        while j < len(new) and new[j] == 1 and (i >= len(old) or old[i] != 1):
-            right, j = [*right, j], j + 1
-        yield left, right
-
-
-def _regroup(box: Box, view: View, old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Box, View]]:
-    """Yield the boxes of the new dimensions that make up one old box; offsets count from the offset of the piece."""
-    if tuple(old) == tuple(new):
-        yield box, view
-        return
-    for flat, strides_offset, run, step in _even_runs(box, view, old):
-        yield from _boxes_of_run(flat, strides_offset, run, step, new)
+        first, first_new = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := math.prod(old[first:i])) != (b := math.prod(new[first_new:j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        yield range(first, i), range(first_new, j)
 
 
 def _even_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

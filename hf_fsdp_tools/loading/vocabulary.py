@@ -178,10 +178,7 @@ def resized_twin(
 
 
 def token_dims(model: nn.Module) -> dict[str, int]:
-    """The dimension that counts tokens, by key of each tensor that has one: embeddings, heads and their biases.
-
-    They are found by resizing a twin on meta with transformers' own code, so their names do not matter.
-    """
+    """The dimension that counts tokens, by key: what changes in a twin on meta that transformers' own code resizes."""
     if not isinstance(model, PreTrainedModel):
         return {}
     twin = persistent_tensors(resized_twin(model, model.get_input_embeddings().weight.shape[0] + 1))
@@ -203,11 +200,9 @@ def added_part(old: torch.Size, new: torch.Size) -> Box:
 def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, seed: int) -> None:
     """Fill the added part of each tensor, in place, with values that do not depend on the number of ranks.
 
-    "mean": each new row is the mean of the old rows, summed in float64 (transformers adds noise of 3e-5 of their
-    spread). "random", and buffers in any case: the model's own initialisation of the new rows, from a generator seeded
-    by `seed` and the module's name.
-
-    Every rank must call; each gathers one row per tensor from the others.
+    "mean": each new row is the mean of the old rows, summed in float64. "random", and buffers in any case: the model's
+    own initialisation, from a generator seeded by `seed` and the module's name. Every rank must call; each gathers one
+    row per tensor from the others.
     """
     if not added:
         return

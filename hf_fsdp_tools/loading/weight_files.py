@@ -1,7 +1,4 @@
-"""Find the weight files of a folder, or the index file that names them; nothing that a folder says is trusted.
-
-A save may be changing the folder meanwhile, or may have been killed while it did.
-"""
+"""Find the weight files of a folder, also one that a save is changing; nothing that a folder says is trusted."""
 
 import os
 import re

@@ -16,10 +16,10 @@ from transformers import initialization as init
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import model_class, text_config
+from hf_fsdp_tools.modeling.configs import model_class, set_aside_quantization, text_config
 from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.pickles import read_json_object
-from hf_fsdp_tools.modeling.quantization import note_quantization, set_aside_quantization
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
@@ -160,7 +160,7 @@ def build_meta_model(
         pack_weights(model, quantizer)
     model.eval()
     assert isinstance(model, PreTrainedModel)
-    note_quantization(model, quantization)
+    add_to_note(model, stored_quantization=quantization)
     return model
 
 

@@ -21,11 +21,15 @@ class Note:
     """Whether `use_cache` was turned off in the config for training."""
     packing: Any = None
     """Of a linear layer with 4-bit weights: its `Packing`."""
+    rows: Any = None
+    """Of an attention module whose rows several ranks share: their `Rows`."""
     stored_quantization: Mapping[str, Any] | None = None
     """How the checkpoint of a plain model is quantised, until it is loaded."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
-        return replace(self, hooks=())  # process groups cannot be copied, and a copy of a sharded model has no hooks
+        return replace(
+            self, hooks=(), rows=None
+        )  # process groups cannot be copied, and a copy of a sharded model has no hooks
 
 
 _EMPTY = Note()

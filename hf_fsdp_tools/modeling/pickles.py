@@ -139,8 +139,6 @@ def load_pickled(
 
     torch's restricted unpickler builds tensors and plain values only, after the pickle was followed without building
     anything (see `refuse_endless`).
-
-    No rank communicates.
     """
     size = refuse_special(file)
     with storage_errors("read", file), file.open("rb", buffering=0) as opened:

@@ -127,9 +127,9 @@ class WrapPlan:
             *table(self.table(), right={1, 2, 3}),
         ]
         largest = self.largest_unit
+        name = listed([largest.modules[0] or "the root", *largest.modules[1:]], 1)
         lines.append(
-            f"total {show_bytes(total)} before sharding; "
-            f"largest gathered unit {show_bytes(largest.num_bytes)} ({_short(largest)})"
+            f"total {show_bytes(total)} before sharding; largest gathered unit {show_bytes(largest.num_bytes)} ({name})"
         )
         lines += [f"replicated on every rank: {names}" for names in merge_alike(self.replicated)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -138,7 +138,3 @@ class WrapPlan:
 def _modules(units: list[WrapUnit]) -> str:
     names = [merge_names(column) for column in zip(*(unit.modules for unit in units), strict=True)]
     return listed(names, 3, separator=" + ")
-
-
-def _short(unit: WrapUnit) -> str:
-    return listed([unit.modules[0] or "the root", *unit.modules[1:]], 1)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name, has_forward
 
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major. (assumed; a part of the definition of a correct plan)"""
@@ -49,13 +49,11 @@ def lists_of_experts(block: ModuleNode) -> list[ModuleNode]:
     A container holds experts if a router is beside it (a matrix with one row per member), or if "expert" is in a name:
     a missed list of experts would hang a run, and a false one costs nothing.
     """
-    lists = (node for node in block.walk() if len(node.children) > 1 and _is_list(node.module))
-    return [node for node in lists if _is_experts(node)]
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether a module holds others in a row; of some models, a list of experts has a forward of its own."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) or not has_forward(module)
+    # of some models, a list of experts has a forward of its own
+    lists = (
+        n for n in block.walk() if isinstance(n.module, nn.ModuleList | nn.ModuleDict) or not has_forward(n.module)
+    )
+    return [node for node in lists if len(node.children) > 1 and _is_experts(node)]
 
 
 def _stacks_below(root: ModuleNode, *, nested: bool) -> list[list[ModuleNode]]:
@@ -154,10 +152,6 @@ def _is_experts(container: ModuleNode) -> bool:
     parent = container.parent
     if parent is None:
         return False
-    siblings = [weight for child in parent.children if child is not container for weight in _small_weights(child)]
-    return any(weight.ndim == 2 and weight.shape[0] == len(container.children) for weight in parent.own + siblings)
-
-
-def _small_weights(node: ModuleNode) -> list[Weight]:
-    """The weights of a module with fewer than four children, which may be a router; none of a larger one."""
-    return [weight for below in node.walk() for weight in below.own] if len(node.children) < 4 else []
+    small = [child for child in parent.children if child is not container and len(child.children) < 4]
+    weights = [*parent.own, *(weight for child in small for below in child.walk() for weight in below.own)]
+    return any(weight.ndim == 2 and weight.shape[0] == len(container.children) for weight in weights)

@@ -21,11 +21,10 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.opening import Checkpoint, Source
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
-from hf_fsdp_tools.modeling.configs import model_class, set_generation_config
+from hf_fsdp_tools.modeling.configs import forget_quantization, model_class, set_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import slots, swap
-from hf_fsdp_tools.modeling.quantization import forget_quantization
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.merged_model import Adapted, mergeable, with_merged
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config

@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
-from hf_fsdp_tools.sharding.optimizers import check_kind
+from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.text import first_line, listed, reason_of
 
 _ROWS = 100

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError
 
 
@@ -28,7 +29,8 @@ def use_share_of_stream(trainer: Any) -> None:
 
 
 def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[str] = ("text",)) -> Any:
-    """This rank's rows of a stream, again and again: no rank has a row of another, and none ends before the others.
+    """This rank's rows of a stream, again and again: none has a row of another that it does not share (`cp_size`), and
+    none ends before the others.
 
     Where the stream's files divide evenly among the ranks, a rank reads files of its own; otherwise it reads all of
     them and keeps every n-th row. (`split_dataset_by_node` of datasets divides what the trainer makes of the rows: each
@@ -36,7 +38,7 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
 
     Every rank must call. The ranks exchange errors alone.
     """
-    rank, ranks = rank_and_size()
+    rank, ranks = (number // ranks_per_row() for number in rank_and_size())  # who shares rows has neighbouring numbers
     kept_back = frozenset(_content(row, columns) for row in held_out or ())
     if stream.num_shards % ranks == 0:
         own = stream.shard(num_shards=ranks, index=rank)

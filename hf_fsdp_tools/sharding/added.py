@@ -20,10 +20,10 @@ from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.checks import check_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
 from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
 from hf_fsdp_tools.sharding.injection import refuse_for_any
-from hf_fsdp_tools.sharding.parameters import check_parameters
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
 
@@ -99,19 +99,10 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
     Added trainable weights become fp32 where computation is in a lower precision, where their dtypes differ, and on a
     4-bit base. Parameters that PEFT keeps outside the base (prompt encoders) stay whole, with averaged gradients.
+    Return the new parameter for each that was replaced, for an optimizer that was made before.
 
-    Args:
-        model: a model that `shard_model` sharded, or a model around it; nothing is done for any other model. Do not
-            call between a forward and its backward pass.
-
-    Returns:
-        The new parameter for each parameter that was replaced, for an optimizer that was made before.
-
-    Every rank must call. The ranks exchange the plan's digest; rank 0 sends the added values.
-
-    Raises:
-        ConfigError: what was added shares memory, or is complex; or 4-bit weights were cast.
-        WrapPlanError: the ranks added different modules.
+    Every rank must call, not between a forward and its backward pass. The ranks exchange the plan's digest; rank 0
+    sends the added values.
     """
     base, sharding = sharded_module(model), sharding_of(model)
     if base is None or sharding is None:

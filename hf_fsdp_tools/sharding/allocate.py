@@ -15,15 +15,8 @@ from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Give every tensor on meta uninitialised storage on `device`, in place; of a DTensor, this rank's shard.
 
-    Tied parameters stay one parameter, and FSDP2 notes the new parameters. Tensors with storage stay as they are.
-
-    Args:
-        model: plain, or sharded by `fully_shard` while on meta.
-        device: of shards; the CPU for a CPU-offloaded FSDP2 model, whose shards are then in pinned memory if the
-            policy says so. Buffers and whole parameters of a sharded model go to the mesh's device.
-        dtype: of floating-point parameters; None keeps their own dtypes. Buffers always keep their own.
-
-    No rank communicates.
+    Ties stay, and FSDP2 notes the new parameters. `dtype` is that of floating-point parameters; None keeps theirs. No
+    rank communicates.
     """
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     # CPU offload is for shards alone: whole tensors are on the mesh's device.
@@ -43,10 +36,7 @@ def allocate(model: nn.Module, *, device: torch.device, dtype: torch.dtype | Non
 
 
 def renew(model: nn.Module) -> None:
-    """Let FSDP2 note parameters that were put in the place of others. No rank communicates.
-
-    FSDP2 renews its references to shards in `_apply`, but not where the new parameter is on meta.
-    """
+    """Let FSDP2 note parameters that were put in the place of others: it does in `_apply`, but not of those on meta."""
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     forget_memory(model)
     mark_weights(model)

@@ -30,10 +30,9 @@ def check_options(options: Mapping[str, Any], device_type: str) -> None:
 def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Compile every block of `plan` with `nn.Module.compile`, at its first call; return their names.
 
-    Equal blocks share one compiled code. Where a block holds another unit (experts), its parts without a unit are
-    compiled instead, because FSDP's gathering must stay between compiled regions. A call with a cache (`generate`) runs
-    without compiled code: caches grow with every token, and torch would compile each call anew up to its limit of 8
-    (`recompile_limit` of torch._dynamo). No rank communicates.
+    Where a block holds another unit (experts), its parts without a unit are compiled instead, because FSDP's gathering
+    must stay between compiled regions. A call with a cache (`generate`) runs without compiled code: caches grow with
+    every token, and torch would compile each call anew.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     units = {name for unit in plan.units for name in unit.modules}

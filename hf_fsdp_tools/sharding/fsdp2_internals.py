@@ -8,7 +8,6 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,24 +28,16 @@ from hf_fsdp_tools.modeling.module_tree import own_class
 # ---- units and their parameters ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManagedParameter:
-    """A parameter that a unit gathers."""
-
-    shard: nn.Parameter
-    """This rank's shard, which the optimizer holds, also while modules register the gathered parameter."""
-    places: tuple[tuple[nn.Module, str], ...]
-    """Every module that registers the parameter, with its name there; several where it is tied."""
-
-
 def unit_modules(module: FSDPModule) -> tuple[nn.Module, ...]:
     """The modules of the unit that `module` belongs to: those of one call of `fully_shard`."""
     return tuple(_state_of(module)._modules)
 
 
-def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
-    """The parameters that the unit of a module gathers, each once."""
-    parameters = []
+def parameters_of_unit(module: FSDPModule) -> Iterator[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Yield this rank's shard of each parameter of a unit, with all modules that register it and its names there.
+
+    It is the shard that the optimizer holds, also while modules register the gathered parameter.
+    """
     for group in _groups_of(_state_of(module)):
         for entry in group.fsdp_params:
             info = entry._module_info
@@ -54,8 +45,7 @@ def parameters_of_unit(module: FSDPModule) -> list[ManagedParameter]:
             # A gathered module registers the whole tensor. A replaced shard is in the module before FSDP2 knows of it.
             current = info.module._parameters.get(info.param_name)
             shard: Any = current if isinstance(current, DTensor) else entry.sharded_param
-            parameters.append(ManagedParameter(shard=shard, places=((info.module, info.param_name), *tied)))
-    return parameters
+            yield shard, [(info.module, info.param_name), *tied]
 
 
 def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -158,7 +148,7 @@ def use_frozen_in_place(module: FSDPModule) -> None:
 
 
 def _free_nothing() -> None:
-    """Take the place of what would free the memory of a shard after its use."""
+    """Leave the memory of a shard after its use."""
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:
@@ -177,9 +167,6 @@ def new_memory(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.device, t
     """For each shard that a unit gathers, a function that makes uninitialised memory for it, and tells FSDP2.
 
     FSDP2 gathers from memory of the length of the longest shard, pinned under CPU offload; it would copy any other.
-
-    The functions take device and dtype, and return this rank's part: the beginning of the memory along the dimension
-    that is split.
     """
     return {shard: partial(_memory_of, entry, shard) for entry, shard in _registered(model)}
 
@@ -218,8 +205,8 @@ def _memory_of(entry: Any, shard: nn.Parameter, device: torch.device, dtype: tor
 def release(model: nn.Module) -> None:
     """Take FSDP2 off `model` and all modules below it, in place; the parameters stay this rank's shards, as DTensors.
 
-    Settings that a user made on the units after `fully_shard` are lost. Do not call between a forward and its backward
-    pass. Nothing is communicated.
+    Settings that a user made on the units after `fully_shard` are lost. Do not call between a forward and its
+    backward pass. Nothing is communicated.
     """
     reshard_units(model)
     for state in _states(model):
@@ -245,10 +232,7 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Size) -> None:
-    """Replace a parameter inside its unit, which keeps its settings, by a new one on meta of another shape.
-
-    The new one has all names of the old one. Nothing is communicated.
-    """
+    """Replace a parameter inside its unit, which keeps its settings, by a new one on meta of another shape."""
     entries = (
         (group, i) for group in _groups(model) for i, e in enumerate(group.fsdp_params) if e.sharded_param is old
     )

@@ -160,8 +160,7 @@ _PARTED: WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = WeakKeyDictionary
 def step_kinds_apart() -> None:
     """Let optimizers that hold replicated parameters step these and shards one after the other, from now on.
 
-    torch's fused and foreach steps take a group in one call. The groups of such an optimizer are parted for the time of
-    a step: a scheduler, a state dict and a user see the groups as they were made.
+    Their groups are parted for the time of a step: a scheduler, a state dict and a user see them as they were made.
     """
     register_optimizer_step_pre_hook(_part)
     register_optimizer_step_post_hook(_join)
@@ -192,3 +191,30 @@ def _join(optimizer: Any, args: Any, kwargs: Any) -> None:
         group.update({key: value for part in of_group for key, value in part.items() if key != "params"})
     if parts:
         optimizer.param_groups = [group for group, _ in parts]
+
+
+# ---- clipping ----
+
+
+def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, device: torch.device) -> torch.Tensor:
+    """Scale all gradients down, in place, to a norm of at most `limit`; return the norm that they had together.
+
+    Gradients may be shards of several meshes and whole ones, on several devices (offloaded shards are on the CPU). The
+    norms of shards are summed over their mesh.
+
+    Every rank must call.
+    """
+    kinds = by_kind(parameter for parameter in parameters if parameter.grad is not None)
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None], order) for kind in kinds]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.as_subclass(torch.Tensor) for norm in norms]
+    norms = [norm.to(device) for norm in norms]
+    total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, order).to(device)
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, limit, total)
+    return total
+
+
+def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank."""
+    for each in by_kind(parameters):
+        nn.utils.clip_grad_value_(each, limit)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
@@ -25,6 +25,7 @@ from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.allocate import renew
+from hf_fsdp_tools.sharding.checks import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.compile import (
     as_compile,
     as_mesh,
@@ -33,11 +34,11 @@ from hf_fsdp_tools.sharding.compile import (
     check_options,
     compile_blocks,
 )
+from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
 from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
-from hf_fsdp_tools.sharding.parameters import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import dtype_name
@@ -57,6 +58,8 @@ class Sharding:
     """Whether the shards live on the CPU between uses."""
     activation_checkpointing: bool
     """Whether the blocks recompute their activations in the backward pass."""
+    cp: DeviceMesh | None = None
+    """The ranks that share rows with this one; None where none does."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
 
@@ -86,7 +89,8 @@ def shard_model(
     Args:
         model: not sharded yet, on meta or with real weights on any device.
         plan: from `make_wrap_plan` of this model or of one of the same structure.
-        mesh: one axis for FSDP, two (replicate, shard) for HSDP; None means FSDP over all processes.
+        mesh: one axis for FSDP, two (replicate, shard) for HSDP, and one named "cp" for ranks that share rows
+            (context parallelism), as `ParallelDims` makes them; None means FSDP over all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32,
             a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
@@ -145,6 +149,9 @@ def checked_sharding(
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
     mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
+    mesh, cp = axes_of(mesh)
+    if cp is not None:
+        check_rows(model, cp.size())
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
@@ -166,10 +173,12 @@ def checked_sharding(
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         compile=options,
+        cp_size=cp.size() if cp else 1,
     )
     return Sharding(
         plan=plan,
         mesh=_without_names(mesh),
+        cp=cp,
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
@@ -181,7 +190,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in mesh.get_all_groups():
+        for group in (*mesh.get_all_groups(), *(sharding.cp.get_all_groups() if sharding.cp else ())):
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -309,6 +318,8 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
+    if sharding.cp is not None:
+        add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.cp)))
     add_to_note(model, sharding=sharding)
     guard_injection()
 

@@ -17,12 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.loading.io.files import (
-    STAGING_BYTES,
-    STAGING_BYTES_PINNED,
-    Reader,
-    write_transfers,
-)
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, Reader, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import row_major_strides
 from tests._dist import num_gpus, run_ranks

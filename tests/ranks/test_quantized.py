@@ -312,11 +312,7 @@ def a_merged_adapter(folder: Path, output: Path) -> None:
         save_pretrained(adapted, output, merge_adapters=True)
 
 
-REFUSALS = (
-    another_dtype,
-    dora,
-    a_merged_adapter,
-)
+REFUSALS = (another_dtype, dora, a_merged_adapter)
 
 
 def test_what_cannot_be_had_is_refused_with_the_reason(tmp_path):

@@ -212,14 +212,8 @@ def of_other_shape(folder: Path) -> None:
 
 
 DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
-    "base a number": (
-        adapter_config(base_model_name_or_path=3),
-        r"base_model_name_or_path is 3, expected a name",
-    ),
-    "unknown type": (
-        adapter_config(peft_type="EVIL"),
-        r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'",
-    ),
+    "base a number": (adapter_config(base_model_name_or_path=3), r"base_model_name_or_path is 3, expected a name"),
+    "unknown type": (adapter_config(peft_type="EVIL"), r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'"),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
     "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),
     "a module to import": (
@@ -227,10 +221,7 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         r"megatron_core is 'antigravity', expected 'megatron\.core'",
     ),
     "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: .*unterminated"),
-    "a rank of 10^9": (
-        adapter_config(r=10**9),
-        r"a dimension is 1000000000, and adapter_model\.safe.* holds",
-    ),
+    "a rank of 10^9": (adapter_config(r=10**9), r"a dimension is 1000000000, and adapter_model\.safe.* holds"),
     "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
 }
 

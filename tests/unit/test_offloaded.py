@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.integrations.accelerator import ShardedScaler
-from hf_fsdp_tools.sharding.optimizers import clip_norm
+from hf_fsdp_tools.sharding.replicated import clip_norm
 
 
 class OnDevice(torch.Tensor):

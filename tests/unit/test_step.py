@@ -28,7 +28,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.optimizers import check_kind
+from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 

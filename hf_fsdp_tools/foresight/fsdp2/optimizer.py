@@ -12,7 +12,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Phase, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.sharding.optimizers import check_kind
+from hf_fsdp_tools.sharding.checks import check_kind
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 

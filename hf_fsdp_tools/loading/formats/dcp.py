@@ -1,7 +1,6 @@
 """Read the `.metadata` of a `torch.distributed.checkpoint` (DCP) folder: its tensors and chunks; nothing is trusted.
 
-Each rank of the saving job wrote its part of every tensor as one `torch.save` archive inside a `.distcp` file. With the
-place of each chunk known, any number of ranks reads from them what its own shards need.
+Each chunk is one `torch.save` archive inside a `.distcp` file, from which any rank reads what its shards need.
 """
 
 import io
@@ -58,9 +57,7 @@ def is_wrapped(names: Collection[str]) -> bool:
 def model_part(tensors: Mapping[SavedPath, _Tensor], model_keys: Collection[str], where: str) -> dict[str, _Tensor]:
     """The tensors of the model among all saved tensors, by their names in the model.
 
-    The model is the part of the saved state dict with most names in common with `model_keys`, whatever the part is
-    called and whatever modules are around the model. All tensors of the part are returned, also those that the model
-    does not know.
+    The model is the part of the saved state dict with most names in common with `model_keys`, whatever is around it.
     """
     suffixes = {suffix for key in model_keys for suffix in _suffixes(key)}
     votes = Counter(path[:-1] for path in tensors if not suffixes.isdisjoint(_suffixes(_of_module(path[-1]))))
@@ -201,10 +198,7 @@ def find_dcp_folder(folder: Path) -> Path | None:
 
 
 def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]:
-    """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata.
-
-    Values other than tensors (step counts, random states) are left out.
-    """
+    """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata."""
     file = folder / METADATA
     metadata, num_bytes = _read_metadata(file)
     problems: list[str] = []

@@ -1,8 +1,6 @@
 """Locate the tensors of a `torch.save` file without reading their data: `pytorch_model.bin`, and chunks of DCP.
 
-The file is a zip archive: one pickle, which describes tensors, and one uncompressed record of bytes per storage.
-torch's restricted unpickler (`weights_only=True`) reads the description onto the meta device and notes where each
-storage lies (torch 2.7 and newer). So the data can be read like that of other checkpoints: only the bytes of a shard.
+torch's restricted unpickler (`weights_only=True`) puts them on meta, and notes where each storage lies in the zip file.
 """
 
 from pathlib import Path
@@ -17,10 +15,7 @@ from hf_fsdp_tools.text import listed, quoted
 
 
 def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them.
-
-    Tied tensors share their bytes; transposed tensors keep their strides.
-    """
+    """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them."""
     content, records, num_bytes = load_pickled(file)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")

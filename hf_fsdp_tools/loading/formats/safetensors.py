@@ -1,8 +1,6 @@
 """Parse the header of a safetensors file, and join tensors of which several files hold a part each.
 
-The second is what torch's `HuggingFaceStorageWriter(save_distributed=True)` writes: each rank's chunks in files of its
-own (`shard-00001-model-00001-of-00002`), whose headers say where in the whole tensor a chunk begins. torchtitan,
-OpenRLHF and others save so.
+torch's `HuggingFaceStorageWriter(save_distributed=True)` writes parts (torchtitan, OpenRLHF and others save so).
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,10 +92,7 @@ def _start(file: Path, key: str, shape: list[int], info: Any) -> tuple[int, ...]
 
 
 def join_parts(key: str, parts: Sequence[StoredTensor]) -> StoredTensor | ChunkedTensor:
-    """One tensor from all that files hold under its name.
-
-    The files do not say how large the whole is, so it ends where the last of its parts ends.
-    """
+    """One tensor from all that files hold under its name; it ends where the last of its parts ends."""
     first = parts[0]
     if len(parts) == 1 and not any(first.start or ()):
         return first

@@ -20,25 +20,18 @@ class StoredTensor:
 
     key: str
     """Its name in the file."""
-
     file: Path
     """The file that holds it."""
-
     dtype: torch.dtype
     """Stored dtype."""
-
     shape: tuple[int, ...]
     """Stored shape."""
-
     offset: int
     """Position of its first byte in the file."""
-
     num_bytes: int
     """Length of its data in bytes."""
-
     strides: tuple[int, ...] | None = None
     """Steps in elements per dimension; None for row-major data. Only pickled files hold other data."""
-
     start: tuple[int, ...] | None = None
     """Where it begins in the tensor that it is a chunk of, if its file says so; None for a tensor of its own."""
 
@@ -59,10 +52,8 @@ class TensorChunk:
 
     box: Box
     """Which part of the tensor the chunk is."""
-
     stored: StoredTensor
     """The chunk as a tensor of its own; of an archive of `torch.save`, the bytes of the archive."""
-
     is_archive: bool
     """Whether the data lies somewhere in such an archive, not at `stored.offset`."""
 
@@ -73,16 +64,12 @@ class ChunkedTensor:
 
     key: str
     """Its name in the checkpoint."""
-
     file: Path
     """The file that says where its chunks are."""
-
     dtype: torch.dtype
     """Stored dtype."""
-
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-
     chunks: tuple[TensorChunk, ...]
     """The chunks that hold any elements."""
 
@@ -107,13 +94,10 @@ class BlockScales:
 
     stored: StoredTensor
     """The values, row-major."""
-
     columns: int
     """How many blocks lie side by side."""
-
     block: tuple[int, int]
     """Rows and columns of a block; the last blocks of either direction may be short."""
-
     bits: int = 0
     """Bits of each value where a stored element packs one for each row of its block, lowest bits first and offset by
     half their range; 0 where an element is one value."""
@@ -129,25 +113,18 @@ class QuantizedTensor:
 
     key: str
     """The name that the plain tensor would have in the checkpoint."""
-
     values: StoredTensor
     """The low-precision values, row-major."""
-
     scales: Mapping[str, BlockScales]
     """What the rule takes beside the values, by the rule's names."""
-
     rule: str
     """How values and scales become floats (`quantized.float_rules`)."""
-
     shape: tuple[int, ...]
     """Shape of the tensor, dequantised."""
-
     columns: int
     """Values in a row of the matrix."""
-
     packed: int = 1
     """Values in one stored element of a row."""
-
     is_transposed: bool = False
     """Whether the last two dimensions of the tensor are those of the matrix exchanged."""
 

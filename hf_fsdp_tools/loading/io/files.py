@@ -56,10 +56,8 @@ class TransferStats:
 
     num_bytes: int = 0
     """Bytes between files and memory, gaps that were read through included."""
-
     calls: int = 0
     """System calls that moved the bytes."""
-
     staging_bytes: int = 0
     """Bytes of staging buffers."""
 
@@ -76,9 +74,6 @@ def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> Tra
     """Write the memory of every transfer to its place in its file, which must exist at full length.
 
     No byte outside the transfers is touched, so that several ranks can write to one file.
-
-    Raises:
-        CheckpointError: a file cannot be written, on a full disk for example.
     """
     transfers = list(transfers)
     side = side_stream_for(transfer.memory for transfer in transfers)
@@ -89,18 +84,14 @@ def write_transfers(transfers: Iterable[Transfer], *, staging_bytes: int) -> Tra
 def write_in_turn(transfers: Iterable[Transfer]) -> TransferStats:
     """Write as `write_transfers` does, one request after the other on the calling thread; from memory on the host.
 
-    No thread is begun, which the interpreter refuses while it ends, and no memory is taken for transfers of which each
-    run of bytes in the file is one in memory.
+    No thread is begun, which the interpreter refuses while it ends, and no memory is taken for runs of bytes.
     """
     with Writer(staging_bytes=_REQUEST_BYTES, side=None, in_flight=1) as writer:
         return writer.move_in_turn(transfers)
 
 
 class _Mover(ABC):
-    """Threads, open files and staging buffers that move transfers between files and memory; a context manager.
-
-    All of them are kept until the block ends, so that several sets of transfers use the same.
-    """
+    """Threads, open files and staging buffers that move transfers, kept until the block that it manages ends."""
 
     _writes: bool
     _device_gap_bytes = MAX_GAP_BYTES
@@ -242,12 +233,7 @@ class _Mover(ABC):
 
 
 class Reader(_Mover):
-    """Fills the memory of transfers from their files, in file order.
-
-    A run of bytes that is the same in memory on the host is read straight into it. Everything else goes through staging
-    buffers, from which the CPU casts and scatters it; or, for memory on an accelerator, pinned ones, from which it is
-    copied straight to its place where dtype and layout agree, or else to the device, to be cast and scattered there.
-    """
+    """Fills the memory of transfers from their files, in file order."""
 
     _writes = False
 

@@ -26,9 +26,8 @@ about 10 µs, and 8 of 2 MiB take the bus 300 µs. More runs go in one copy to t
 def buffer_sizes(staging_bytes: int, in_flight: int, *, pinned: bool) -> tuple[int, int]:
     """How many buffers there may be, and bytes of each; together at most `staging_bytes`.
 
-    The CPU's copies are done when they return, so each thread needs one buffer. They take half of the bound; the rest
-    is for values that wait to be packed. For an accelerator there are a quarter more buffers than threads: while those
-    are copied from, all threads read.
+    Each thread needs one where the CPU copies; they take half of the bound, the rest is for values that wait to be
+    packed. For an accelerator there are a quarter more: while those are copied from, all threads read.
     """
     if not pinned:
         return in_flight, min(staging_bytes // (2 * in_flight), _HOST_BUFFER_BYTES)
@@ -49,10 +48,7 @@ class Ring:
         self.made = 0
 
     def take(self) -> torch.Tensor:
-        """A buffer to fill: the one given back longest ago, or a new one while that one is still copied from.
-
-        There are at most `count`; then this waits until the copy is done.
-        """
+        """The buffer given back longest ago; while that is copied from, a new one, if there are fewer than `count`."""
         with self._lock:
             is_idle = bool(self._free) and (self._free[0][1] is None or self._free[0][1].query())
             is_new = not is_idle and self.made < self._count
@@ -84,8 +80,7 @@ class Ring:
 class Staging:
     """The staging buffers of one load or save, and the copies between them and the memory of transfers.
 
-    For an accelerator the buffers are pinned, and all copies run on its side stream, which every thread that calls must
-    have entered.
+    For an accelerator they are pinned, and copies run on its side stream, which every thread that calls has entered.
     """
 
     def __init__(self, *, staging_bytes: int, in_flight: int, side: SideStream | None) -> None:
@@ -123,10 +118,7 @@ class Staging:
             self._ring.give_back(buffer, copied)
 
     def write(self, batch: Batch, empty: Callable[[torch.Tensor], int]) -> int:
-        """Gather and cast the memory of a batch into a buffer, and let `empty` write it; what `empty` gives.
-
-        The copies of one thread run beside the writes of the others.
-        """
+        """Gather and cast the memory of a batch into a buffer, and let `empty` write it; what `empty` gives."""
         buffer = self._ring.take()
         try:
             if self._side is None or batch.route is Route.HOST:

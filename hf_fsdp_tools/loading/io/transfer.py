@@ -1,11 +1,4 @@
-"""Which bytes of a file belong to which memory, cut into requests and batches.
-
-Words used here:
-
-    transfer   elements of a file, at regular steps, and the same elements in memory
-    request    transfers of one file that are read or written together, small enough for one system call
-    batch      requests that share a staging buffer, or one request that needs none
-"""
+"""Which bytes of a file belong to which memory, cut into requests and batches."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -38,10 +31,8 @@ class Route(Enum):
 
     DIRECT = auto()
     """Straight: the bytes in memory on the host are those in the file, in one run."""
-
     HOST = auto()
     """Through a staging buffer, cast and scattered by the CPU."""
-
     DEVICE = auto()
     """Through a pinned staging buffer, cast and scattered by the accelerator that holds the memory."""
 
@@ -52,16 +43,12 @@ class Transfer:
 
     file: Path
     """The file."""
-
     start: int
     """Position of the first element's first byte in the file."""
-
     dtype: torch.dtype
     """Dtype of the elements in the file."""
-
     strides: tuple[int, ...]
     """Steps in the file per dimension of `memory`, in elements."""
-
     memory: torch.Tensor
     """The elements in memory: a view of any strides, dtype and device."""
 
@@ -93,16 +80,12 @@ class Request:
 
     file: Path
     """The file."""
-
     transfers: tuple[Transfer, ...]
     """In file order."""
-
     start: int
     """Position of the first byte to move."""
-
     stop: int
     """Position after the last byte to move."""
-
     route: Route
     """Of all transfers."""
 
@@ -113,7 +96,6 @@ class Batch:
 
     requests: tuple[Request, ...]
     """All of one route."""
-
     places: tuple[int, ...]
     """Where the bytes of each request begin in the buffer."""
 
@@ -157,13 +139,10 @@ class Limits:
 
     request_bytes: int
     """Bytes of the largest direct request."""
-
     buffer_bytes: int
     """Bytes of a staging buffer."""
-
     host_gap_bytes: int
     """Unwanted bytes between wanted ones up to which a request of the CPU moves both; 0 for writing."""
-
     device_gap_bytes: int
     """The same for an accelerator."""
 
@@ -205,10 +184,8 @@ class QuantizedPart:
 
     tensor: QuantizedTensor
     """The tensor."""
-
     view: View
     """Which values: a view of the tensor's matrix."""
-
     memory: torch.Tensor
     """Where they go; of the lengths of the view, of any strides, dtype and device."""
 

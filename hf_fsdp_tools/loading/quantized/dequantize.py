@@ -1,9 +1,7 @@
 """Dequantise stored weights while they are read: each rank its own values, with the scales of the blocks that it meets.
 
-A rule takes each value with its scale alone, so that dequantising a part of a block depends on nothing outside the
-part. A rank reads its own values, to the byte, and every scale of which a block meets its shard. It dequantises a
-bounded number of rows at a time straight into the shard. So the shards together are, bit for bit, what transformers
-makes of the whole weight.
+A rule takes each value with its scale alone, so a part of a block depends on nothing outside it: the shards together
+are, bit for bit, what transformers makes of the whole weight.
 """
 
 import math
@@ -35,10 +33,8 @@ class Bounds(NamedTuple):
 
     scale_bytes: int
     """Scales that are joined together."""
-
     window_bytes: int
     """Values that are read together; one such window is worked on while the next one is read."""
-
     part_values: int
     """Values that one call takes."""
 
@@ -46,8 +42,7 @@ class Bounds(NamedTuple):
     def of(cls, device: torch.device, staging_bytes: int) -> "Bounds":
         """On a CPU, half of `staging_bytes` in all; buffers for reading take the other half.
 
-        An accelerator's memory will hold a training: a window keeps 16 reads of 16 MiB in flight, and the scales of
-        eight ranks' windows are joined together. (assumed)
+        For an accelerator: 16 reads of 16 MiB in flight, and the scales of eight ranks' windows together. (assumed)
         """
         if device.type != "cpu":
             return cls(scale_bytes=2**28, window_bytes=2**28, part_values=2**26)
@@ -169,10 +164,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def dequantize(parts: Sequence[QuantizedPart], reader: Reader, *, staging_bytes: int) -> TransferStats:
-    """Read values and scales, and fill the memory of all parts with floats of its dtype, on its device.
-
-    While some rows are dequantised, the next ones are read.
-    """
+    """Read values and scales, and fill the memory of all parts with floats of its dtype, on its device."""
     if not parts:
         return TransferStats()
     bounds = Bounds.of(parts[0].memory.device, staging_bytes)

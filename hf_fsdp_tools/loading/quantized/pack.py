@@ -1,9 +1,7 @@
 """Pack plain weights of a checkpoint into 4-bit shards: each rank reads and packs its blocks, and gets all scales.
 
-A block is a run of values of the flattened weight (64 by default) that share one scale, so packing a block depends on
-nothing outside it. A rank whose shard begins or ends within a block reads and packs the whole block, and keeps the part
-in its shard. So the shards together are, bit for bit, what bitsandbytes makes of the whole weight. The ranks join the
-scales before the scales are quantised too, because quantising subtracts their mean.
+A block of the flattened weight depends on nothing outside it, so the shards together are, bit for bit, what
+bitsandbytes makes of the whole weight; scales are joined before they are quantised too, which subtracts their mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,11 +33,7 @@ def quantize_weights(
 ) -> TransferStats:
     """Pack weights of 4-bit layers into their shards, and give the layers their scales.
 
-    The result equals bitsandbytes' packing of whole weights bit for bit. Values are cast to the dtype of the model and
-    packed on the mesh's device, a bounded number at a time; while some are packed, the next ones are read.
-
-    Every rank must call. The ranks exchange errors, and add up the scales (4 bytes per block of 64 values) of some
-    weights at a time.
+    Every rank must call. The ranks exchange errors, and add up the scales of some weights at a time.
     """
     stats = TransferStats()
     device = compute_device(weights[0].sharded)
@@ -84,8 +78,7 @@ def _pack(
 ) -> TransferStats:
     """Read and pack this rank's blocks of some weights: packed bytes go to the shards, scales to `scales`.
 
-    Values that are stored quantised are dequantised first. Packing stays on the calling thread and its stream:
-    bitsandbytes packs on the device's default stream.
+    Packing stays on the calling thread and its stream: bitsandbytes packs on the device's default stream.
     """
     device = scales[0].device
     bounds = Bounds.of(device, staging_bytes)

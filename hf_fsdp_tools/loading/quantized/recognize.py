@@ -1,8 +1,6 @@
-"""Find the quantised weights of a checkpoint by their names, dtypes and shapes; nothing is read.
+"""Find the quantised weights of a checkpoint by names, dtypes and shapes; values with scales are a `QuantizedTensor`.
 
-A method stores a weight as several tensors: values, scales, and more. They become one `QuantizedTensor` under the
-name of the plain weight, so that whatever comes after (conversions, ties, missing keys, saving) sees a plain
-checkpoint.
+It has the name of the plain weight, so that whatever comes after sees a plain checkpoint; nothing is read.
 """
 
 import math
@@ -40,13 +38,10 @@ class Dequantized:
 
     method: str
     """The method that the config names; else the one that the tensors show."""
-
     stored_bytes: int
     """Bytes of the quantised values and their scales in the files."""
-
     num_values: int
     """Values that they stand for."""
-
     other_blocks: tuple[str, ...] = ()
     """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
     """
@@ -62,8 +57,7 @@ def with_floats(
 ) -> tuple[CheckpointIndex, Dequantized | None]:
     """An index in which quantised weights look like plain ones, and what they are; (the same index, None) without any.
 
-    Fine-grained FP8 and MXFP4 are known by their tensors, and so are 8-bit values with a `weight_scale`; a config that
-    names another method than these leaves all as it is.
+    Methods are known by their tensors; a config that names a method without rules leaves all as it is.
     """
     method = method_of(quantization)
     if method is not None and method not in _FINE_GRAINED + _MXFP4 + _COMPRESSED:
@@ -97,8 +91,7 @@ def with_floats(
 def scaled_as_converted(index: CheckpointIndex, load_map: LoadMap) -> CheckpointIndex:
     """The index with the rule that transformers has for weights which a conversion of the model takes.
 
-    It multiplies fused experts of compressed-tensors by their scales in float32, other weights in the dtype of the
-    scales.
+    It multiplies fused experts of compressed-tensors by their scales in float32, others in the scales' dtype.
     """
     taken = {key for group in load_map.groups.values() if group.transform is not None for key, _ in group.members}
     changed = {
@@ -196,7 +189,8 @@ class _Finder:
     ) -> QuantizedTensor:
         """8-bit values of compressed-tensors, with scales per tensor, channel, group or block."""
         _expect(scales, _SCALES)
-        block = _block_of_groups(self._config)
+        sizes = (weights.get("block_structure") for _, weights in _groups(self._config))
+        block = next((_block("block_structure", size) for size in sizes if size), ())
         grids = {"scale": _grid(values.shape, scales, block, 1, config_first=True)}
         if zero_points is not None:
             _expect(zero_points, (values.dtype,))
@@ -206,10 +200,7 @@ class _Finder:
         return _tensor(values.key, values, grids, "scaled", 1)
 
     def _packed(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
-        """Integers of compressed-tensors, several to an int32, with scales per channel or group.
-
-        Zero points are packed along the rows, those of one column of groups in one word.
-        """
+        """Integers, several to an int32, with scales per channel or group; zero points are packed along the rows."""
         bits, scales = _bits_of_packed(self._config), self._tensors.get(f"{key}_scale")
         if bits is None:
             return None
@@ -290,7 +281,7 @@ def _grid(
     *,
     config_first: bool = False,
 ) -> BlockScales:
-    """On which blocks of a weight its scales lie: by their number, as in transformers, and else as the config says.
+    """On which blocks of a weight its scales lie: by their number, as in transformers, else as the config says.
 
     With `config_first` (compressed-tensors), the config decides where it fits.
     """
@@ -358,12 +349,6 @@ def _expect(tensor: StoredTensor, dtypes: Iterable[torch.dtype]) -> None:
 
 def _looks(tensor: StoredTensor) -> str:
     return f"({dtype_name(tensor.dtype)} {list(tensor.shape)})"
-
-
-def _block_of_groups(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The block size that a config of compressed-tensors names; empty without one."""
-    sizes = (weights.get("block_structure") for _, weights in _groups(config))
-    return next((_block("block_structure", size) for size in sizes if size), ())
 
 
 def _bits_of_packed(config: Mapping[str, Any]) -> int | None:

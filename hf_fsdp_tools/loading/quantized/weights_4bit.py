@@ -22,10 +22,8 @@ class Weights4Bit:
 
     layers: Mapping[str, Any]
     """The layers."""
-
     plain: Mapping[str, PieceTensor]
     """The stored weights that are packed while they are read, of shape (out_features, in_features)."""
-
     scales: Mapping[str, Mapping[str, str]]
     """Stored key of each scale tensor by bitsandbytes' name, where the checkpoint holds packed weights."""
 
@@ -117,13 +115,10 @@ class Span:
 
     start: int
     """Index of the first value in the flattened weight."""
-
     stop: int
     """Index after the last value."""
-
     first_byte: int
     """Position of the shard in the bytes of the packed weight."""
-
     memory: torch.Tensor
     """The bytes of the shard, flat."""
 

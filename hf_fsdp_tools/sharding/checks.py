@@ -1,7 +1,7 @@
-"""Checks of parameters: before they are sharded, and before the first training pass with their shards."""
+"""Checks of parameters, before they are sharded and before the first training pass; and of optimizers of shards."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -89,3 +89,51 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
                 warnings.warn(problem, stacklevel=2)
 
     handle = model.register_forward_pre_hook(check, prepend=True)
+
+
+# ---- optimizers ----
+
+_NOT_FOR_SHARDS = (
+    "apollo_torch",
+    "bitsandbytes",
+    "peft.optimizers.lorafa",
+    "transformers.optimization",
+    "torch.optim.Adafactor",
+    "torch.optim.rprop.Rprop",
+)
+"""Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with APOLLO, with
+LoRA-FA of PEFT 0.21, with the Adafactors of transformers 5.23 and torch 2.13, and with torch 2.13's Rprop)."""
+
+_NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose fused step DTensors lack (measured: torch 2.13); Adam's and AdamW's they have."""
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[nn.Module]) -> None:
+    """Refuse an optimizer of other tensors than the models' parameters, and one that cannot step shards."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        own = getattr(optimizer, "optimizer", optimizer)
+        check_kind(type(own))
+        if isinstance(own, _NOT_FUSED) and any(group.get("fused") for group in own.param_groups):
+            raise ConfigError(
+                f"{type(own).__name__}(fused=True) cannot step sharded parameters (DTensor). Leave fused out; "
+                "foreach=True works."
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(parameter) not in known for parameter in parameters)
+        if strange:
+            raise ConfigError(
+                f"{strange} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to no prepared "
+                "model: it was made before the model was sharded, or between a forward and its backward pass. Make it "
+                "from model.parameters() right before prepare(model, optimizer)."
+            )
+
+
+def check_kind(kind: type) -> None:
+    """Refuse a class of optimizers that cannot step sharded parameters."""
+    if f"{kind.__module__}.{kind.__name__}".startswith(_NOT_FOR_SHARDS):
+        raise ConfigError(
+            f"{kind.__name__} of {kind.__module__} cannot step sharded parameters (DTensor). Use "
+            "torch.optim.AdamW, or torchao.optim.AdamW8bit, whose state is small too (in TrainingArguments: "
+            "optim='adamw_torch_8bit')."
+        )

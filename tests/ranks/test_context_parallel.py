@@ -1,0 +1,265 @@
+"""Ranks that share rows compute what one process does on whole rows: losses, gradients, a step, evaluation, outputs."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, make_wrap_plan, save_pretrained, shard_model
+from hf_fsdp_tools.sharding import context_parallel
+from tests._checkpoints import full, tiny_config
+from tests._dist import run_cases, run_ranks
+
+KINDS = {  # with what attention is beside full causal attention
+    "llama": "",
+    "gemma3_text": "sliding windows",
+    "gpt_oss": "sinks and windows",
+    "qwen3_moe": "experts, and a loss that balances them",
+    "deepseek_v3": "latent attention (MLA)",
+    "cohere2": "layers without rotary angles",
+    "gemma2": "soft caps",
+    "llama4_text": "chunks",
+    "three heads": "keys and values gathered, as the ranks do not divide the heads",
+}
+OPTIONS = {
+    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "three heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16},
+}
+LENGTH = 21  # which neither 2 nor 4 divides
+
+
+@cache
+def plain(kind: str) -> Any:
+    """A model in which every parameter matters, without randomness."""
+    config = tiny_config("llama" if kind == "three heads" else kind)
+    config.update(OPTIONS.get(kind, {}))
+    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "gpt_oss" else None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def rows_of(kind: str, replica: int) -> dict[str, torch.Tensor]:
+    """A batch for the ranks of a group: right padding, packed documents, labels that are left out."""
+    generator = torch.Generator().manual_seed(replica)
+    ids = torch.randint(3, 60, (2, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[0, : 4 + replica] = -100
+    rows = {"input_ids": ids, "labels": labels}
+    if kind == "packed":
+        documents = torch.cat([torch.arange(8), torch.arange(LENGTH - 8)])
+        return rows | {"position_ids": documents.expand(2, -1).contiguous()}
+    if kind == "padded":
+        mask = torch.ones_like(ids)
+        mask[1, 15:] = 0
+        labels[1, 15:] = -100
+        return rows | {"attention_mask": mask}
+    return rows
+
+
+def sharded_copy(kind: str, dims: ParallelDims, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(
+        plain(kind).config, attn_implementation=plain(kind).config._attn_implementation
+    )
+    model.load_state_dict(plain(kind).state_dict())
+    return shard_model(model, make_wrap_plan(model), mesh=dims.build_mesh("cpu"), **options)
+
+
+def rows_are_shared(kinds, cp_size, replicate=1, which=("whole", "packed", "padded"), **options):
+    """Loss, gradients, evaluation and outputs without labels, for whole, packed and padded rows."""
+    dims = ParallelDims(cp_size=cp_size, dp_replicate_size=replicate)
+    replicas = dist.get_world_size() // cp_size
+    own = dist.get_rank() // cp_size
+    for kind in kinds:
+        model = sharded_copy(kind, dims, **options)
+        for rows in which:
+            one = plain(kind).train()
+            one.zero_grad()
+            losses = [one(**rows_of(rows, replica), use_cache=False).loss for replica in range(replicas)]
+            (sum(losses) / replicas).backward()
+            model.train().zero_grad()
+            loss = model(**rows_of(rows, own)).loss
+            loss.backward()
+            what = f"{kind}, {rows} rows, {dims}"
+            torch.testing.assert_close(loss.detach(), losses[own].detach(), msg=lambda text, w=what: f"{w}: {text}")
+            expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and name in expected:
+                    torch.testing.assert_close(
+                        full(parameter.grad),
+                        expected[name],
+                        rtol=1e-4,
+                        atol=1e-6,
+                        msg=lambda text, w=f"{what}, {name}": f"{w}: {text}",
+                    )
+            with torch.no_grad():
+                batch = rows_of(rows, own)
+                torch.testing.assert_close(model.eval()(**batch).loss, one.eval()(**batch, use_cache=False).loss)
+                del batch["labels"]
+                torch.testing.assert_close(
+                    model(**batch).logits, one(**batch, use_cache=False).logits, rtol=1e-4, atol=1e-5
+                )
+
+
+def bf16_and_adapters(cp_size):
+    """In bf16, and with LoRA: what the same model computes without ranks that share rows."""
+    rows = rows_of("packed", 0)
+    values: dict[int, Any] = {}
+    for size in (1, cp_size):
+        torch.manual_seed(0)
+        model = sharded_copy("llama", ParallelDims(cp_size=size), mp_policy="bf16")
+        model = add_adapter(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), seed=0)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        losses = []
+        for _ in range(3):
+            loss = model(**rows, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        values[size] = losses
+    torch.testing.assert_close(values[cp_size], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
+    assert values[1][2] < values[1][0] - 0.01
+
+
+def generation_takes_whole_rows():
+    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
+    ids = rows_of("whole", 0)["input_ids"]
+    expected = plain("llama").eval().generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def saved_files_do_not_know_of_it(folder):
+    save_pretrained(sharded_copy("llama", ParallelDims(cp_size=2)), folder / "shared")
+    save_pretrained(sharded_copy("llama", ParallelDims()), folder / "alone")
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / "shared" / name).read_bytes() == (folder / "alone" / name).read_bytes(), name
+
+
+def a_leak_would_be_seen():
+    """A document of a packed row does not move when another one changes; all ranks see the last token of rank 0."""
+    model = sharded_copy("llama", ParallelDims(cp_size=2)).eval()
+    rows = rows_of("packed", 0)
+    del rows["labels"]
+    whole = {"input_ids": rows["input_ids"]}
+    with torch.no_grad():
+        packed, plain_ones = model(**rows).logits, model(**whole).logits
+        rows["input_ids"] = whole["input_ids"] = rows["input_ids"].clone()
+        rows["input_ids"][:, 2] += 1
+        assert torch.equal(model(**rows).logits[:, 8:], packed[:, 8:]), "of the second document"
+        assert not torch.equal(model(**rows).logits[:, 2:8], packed[:, 2:8])
+        whole["input_ids"][:, 10] += 1  # the last one of rank 0
+        moved = (model(**whole).logits - plain_ones).abs().amax((0, 2))
+        assert bool((moved[10:] > 0).all())
+
+
+def bytes_follow_the_formula():
+    """4 all-to-alls per attention and direction, of this rank's part of queries, keys, values and outputs."""
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    config, sent = model.config, []
+    exchange = context_parallel.Rows.exchange
+
+    def counted(rows: Any, tensor: torch.Tensor, **dims: int) -> torch.Tensor:
+        sent.append(tensor.numel())
+        return exchange(rows, tensor, **dims)
+
+    with patch.object(context_parallel.Rows, "exchange", counted):
+        model(**rows_of("whole", 0)).loss.backward()
+    tokens, width = 2 * -(-LENGTH // 2), config.hidden_size // config.num_attention_heads
+    groups = max(config.num_key_value_heads, 2)
+    assert sum(sent) == config.num_hidden_layers * tokens * width * 2 * (config.num_attention_heads + groups)
+
+
+def what_cannot_share_rows_is_refused():
+    mesh = ParallelDims(cp_size=2).build_mesh("cpu")
+    for kind, match in {
+        "qwen3_next": "mixes tokens by a convolution or a recurrence",
+        "mamba": "convolution",
+        "bloom": "does not call an attention function",
+        "t5": "not a decoder",
+        "qwen3": r"loss .ForSequenceClassification. is not that of the next token",
+    }.items():
+        auto = {"t5": AutoModelForSeq2SeqLM, "qwen3": AutoModelForSequenceClassification}.get(
+            kind, AutoModelForCausalLM
+        )
+        model = auto.from_config(tiny_config(kind))
+        with pytest.raises(ConfigError, match=match):
+            shard_model(model, make_wrap_plan(model), mesh=mesh)
+    model = AutoModelForCausalLM.from_config(plain("three heads").config, attn_implementation="flex_attention")
+    with pytest.raises(
+        ConfigError, match=r"3 attention heads of layers.0 cannot be divided .* as flex_attention needs"
+    ):
+        shard_model(model, make_wrap_plan(model), mesh=mesh)
+
+
+def faults_that_are_built_in_are_seen():
+    """A wrong divisor, a dropped mask, labels of the wrong token, exchanged parts, and an exchange that is left out."""
+    own, attend = context_parallel.Rows.part, context_parallel._attend
+    rows_are_shared(("llama",), 2, which=("packed",))
+
+    def of_the_neighbour(rows: Any, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return own(replace(rows, rank=(rows.rank + 1) % rows.size), tensor, dim)
+
+    def without_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return attend(module, query, key, value, None, **kwargs)
+
+    def unshifted(tensor: torch.Tensor, pad: Any, value: float = 0.0) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (1, 0) if pad == (0, 1) and value == -100 else pad, value=value)
+
+    faults = {
+        "divisor": patch.object(context_parallel, "IGNORED", 5),
+        "mask": patch.object(context_parallel, "_attend", without_mask),
+        "labels": patch.object(context_parallel.nn.functional, "pad", unshifted),
+        "parts": patch.object(context_parallel.Rows, "part", of_the_neighbour),
+        "exchange": patch.object(context_parallel, "all_to_all_single_autograd", lambda parts, *_: parts),
+    }
+    for name, fault in faults.items():
+        with fault, pytest.raises((AssertionError, RuntimeError)):
+            rows_are_shared(("llama",), 2, which=("packed",))
+            raise LookupError(name)  # nothing above has seen it
+
+
+def different_rows_are_one_error():
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    with pytest.raises(ConfigError, match="have different ones in the first step"):
+        model(**rows_of("whole", dist.get_rank()))
+
+
+def test_ranks_that_share_rows_compute_what_one_process_does():
+    cases = {
+        "two share, two batches": partial(rows_are_shared, tuple(KINDS), 2),
+        "four share": partial(rows_are_shared, ("llama",), 4),
+        "replicated shards": partial(rows_are_shared, ("llama", "qwen3_moe"), 2, 2),
+        "recomputed": partial(rows_are_shared, ("llama", "gemma3_text"), 2, activation_checkpointing=True),
+        "compiled": partial(rows_are_shared, ("llama",), 2, compile={"backend": "aot_eager"}),
+    }
+    run_ranks(run_cases, 4, cases)
+
+
+def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
+    cases = {
+        "bf16 and adapters": partial(bf16_and_adapters, 2),
+        "generation": generation_takes_whole_rows,
+        "saved files": partial(saved_files_do_not_know_of_it, tmp_path),
+        "leaks": a_leak_would_be_seen,
+        "bytes": bytes_follow_the_formula,
+        "refusals": what_cannot_share_rows_is_refused,
+        "different rows": different_rows_are_one_error,
+        "faults": faults_that_are_built_in_are_seen,
+    }
+    run_ranks(run_cases, 2, cases)
