@@ -1,11 +1,13 @@
 """A training state, or an adapter merged into its base, as a Hugging Face checkpoint: on CPUs, never whole in memory.
 
-The model is built without values, matched with the files, and laid out as the checkpoint that the training would have
-written (`material`); then the ranks share its parts (`rewrite`).
+The model is built without values and matched with the files (`material`), and laid out as the checkpoint that the
+training would have written; then the ranks share its parts.
 """
 
 import shutil
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from os import PathLike, fspath
@@ -16,22 +18,32 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.loading.fill import check_ties
-from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats
+from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors, revert_group
+from hf_fsdp_tools.loading.fill import check_ties, read_converted, read_into
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
+from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
+from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.opening import Source, open_checkpoint
+from hf_fsdp_tools.loading.quantized.dequantize import batches
+from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.weight_files import CONFIG
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from hf_fsdp_tools.saving.layout import plan_layout
-from hf_fsdp_tools.saving.material import adapted_model, material_of_adapter, material_of_model
+from hf_fsdp_tools.saving.layout import Layout, Place, plan_layout
+from hf_fsdp_tools.saving.material import Material, adapted_model, material_of_adapter, material_of_model
+from hf_fsdp_tools.saving.merged_model import connected, merge, whole_copies
 from hf_fsdp_tools.saving.publish import SaveReport
-from hf_fsdp_tools.saving.rewrite import Rewrite
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.text import listed
+
+_PART_BYTES = 64 * 2**20
+"""Bytes of tensors that a process moves at a time: enough to keep 16 threads busy with 8 MiB each for a moment, and
+little beside what importing torch takes. (assumed)"""
 
 _OF_TRAININGS = (
     "*.distcp", ".metadata", "adapter_*", "optimizer*", "pytorch_model*", "scheduler*", "trainer_state.json",
@@ -154,25 +166,16 @@ def export_checkpoint(
     else:
         with agreed("building the model"):
             material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
-    (rank, num_ranks), hidden = rank_and_size(), HiddenFolder(folder)
+    hidden = HiddenFolder(folder)
     try:
         with agreed("preparing the save", folder):
             check_ties(material.match, staging_bytes=STAGING_BYTES)
             layout = plan_layout(material.model, dtype, max_shard_size)
-            rewrite = Rewrite(material, layout)
-            parts = rewrite.parts_of(rank, num_ranks)
+            loop = _Loop(material, layout)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
     except BaseException:
         hidden.end()
         raise
-
-    def write() -> TransferStats:
-        num_bytes = sum(part.num_bytes for part in parts)
-        with loading_bar(num_bytes, rank=rank, world_size=num_ranks, progress=progress, doing="Writing") as on_bytes:
-            stats = rewrite.write(parts, hidden.path, on_bytes=on_bytes)
-        material.match.index.refuse_changed()
-        return stats
-
     save = BegunSave(
         hidden=hidden,
         layout=layout,
@@ -182,9 +185,142 @@ def export_checkpoint(
         num_parameters=sum(parameter.numel() for parameter in material.model.parameters()),
         staging_bytes=STAGING_BYTES,
         gather=None,
-        write=write,
+        write=lambda: loop.write(hidden.path, progress),
     )
     return replace(save.finish(), seconds=round(time.perf_counter() - start_s, 4))
+
+
+# ---- the loop ----
+
+
+_Part = list[tuple[str, Box]]
+"""What a rank moves at a time: boxes of tensors of the model, by key."""
+
+
+class _Loop:
+    """Reads, computes, writes and drops the tensors of a model, part by part: its load map and its save map meet.
+
+    Tensors that are only moved, on the way in and on the way out, are cut into slabs. Those that something computes (an
+    adapter is merged, or a conversion does more than move data) are taken whole, with all that they are computed with.
+    """
+
+    def __init__(self, material: Material, layout: Layout) -> None:
+        self._material, self._match = material, material.match
+        self._state = persistent_tensors(material.model)
+        merged = material.merged
+        self._adapted = {w: [id(merged[old]) for old in olds.values()] for w, olds in material.adapted.items()}
+        """Adapted modules of the base, with the tensors that their adapters are merged into, by identity."""
+        self._moved: dict[str, list[tuple[Place, Piece]]] = defaultdict(list)
+        """Every piece of a saved tensor, by the key of the tensor of the model that it is cut from."""
+        self._reverted: dict[frozenset[str], dict[str, Place]] = defaultdict(dict)
+        """The saved tensors that a reverse conversion computes, by the tensors that it takes together."""
+        keys: dict[str, None] = {}  # in the order of the files
+        for saved, place in sorted(layout.places.items(), key=lambda item: (item[1].file, item[1].offset)):
+            keys |= dict.fromkeys(sorted(place.tensor.sources))
+            if place.tensor.pieces is None:
+                self._reverted[place.tensor.sources][saved] = place
+            for piece in place.tensor.pieces or ():
+                self._moved[piece.source].append((place, piece))
+        self._together = self._computed_together(keys)
+        """Every tensor that is computed, by key, with all tensors that are computed with it."""
+        wholes = dict.fromkeys(frozenset(self._together[key]) for key in keys if key in self._together)
+        computed = [[(key, Box.whole(self._state[key].shape)) for key in sorted(whole)] for whole in wholes]
+        slabs = (
+            (key, slab)
+            for key in keys
+            if key not in self._together
+            for slab in Box.whole(self._state[key].shape).slabs(_PART_BYTES, self._state[key].itemsize)
+        )
+        moved = batches(slabs, _PART_BYTES, lambda slab: self._num_bytes([slab]))
+        self._parts: list[_Part] = sorted([*computed, *moved], key=self._num_bytes)
+        """The same on every rank; neighbours are about as large, so that ranks can take them in turn."""
+
+    def _num_bytes(self, part: _Part) -> int:
+        """Bytes of a part in memory."""
+        return sum(box.numel * self._state[key].itemsize for key, box in part)
+
+    def write(self, folder: Path, progress: bool | None) -> TransferStats:
+        """Read, compute and write the parts of this rank, one after the other, to the files in a folder; the cost.
+
+        No rank communicates.
+        """
+        (rank, num_ranks), stats, half = rank_and_size(), TransferStats(), STAGING_BYTES // 2
+        parts = self._parts[rank::num_ranks]
+        total = sum(map(self._num_bytes, parts))
+        with (
+            loading_bar(total, rank=rank, world_size=num_ranks, progress=progress, doing="Writing") as on_bytes,
+            Reader(staging_bytes=half, side=None, read_ahead=True) as reader,
+            Writer(staging_bytes=half, side=None) as writer,
+        ):
+            for part in parts:
+                transfers = [replace(t, file=folder / t.file) for t in self._transfers(part, reader)]
+                stats += writer.begin(transfers)()
+                del transfers  # and with them the memory of this part
+                on_bytes(self._num_bytes(part))
+        self._match.index.refuse_changed()
+        return stats
+
+    def _computed_together(self, keys: Iterable[str]) -> dict[str, set[str]]:
+        names: dict[int, list[str]] = defaultdict(list)
+        converted: dict[str, list[str]] = defaultdict(list)
+        for key in keys:
+            names[id(self._state[key])].append(key)
+            if (group := self._conversion(self._state[key])) is not None:
+                converted[group.target].append(key)
+        adapted = ([key for tensor in tensors for key in names[tensor]] for tensors in self._adapted.values())
+        return connected([*adapted, *self._reverted, *converted.values()])
+
+    def _conversion(self, tensor: torch.Tensor) -> ConversionGroup | None:
+        """The conversion that computes a tensor from what is stored; None for any other tensor."""
+        key = self._material.loaded.get(id(tensor))
+        if key is None or self._match.loaded[key].pieces is not None:
+            return None
+        return self._match.load_map.groups[key]
+
+    def _transfers(self, part: _Part, reader: Reader) -> Iterator[Transfer]:
+        """Yield what writes a part, from memory that holds its values."""
+        values = self._values([(self._state[key], box) for key, box in part], reader)
+        for (key, box), memory in zip(part, values, strict=True):
+            for place, piece in self._moved.get(key, ()):
+                yield from place.transfers(piece, memory.contiguous(), box, self._state[key].shape)
+        if part[0][0] in self._together:
+            whole = {key: value for (key, _), value in zip(part, values, strict=True)}
+            for sources, places in self._reverted.items():
+                if sources <= whole.keys():
+                    results = revert_group(self._material.model, {key: whole[key] for key in sorted(sources)})
+                    yield from (place.transfer(results[saved]) for saved, place in places.items())
+
+    def _values(self, boxes: Sequence[tuple[torch.Tensor, Box]], reader: Reader) -> list[torch.Tensor]:
+        """The values of boxes of tensors, of the model or of the base of an adapter."""
+        computed = self._computed([tensor for tensor, _ in boxes], reader)
+        values: list[torch.Tensor] = []
+        reads: list[ReadPlace] = []
+        for tensor, box in boxes:
+            key = self._material.loaded.get(id(tensor))
+            if key is None or id(tensor) in computed:
+                values.append(memory_view(computed.get(id(tensor), tensor.detach()), box.start, box.length))
+            else:
+                values.append(torch.empty(box.length, dtype=tensor.dtype))
+                reads.append((values[-1], self._match.loaded[key], box))
+        read_into(reads, self._match.index, reader, staging_bytes=_PART_BYTES)
+        return values
+
+    def _computed(self, tensors: Sequence[torch.Tensor], reader: Reader) -> dict[int, torch.Tensor]:
+        """The whole values of those tensors that are merged or converted, by the identity of the tensor."""
+        material, match, ids = self._material, self._match, set(map(id, tensors))
+        wrappers = [wrapper for wrapper, merged in self._adapted.items() if not ids.isdisjoint(merged)]
+        twins = whole_copies(wrappers, lambda p: self._values([(p, Box.whole(p.shape))], reader)[0].clone())
+        computed = {id(material.merged[old]): whole for old, whole in merge(twins, material.adapted).items()}
+        for tensor in tensors:
+            if id(tensor) not in computed and (group := self._conversion(tensor)) is not None:
+                results, _ = read_converted(
+                    material.model, group, match.index, reader, dtype=tensor.dtype, staging_bytes=_PART_BYTES
+                )
+                computed |= {id(match.state[key]): value for key, value in results.items() if key in match.state}
+        return computed
+
+
+# ---- the folder ----
 
 
 def _refuse_target(folder: Path, sources: tuple[Source, ...]) -> None:

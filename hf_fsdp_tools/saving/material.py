@@ -26,12 +26,12 @@ from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.saving.merged_model import adapted_parameters, mergeable, with_merged
+from hf_fsdp_tools.saving.merged_model import Adapted, mergeable, with_merged
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config
 from hf_fsdp_tools.sharding.allocate import with_data
 from hf_fsdp_tools.text import listed, listed_lines
 
-FIT = (
+_FIT = (
     "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
     "(config)."
 )
@@ -56,33 +56,30 @@ class Material:
     model: PreTrainedModel
     match: Match
     """Which stored tensors fill which tensors of the model, or of the base of an adapter."""
-    wrappers: tuple[nn.Module, ...] = ()
-    """Adapted modules of the base."""
+    loaded: Mapping[int, str]
+    """The key in `match.loaded` of each tensor that is read from files, by its identity; other tensors hold values."""
+    adapted: Adapted = field(default_factory=dict)
     merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameter of an adapted module to the parameter of `model` that is its merged value."""
-    of_adapter: frozenset[str] = frozenset()
-    """Keys of the base whose values the adapter holds in place of the files."""
 
 
 def material_of_model(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Material:
     """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored. No rank communicates."""
-    auto_class = model_class(checkpoint.config, auto_class, trust_remote_code=trust_remote_code, as_stored=True)
-    model = _build(checkpoint, auto_class, checkpoint.index.dtype, trust_remote_code)
+    model = _build(checkpoint, {}, auto_class, trust_remote_code)
     match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     rows = [shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)]
     if rows:  # tokens were added, and the config is that of the original model
         resize_vocabulary(model, rows[0], None)
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
-    _refuse_other_shapes(match)
     if match.unexpected_keys:
         fact = (
             f"{match.index.name!r} holds {len(match.unexpected_keys)} tensors for which {type(model).__name__} has no "
             f"place: {listed(sorted(match.unexpected_keys))}"
         )
         if match.index.is_model_state:
-            raise CheckpointError(f"{fact}. {FIT}")
+            raise CheckpointError(f"{fact}. {_FIT}")
         if rank_and_size()[0] == 0:
             warnings.warn(f"{fact}. They are left out.", stacklevel=2)
     quantized = {key for key, stored in match.index.tensors.items() if isinstance(stored, QuantizedTensor)}
@@ -95,7 +92,7 @@ def material_of_model(
     set_conversions(model, match.load_map)
     forget_quantization(model)
     assume_conversions(model)
-    return Material(model=model, match=match)
+    return _material(model, match)
 
 
 def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any, trust_remote_code: bool) -> Material:
@@ -107,29 +104,28 @@ def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any
     written, shapes = opened("opening the adapter", name, lambda hub: _look_at(Source(name, hub)), dict(adapter.hub))
     with agreed("building the model"):
         heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
-        model = _base(checkpoint, written, auto_class, trust_remote_code, **({"num_labels": heads[0]} if heads else {}))
+        options = {"num_labels": heads[0]} if heads else {}
+        model = _build(checkpoint, written, auto_class, trust_remote_code, **options)
         if rows := [shapes[key][0] for key in _embeddings(model) if key in shapes]:
             resize_vocabulary(model, max(rows), None)
         of_adapter = persistent_tensors(model).keys() & shapes.keys()
         _put_on_cpu(model, of_adapter)
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
-        _refuse_other_shapes(match, of_adapter)
         set_conversions(model, match.load_map)
-    adapted = load_adapter(model, name, **adapter.hub)
+    adapted_model = load_adapter(model, name, **adapter.hub)
     with agreed("preparing the adapter"):
-        wrappers = tuple(mergeable(adapted))
-        base = base_of(adapted)
-        olds = [old for wrapper in wrappers for old in adapted_parameters(wrapper).values()]
+        base, adapted = base_of(adapted_model), mergeable(adapted_model)
+        olds = [old for parameters in adapted.values() for old in parameters.values()]
         merged = {old: nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=False) for old in olds}
         # What is trained whole has a copy for the adapter's values; the base keeps its own.
-        trained = {
-            key for key in of_adapter if "modules_to_save" in base.get_submodule(key.rpartition(".")[0])._modules
+        filled = {
+            id(match.state[key])
+            for key in of_adapter
+            if "modules_to_save" not in base.get_submodule(key.rpartition(".")[0])._modules
         }
-        filled = {id(match.state[key]) for key in of_adapter - trained}
         saved = with_merged(base, merged)
-    assert isinstance(saved, PreTrainedModel)
-    keys = frozenset(key for key, tensor in match.state.items() if id(tensor) in filled)  # with tied names
-    return Material(model=saved, match=match, wrappers=wrappers, merged=merged, of_adapter=keys)
+        assert isinstance(saved, PreTrainedModel)
+        return _material(saved, match, of_adapter, filled, adapted=adapted, merged=merged)
 
 
 def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bool) -> Any:
@@ -140,7 +136,7 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
     state = checkpoint.adapter_state
     assert state is not None
     with agreed("building the model"):
-        model = _base(checkpoint, read_adapter_config(Path(state.config)) or {}, auto_class, trust_remote_code)
+        model = _build(checkpoint, read_adapter_config(Path(state.config)) or {}, auto_class, trust_remote_code)
         embeddings = _embeddings(model)  # of which PEFT saves those that it adapts
         _put_on_cpu(model, embeddings)
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
@@ -151,23 +147,17 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
     return restore_adapter(model, state, is_trainable=False)
 
 
-def _base(
+def _build(
     checkpoint: Checkpoint, adapter_config: Mapping[str, Any], auto_class: Any, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
-    """The base of an adapter, on meta: of the class for its task, of its base when it was made, or of its config."""
+    """A model on meta: of the class for an adapter's task, of its base when it was made, or of the config."""
     task = _TASKS.get(str(adapter_config.get("task_type")))
     made_on = str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))
     chosen = auto_class or getattr(transformers, task or made_on, None)
     if not task and not auto_class and not (isinstance(chosen, type) and issubclass(chosen, PreTrainedModel)):
         chosen = model_class(checkpoint.config, trust_remote_code=trust_remote_code, as_stored=True)
-    dtype = config_dtype(checkpoint.config) or checkpoint.index.dtype
-    return _build(checkpoint, chosen, dtype, trust_remote_code, **options)
-
-
-def _build(
-    checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool, **options: Any
-) -> PreTrainedModel:
-    options |= {"auto_class": auto_class, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    dtype = (config_dtype(checkpoint.config) if adapter_config else None) or checkpoint.index.dtype
+    options |= {"auto_class": chosen, "dtype": dtype, "trust_remote_code": trust_remote_code}
     model = build_meta_model(checkpoint.config, **options)
     if packed_linears(model):
         raise ConfigError(
@@ -197,13 +187,25 @@ def _look_at(adapter: Source) -> tuple[Mapping[str, Any], dict[str, tuple[int, .
 # ---- tensors ----
 
 
-def _refuse_other_shapes(match: Match, of_adapter: Collection[str] = ()) -> None:
+def _material(
+    model: PreTrainedModel, match: Match, of_adapter: Collection[str] = (), filled: Collection[int] = (), **merged: Any
+) -> Material:
+    """Refuse tensors that have another shape in the files than in the model and not in the adapter, or no value."""
     wrong = [(key, list(a), list(b)) for key, a, b in match.mismatched if key not in of_adapter]
     if wrong:
         rows = listed_lines(f"{key}: {a} in the files, {b} by the config" for key, a, b in wrong)
         raise CheckpointError(
-            f"{len(wrong)} tensors of {match.index.name!r} have another shape than config and class say:\n{rows}\n{FIT}"
+            f"{len(wrong)} tensors of {match.index.name!r} have another shape than config and class say:\n{rows}\n"
+            f"{_FIT}"
         )
+    needed = {*map(id, persistent_tensors(model).values()), *map(id, merged.get("merged", ()))}.difference(filled)
+    if missing := sorted(key for key in match.to_initialize if id(match.state[key]) in needed):
+        raise CheckpointError(
+            f"{match.index.name!r} does not hold {len(missing)} tensors of {type(model).__name__}: {listed(missing)}. "
+            f"{_FIT}"
+        )
+    loaded = {id(match.state[key]): key for key in match.loaded if id(match.state[key]) not in filled}
+    return Material(model=model, match=match, loaded=loaded, **merged)
 
 
 def _embeddings(model: PreTrainedModel) -> list[str]:

@@ -28,16 +28,15 @@ def merged_model(model: nn.Module) -> nn.Module:
 
     Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
     """
-    base = base_of(model)
-    wrappers = mergeable(model)
+    base, adapted = base_of(model), mergeable(model)
     reshard_units(base)
     merged: dict[nn.Parameter, nn.Parameter] = {}
     failure: Exception | None = None
-    joined = connected([wrapper, *adapted_parameters(wrapper).values()] for wrapper in wrappers)
+    joined = connected([wrapper, *parameters.values()] for wrapper, parameters in adapted.items())
     for group in {id(group): group for group in joined.values()}.values():
-        twins = whole_copies([w for w in wrappers if w in group], lambda p: gather_on_device(p).clone())
+        twins = whole_copies([w for w in adapted if w in group], lambda p: gather_on_device(p).clone())
         try:
-            for old, whole in merge(twins).items():
+            for old, whole in merge(twins, adapted).items():
                 shard = cut(whole, old.data) if isinstance(old.data, DTensor) else whole
                 merged[old] = nn.Parameter(shard, requires_grad=False)
         except Exception as error:  # the other ranks go on gathering
@@ -58,8 +57,13 @@ def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:
     return joined
 
 
-def mergeable(model: nn.Module) -> list[nn.Module]:
-    """The outermost wrappers of a PEFT model whose adapters can be merged, without modules that are trained whole."""
+Adapted = dict[nn.Module, dict[str, nn.Parameter]]
+"""Outermost wrappers of a PEFT model, each with the parameters of the module inside, which merging changes, by their
+names in that module."""
+
+
+def mergeable(model: nn.Module) -> Adapted:
+    """The adapters of a model that can be merged; modules that are trained whole are none of them."""
     base = base_of(model)
     if packed_linears(base):
         raise ConfigError(
@@ -78,7 +82,8 @@ def mergeable(model: nn.Module) -> list[nn.Module]:
             check()
     except ValueError as error:
         raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
-    return [wrapper for wrapper in wrappers if "modules_to_save" not in wrapper._modules]
+    wrappers = [wrapper for wrapper in wrappers if "modules_to_save" not in wrapper._modules]
+    return {wrapper: dict(bare_model(wrapper).model.named_parameters()) for wrapper in wrappers}
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -87,11 +92,6 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child)
-
-
-def adapted_parameters(wrapper: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of the module inside a wrapper, which merging changes, by their names in that module."""
-    return dict(bare_model(wrapper).model.named_parameters())
 
 
 def whole_copies(wrappers: Iterable[nn.Module], whole: Callable[[nn.Parameter], torch.Tensor]) -> dict[nn.Module, Any]:
@@ -110,7 +110,7 @@ def whole_copies(wrappers: Iterable[nn.Module], whole: Callable[[nn.Parameter], 
     return {wrapper: copy_tree(wrapper, parameters=parameters, hooks=False).model for wrapper in wrappers}
 
 
-def merge(twins: Mapping[nn.Module, Any]) -> dict[nn.Parameter, torch.Tensor]:
+def merge(twins: Mapping[nn.Module, Any], adapted: Adapted) -> dict[nn.Parameter, torch.Tensor]:
     """The merged whole value of each parameter inside wrappers; `twins`, their whole copies, are changed."""
     merged: dict[nn.Parameter, torch.Tensor] = {}
     for wrapper, twin in twins.items():
@@ -124,7 +124,7 @@ def merge(twins: Mapping[nn.Module, Any]) -> dict[nn.Parameter, torch.Tensor]:
         except ValueError as error:
             raise ConfigError(f"PEFT cannot merge these adapters: {error}") from None
         wholes = dict(result.named_parameters())
-        merged |= {old: wholes[name].detach() for name, old in adapted_parameters(wrapper).items()}
+        merged |= {old: wholes[name].detach() for name, old in adapted[wrapper].items()}
     return merged
 
 

@@ -32,7 +32,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.report import MemoryWatch
-from hf_fsdp_tools.saving import rewrite
+from hf_fsdp_tools.saving import export
 from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -165,8 +165,8 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
         with (
-            patch.object(rewrite, "_PART_BYTES", 4 * 2**20),
-            patch.object(rewrite, "STAGING_BYTES", 8 * 2**20),
+            patch.object(export, "_PART_BYTES", 4 * 2**20),
+            patch.object(export, "STAGING_BYTES", 8 * 2**20),
         ):
             report = road(source, root / name, max_shard_size=SIZE if name == "state" else "90MB", dtype=CAST.get(name))
         found.append((report.bytes_written, report.total_bytes, watch.above(0)))
@@ -240,13 +240,13 @@ WAITING = """
 import sys, time
 from unittest.mock import patch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.saving.rewrite import Rewrite
+from hf_fsdp_tools.saving.export import _Loop
 
 def wait(*arguments, **options):
     print("begun", flush=True)
     time.sleep(120)
 
-with patch.object(Rewrite, "write", wait):
+with patch.object(_Loop, "write", wait):
     sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint
-from hf_fsdp_tools.saving import rewrite
+from hf_fsdp_tools.saving import export
 from tests._checkpoints import (
     KINDS,
     dequantized_by_transformers,
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
     folders: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     """Parts of 2 kB cut every matrix into slabs, also those that are stacked or transposed on the way."""
-    with patch.object(rewrite, "_PART_BYTES", 2000):
+    with patch.object(export, "_PART_BYTES", 2000):
         report = export_checkpoint(folders[kind], tmp_path / "out", max_shard_size="60KB")
     assert differences(tmp_path / "out", folders[kind]) == []
     assert report.total_bytes == sum(t.nbytes for t in stored_tensors(folders[kind]).values())
@@ -114,7 +114,7 @@ def _check(kind: str, config: Callable[[], Any], dtype: torch.dtype, tmp_path: P
     again = partial(model_of, folder, dtype, **options)
     adapter = adapter_on(again(), config(), tmp_path / "adapter")
     merged_by_peft(again(), adapter, tmp_path / "theirs")
-    with patch.object(rewrite, "_PART_BYTES", 2000):
+    with patch.object(export, "_PART_BYTES", 2000):
         export_checkpoint(None, tmp_path / "ours", adapter=adapter)
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
 
@@ -211,9 +211,9 @@ def test_each_command_names_the_other(folders: dict[str, Path], adapter: Path, t
 
 def test_what_is_in_the_folder_is_not_destroyed(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     source = shutil.copytree(folders["llama"], tmp_path / "source")
-    for export in (partial(export_checkpoint, source), partial(export_checkpoint, source, adapter=adapter)):
+    for write in (partial(export_checkpoint, source), partial(export_checkpoint, source, adapter=adapter)):
         with pytest.raises(CheckpointError, match="is what is read"):
-            export(source)
+            write(source)
     state = shutil.copytree(folders["llama"], tmp_path / "state")
     (state / "pytorch_model_fsdp_0").mkdir()
     (tmp_path / "text").mkdir()
