@@ -6,7 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,6 @@ _THREADS = 8
 _FILLED = 0.9
 """Share of the memory available that copies may take: data that waits to be written to the disk takes some, too.
 (assumed)"""
-
-
-BlockPlace = tuple[int, int]
-"""Block, and first byte in it."""
 
 
 class HostCopies:
@@ -114,7 +110,7 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
     Every rank must call.
     """
     transfers = [transfer for transfer in transfers if transfer.memory.numel()]
-    orders = [_file_order(transfer) for transfer in transfers]
+    orders = [sorted(range(t.memory.ndim), key=t.strides.__getitem__, reverse=True) for t in transfers]
     sources = [(t.memory.permute(order), t.dtype) for t, order in zip(transfers, orders, strict=True)]
     copies = HostCopies(sources, beside_bytes=beside_bytes)
     copied = [
@@ -122,11 +118,6 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
         for t, order, copy in zip(transfers, orders, copies.tensors, strict=True)
     ]
     return copied, copies
-
-
-def _file_order(transfer: Transfer) -> list[int]:
-    """The dimensions, that with the longest steps in the file first."""
-    return sorted(range(transfer.memory.ndim), key=lambda dim: -transfer.strides[dim])
 
 
 # ---- memory ----
@@ -151,8 +142,9 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return min(limits)
 
 
-def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[BlockPlace], list[int]]:
-    """A place for each copy, and the size of each block: the largest copies first, each into the first with room."""
+def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[tuple[int, int]], list[int]]:
+    """A place (block, and first byte in it) for each copy, and the size of each block: the largest copies first, each
+    into the first with room."""
     places = [(0, 0)] * len(num_bytes)
     sizes: list[int] = []
     used: list[int] = []
@@ -263,59 +255,38 @@ Held = dict[str, list[tuple[Transfer, Replica]]]
 """What this rank holds of each saved tensor, by hub key."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """What this rank holds of a model tensor. It is made once: hundreds of experts are saved from one tensor."""
-
-    shape: torch.Size
-    """Of the whole tensor."""
-
-    replica: Replica
-
-    boxes: tuple[tuple[Box, torch.Tensor], ...]
-    """Boxes of the tensor, each with its elements in contiguous memory."""
-
-
 def held_transfers(model: nn.Module, layout: Layout) -> Held:
     """This rank's transfers, without those of keys whose reverse conversion does more than move data."""
     state = saved_tensors(model)
-    share = cache(lambda source: _share(state[source]))
+
+    @cache  # hundreds of experts are saved from one tensor
+    def held_of(source: str) -> list[tuple[Box, torch.Tensor, Replica]]:
+        """What this rank holds of a model tensor; nothing where its part is left to other ranks."""
+        if (replica := replica_of(state[source])) is None:
+            return []
+        local, boxes = local_tensor(state[source]), local_boxes_of(state[source])
+        # A copy only where a rank holds several ranges of one dimension.
+        return [(box, memory_view(local, start, box.length).contiguous(), replica) for box, start in boxes]
 
     def transfers(place: Place) -> Iterator[tuple[Transfer, Replica]]:
         for piece in place.tensor.pieces or ():
-            if (own := share(piece.source)) is not None:
-                for box, memory in own.boxes:
-                    for transfer in place.transfers(piece, memory, box, own.shape):
-                        yield transfer, own.replica
+            for box, memory, replica in held_of(piece.source):
+                for transfer in place.transfers(piece, memory, box, state[piece.source].shape):
+                    yield transfer, replica
 
     return {key: list(transfers(place)) for key, place in layout.places.items() if place.tensor.pieces is not None}
 
 
-def _share(source: torch.Tensor) -> _Share | None:
-    """What this rank holds of a model tensor; None where its part is left to other ranks."""
-    replica = replica_of(source)
-    if replica is None:
-        return None
-    local = local_tensor(source)
-    # A copy only where a rank holds several ranges of one dimension.
-    boxes = ((box, memory_view(local, start, box.length).contiguous()) for box, start in local_boxes_of(source))
-    return _Share(shape=source.shape, replica=replica, boxes=tuple(boxes))
-
-
-def scattered_keys(held: Held) -> set[str]:
-    """The keys of tensors that this rank would write in one system call for every few bytes; 64 calls do not matter."""
-    return {key for key, transfers in held.items() if _is_scattered([transfer for transfer, _ in transfers])}
-
-
-def _is_scattered(transfers: list[Transfer]) -> bool:
+def is_scattered(held: list[tuple[Transfer, Replica]]) -> bool:
+    """Whether this rank would write a tensor in one system call for every few bytes; 64 calls do not matter."""
     runs = 0
-    for transfer in transfers:
+    for transfer, _ in held:
         run = 1
         for n, stride in sorted(zip(transfer.memory.shape, transfer.strides, strict=True), key=lambda d: d[1]):
             if stride == run:
                 run *= n
         runs += transfer.memory.numel() // run
-    return runs > 64 and sum(transfer.num_bytes for transfer in transfers) < runs * _MIN_RUN_BYTES
+    return runs > 64 and sum(transfer.num_bytes for transfer, _ in held) < runs * _MIN_RUN_BYTES
 
 
 def parts_of_replica(key: str, held: list[tuple[Transfer, Replica]]) -> Iterator[Transfer]:
@@ -350,8 +321,12 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     CPUs, by gloo as a rule; in a group that has no backend for them (`has_cpu_backend`), between devices: NCCL then
     makes a communicator for each sender, which takes memory of rank 0's GPU.
     """
-    rank, whole = rank_and_size()[0], None
-    parts = list(_bounded_parts(tensor, staging_bytes)) if is_first_replica(tensor) else []
+    rank, whole, local = rank_and_size()[0], None, local_tensor(tensor)
+    parts: list[tuple[Box, torch.Tensor]] = []
+    for box, start in local_boxes_of(tensor) if is_first_replica(tensor) else ():
+        for slab in box.slabs(staging_bytes, tensor.element_size()):
+            at = [a + s - b for a, s, b in zip(start, slab.start, box.start, strict=True)]
+            parts.append((slab, memory_view(local, at, slab.length)))
     with agreed("gathering a tensor"):
         if rank == 0:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -371,12 +346,3 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
             if whole is not None:
                 memory_view(whole, box.start, box.length).copy_(part)
     return whole
-
-
-def _bounded_parts(tensor: torch.Tensor, num_bytes: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield this rank's boxes and their memory in parts along dimension 0 of at most `num_bytes`, or single rows."""
-    local = local_tensor(tensor)
-    for box, start in local_boxes_of(tensor):
-        for slab in box.slabs(num_bytes, tensor.element_size()):
-            at = [a + s - b for a, s, b in zip(start, slab.start, box.start, strict=True)]
-            yield slab, memory_view(local, at, slab.length)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -78,21 +79,19 @@ def export_checkpoint(
 
     Names, layout, dtypes, shapes and files are those of `save_pretrained` in the training; values are the state's, bit
     for bit. Of the state of a `PeftModel` the adapter alone is written. With `adapter`, the result equals PEFT's
-    `merge_and_unload().save_pretrained()` on the CPU bit for bit, for every kind of adapter that PEFT merges: PEFT
-    itself merges one adapted module at a time, in the dtype of the base (of its config, as with `dtype="auto"`). An
-    adapter that was trained on a base in 4 bits (QLoRA) is merged into the plain base.
+    `merge_and_unload().save_pretrained()` on the CPU bit for bit: PEFT itself merges one adapted module at a time, in
+    the dtype of the base (of its config). An adapter that was trained on a base in 4 bits (QLoRA) is merged into the
+    plain base. Tokenizer and processor files beside the adapter, the state, or its config, are copied.
 
-    What any number of ranks saved is read by this process, or by the ranks of the default process group, which share
-    the work. Each holds the adapter and a part of the model at a time: 64 MiB of tensors and 64 MiB of staging buffers,
-    the tensors that one conversion takes together, where it does more than move data, or one adapted module with what
-    PEFT computes for it (for LoRA on a base in bf16 six times the module). Tokenizer and processor files beside the
-    adapter, the state, or its config, are copied.
+    The ranks of the default process group, if there is one, share the work. Each holds the adapter and a part of the
+    model at a time: 64 MiB of tensors and 64 MiB of staging buffers; or the tensors that one conversion takes together,
+    where it does more than move data; or one adapted module with what PEFT computes for it (for LoRA on a base in bf16
+    six times the module).
 
     Args:
         state: a DCP folder, or a folder of Accelerate or the Trainer with one in it (`checkpoint-500`), or any other
             checkpoint that `from_pretrained` opens. None, with `adapter`: the base that the adapter names.
-        folder: of the new checkpoint. New, empty, or with an earlier checkpoint, which stays until the new one is
-            complete, and if this fails.
+        folder: new, empty, or with an earlier checkpoint, which stays until the new one is complete.
         adapter: hub name, or a folder with `adapter_config.json`, to merge into its base. Of several adapters that PEFT
             saved into one folder, give the folder of one.
         config: of the model; None means the `config.json` of the state, or the nearest of two folders above.
@@ -125,8 +124,8 @@ def export_checkpoint(
         ('model.safetensors',)
     """
     start_s, folder, dtype = time.perf_counter(), Path(folder), as_dtype(dtype)
-    files: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
-    same_on_all_ranks("writing the checkpoint", auto_class=auto_class, allow_pickle=allow_pickle, **files)
+    same = {"auto_class": auto_class, "allow_pickle": allow_pickle, "dtype": dtype, "max_shard_size": max_shard_size}
+    same_on_all_ranks("writing the checkpoint", **same)
     if state is None and adapter is None:
         raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
     own = Source(fspath(state if adapter is None else adapter), hub_kwargs)  # type: ignore[arg-type]
@@ -158,36 +157,23 @@ def export_checkpoint(
     with agreed("looking at the folder", folder):
         _refuse_target(folder, side_files.homes)
     if checkpoint.adapter_state is not None:
-        return save_adapter(
-            adapted_model(checkpoint, auto_class, trust_remote_code), folder, tokenizer=side_files, dtype=dtype
-        )
+        adapted = adapted_model(checkpoint, auto_class, trust_remote_code)
+        return save_adapter(adapted, folder, tokenizer=side_files, dtype=dtype)
     if adapter is not None:
         material = material_of_adapter(checkpoint, own, auto_class, trust_remote_code)
     else:
         with agreed("building the model"):
             material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
-    hidden = HiddenFolder(folder)
-    try:
+    with HiddenFolder(folder) as hidden:
         with agreed("preparing the save", folder):
             check_ties(material.match, staging_bytes=STAGING_BYTES)
             layout = plan_layout(material.model, dtype, max_shard_size)
             loop = _Loop(material, layout)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
-    except BaseException:
-        hidden.end()
-        raise
-    save = BegunSave(
-        hidden=hidden,
-        layout=layout,
-        names=names,
-        files=[hidden.path / file for file in layout.sizes],
-        gathered_bytes=0,
-        num_parameters=sum(parameter.numel() for parameter in material.model.parameters()),
-        staging_bytes=STAGING_BYTES,
-        gather=None,
-        write=lambda: loop.write(hidden.path, progress),
-    )
-    return replace(save.finish(), seconds=round(time.perf_counter() - start_s, 4))
+        files = [hidden.path / file for file in layout.sizes]
+        write = partial(loop.write, hidden.path, progress)
+        report = BegunSave(hidden=hidden, layout=layout, names=names, files=files, write=write).finish()
+    return replace(report, seconds=round(time.perf_counter() - start_s, 4))
 
 
 # ---- the loop ----
@@ -198,7 +184,7 @@ _Part = list[tuple[str, Box]]
 
 
 class _Loop:
-    """Reads, computes, writes and drops the tensors of a model, part by part: its load map and its save map meet.
+    """Reads, computes, writes and drops the tensors of a model, part by part.
 
     Tensors that are only moved, on the way in and on the way out, are cut into slabs. Those that something computes (an
     adapter is merged, or a conversion does more than move data) are taken whole, with all that they are computed with.
@@ -240,10 +226,7 @@ class _Loop:
         return sum(box.numel * self._state[key].itemsize for key, box in part)
 
     def write(self, folder: Path, progress: bool | None) -> TransferStats:
-        """Read, compute and write the parts of this rank, one after the other, to the files in a folder; the cost.
-
-        No rank communicates.
-        """
+        """Write the parts of this rank to the files in a folder; the cost. No rank communicates."""
         (rank, num_ranks), stats, half = rank_and_size(), TransferStats(), STAGING_BYTES // 2
         parts = self._parts[rank::num_ranks]
         total = sum(map(self._num_bytes, parts))
@@ -341,19 +324,16 @@ def _refuse_target(folder: Path, sources: tuple[Source, ...]) -> None:
 
 @dataclass(frozen=True)
 class _SideFiles:
-    """The files of a tokenizer and of a processor, to be saved beside other weights."""
+    """The files of a tokenizer and of a processor, which are copied as a tokenizer would save itself."""
 
     homes: tuple[Source, ...]
     """All files of a kind come from the first that has any."""
 
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Copy them, as a tokenizer would save itself."""
+    def save_pretrained(self, folder: Path) -> None:
         homes = [source.folder(*_TOKENIZER, *_PROCESSOR)[0] for source in self.homes if source.name]
         homes = [home.parent if home.is_file() else home for home in homes]
         for patterns in (_TOKENIZER, _PROCESSOR):
-            found = ([file for p in patterns for file in home.glob(p) if file.is_file()] for home in homes)
-            home, files = next(((home, files) for home, files in zip(homes, found, strict=True) if files), (None, []))
-            for file in files:
-                target = Path(folder) / file.relative_to(home or "")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, target)
+            found = ({f.relative_to(h): f for p in patterns for f in h.glob(p) if f.is_file()} for h in homes)
+            for name, file in next(filter(None, found), {}).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, folder / name)

@@ -67,7 +67,8 @@ def settle(folder: Path, hidden: Path) -> None:
     """Let names that are still links into a hidden folder be the files that they mean, so that it can be removed."""
     if (hidden / _NOW).is_symlink():
         files = {path.relative_to(base) for base in (hidden / _FORMER, hidden / NEW) for path in base.rglob("*")}
-        linked = [name for name in sorted(files) if _leads_into(folder / name, hidden)]
+        links = (name for name in sorted(files) if (folder / name).is_symlink())
+        linked = [name for name in links if hidden.name in Path(os.readlink(folder / name)).parts]
         _put(folder, hidden / os.readlink(hidden / _NOW), linked)
         _sync_parents(folder, linked)
 
@@ -103,10 +104,6 @@ def _link(to: str, at: Path, hidden: Path) -> None:
     made.unlink(missing_ok=True)
     made.symlink_to(to)
     os.replace(made, at)
-
-
-def _leads_into(path: Path, hidden: Path) -> bool:
-    return path.is_symlink() and hidden.name in Path(os.readlink(path)).parts
 
 
 def _put(folder: Path, source: Path, names: Iterable[Path]) -> None:
@@ -162,6 +159,12 @@ class HiddenFolder:
         """For all other files, under the names that they will have in the folder."""
         return self.path / NEW
 
+    def __enter__(self) -> "HiddenFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def begin(self) -> None:
         """Make the folders, and remove what killed saves left there, so that its space is free."""
         with storage_errors("save to", self.folder):
@@ -199,12 +202,8 @@ class HiddenFolder:
             path = self.path / name
             size = path.stat().st_size if path.exists() else None
             if size != expected:
-                fact = "absent" if size is None else f"{size} bytes long"
-                raise CheckpointError(
-                    f"{str(self.folder)!r} is not the same folder on this rank as on rank 0: "
-                    f"{path.relative_to(self.folder)} is {fact}, expected {expected} bytes. Save to a file system that "
-                    "all ranks share."
-                )
+                fact = "absent" if size is None else f"{size} bytes long, expected {expected}"
+                raise _not_shared(self.folder, f"{path.relative_to(self.folder)} is {fact}")
 
     def new_names(self) -> tuple[str, ...]:
         """Names that the files beside the weights will have in the folder."""
@@ -239,15 +238,19 @@ def check_shared(folder: Path) -> None:
             end_s = time.monotonic() + _APPEARS_S
             while not made.exists():
                 if time.monotonic() > end_s:
-                    raise CheckpointError(
-                        f"{str(folder)!r} is not the same folder on this rank as on rank 0: a file that rank 0 made "
-                        "is absent. Save to a file system that all ranks share."
-                    )
+                    raise _not_shared(folder, "a file that rank 0 made is absent")
                 time.sleep(0.1)
     finally:
         if is_first:
             with suppress(OSError):  # on this rank alone: an empty file stays, and the first save says what is wrong
                 probe.unlink()
+
+
+def _not_shared(folder: Path, fact: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(folder)!r} is not the same folder on this rank as on rank 0: {fact}. Save to a file system that all "
+        "ranks share."
+    )
 
 
 # ---- files ----

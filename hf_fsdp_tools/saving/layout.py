@@ -80,6 +80,9 @@ class Layout:
     sizes: Mapping[str, int]
     """File to its full length in bytes."""
 
+    num_parameters: int
+    """Elements of the model's parameters."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of tensor data in all files."""
@@ -89,22 +92,19 @@ class Layout:
 def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str) -> Layout:
     """The layout with keys, dtypes and shapes as transformers saves them, split into files as huggingface_hub splits.
 
-    Args:
-        model: to save.
-        dtype: of floating-point tensors in the files; None keeps the model's.
-        max_shard_size: largest file, in bytes or as "5GB"; a larger tensor has a file of its own.
-
-    No rank communicates.
-
-    Raises:
-        CheckpointError: safetensors has no name for a tensor's dtype.
-        ConfigError: `max_shard_size` is no size.
-        RanksError: the process group of a sharded model has ended.
+    `dtype` is that of floating-point tensors in the files; None keeps the model's. No rank communicates.
     """
     refuse_ended(model)
     tensors = map_saving(model)
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
-    _refuse_unnamed(dtypes)
+    # such as float8_e4m3fnuz and complex128
+    if unnamed := [key for key, saved in dtypes.items() if saved not in _DTYPE_NAMES]:
+        unknown = dtypes[unnamed[0]]
+        cure = "save with dtype=torch.bfloat16" if unknown.is_floating_point else "convert it first"
+        raise CheckpointError(
+            f"{unnamed[0]!r} is {dtype_name(unknown)}, for which safetensors files have no name; so are {len(unnamed)} "
+            f"of {len(dtypes)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
+        )
     blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
     try:
         pattern = WEIGHTS.replace(".", "{suffix}.")
@@ -132,16 +132,5 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
-    return Layout(places=places, headers=headers, sizes=sizes)
-
-
-def _refuse_unnamed(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Refuse dtypes that a safetensors file cannot hold, of which `float8_e4m3fnuz` and `complex128` are two."""
-    unnamed = {key: dtype for key, dtype in dtypes.items() if dtype not in _DTYPE_NAMES}
-    if unnamed:
-        key, dtype = next(iter(unnamed.items()))
-        cure = "save with dtype=torch.bfloat16" if dtype.is_floating_point else "convert it first"
-        raise CheckpointError(
-            f"{key!r} is {dtype_name(dtype)}, for which safetensors files have no name; so are {len(unnamed)} of "
-            f"{len(dtypes)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
-        )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Layout(places=places, headers=headers, sizes=sizes, num_parameters=num_parameters)

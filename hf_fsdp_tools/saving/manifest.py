@@ -19,6 +19,8 @@ MANIFEST = "checkpoint_manifest.json"
 """Name of the file in the checkpoint's folder."""
 
 _FORMAT = 1
+_KINDS = {"bytes": int, "sha256": str}
+_CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +59,13 @@ def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str],
     rank, num_ranks = rank_and_size()
     with agreed("declaring the checkpoint complete", folder), storage_errors("save to", folder):
         names = all_ranks(_names(folder, needed, patterns) if rank == 0 else [], "sharing the list of files")[0]
-        sums = {}
+        entries = {}
         for name in names[rank::num_ranks]:
             sync(folder / name)
-            sums[name] = _sum(folder / name) if checksums else None
-        sums = {name: text for part in all_ranks(sums, "sharing checksums") for name, text in part.items()}
+            entries[name] = _entry(folder / name, checksums=checksums)
+        every = all_ranks(entries, "sharing sizes and checksums")
         if rank == 0:
-            files = {name: _entry(folder / name, sums[name]) for name in names}
+            files = {name: every[i % num_ranks][name] for i, name in enumerate(names)}
             for below in sorted({(folder / name).parent for name in names}):
                 sync(below)
             text = {"format": _FORMAT, "ranks": num_ranks, "files": files}
@@ -84,16 +86,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not isinstance(files, dict) or type(ranks) is not int or text.get("format") != _FORMAT:
         raise CheckpointError(f"{file}: is no list of files in format {_FORMAT}. {_CURE}")
     for name, entry in files.items():
-        if leaves_folder(name) or not isinstance(entry, dict) or not _is_entry(entry):
+        is_entry = isinstance(entry, dict) and all(type(entry[key]) is _KINDS.get(key) for key in entry)
+        if leaves_folder(name) or not is_entry:
             raise CheckpointError(f"{file}: the entry of {name[:200]!r} is damaged. {_CURE}")
     return Manifest(
         ranks=ranks,
         sizes={name: entry.get("bytes") for name, entry in files.items()},
         sums={name: entry["sha256"] for name, entry in files.items() if "sha256" in entry},
     )
-
-
-_CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."
 
 
 def check_sums(folder: Path, manifest: Manifest) -> None:
@@ -120,20 +120,15 @@ def _names(folder: Path, needed: Iterable[str], patterns: Iterable[str]) -> list
     return sorted({*required, *(name for name in names if name != MANIFEST and (folder / name).is_file())})
 
 
-def _entry(file: Path, text: str | None) -> dict[str, Any]:
+def _entry(file: Path, *, checksums: bool) -> dict[str, Any]:
     if file.suffix == ".json":
         return {}
     # An open file shows its length where a network file system remembers an older one.
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
-    return {"bytes": size} | ({} if text is None else {"sha256": text})
+    return {"bytes": size} | ({"sha256": _sum(file)} if checksums else {})
 
 
 def _sum(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _is_entry(entry: dict[str, Any]) -> bool:
-    kinds = {"bytes": int, "sha256": str}
-    return all(type(value) is kinds.get(key) for key, value in entry.items())

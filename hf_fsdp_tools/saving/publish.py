@@ -47,13 +47,13 @@ class SavedNames:
     others: tuple[str, ...]
 
 
-def names_of(hidden: HiddenFolder, files: Iterable[str]) -> SavedNames:
+def names_of(hidden: HiddenFolder, layout: Layout) -> SavedNames:
     """The names that transformers gives to weight files, and those of all files that lie beside them by now.
 
     Where the folder holds weights of an earlier save, the mark of this save is part of the names of shards
     (`model.1b0f5e9a-00001-of-00006.safetensors`), so that whoever has read an index never opens files of another save.
     """
-    weights, others = {file: file for file in files}, hidden.new_names()
+    weights, others = {file: file for file in layout.sizes}, hidden.new_names()
     if len(weights) > 1:
         marked = f"model.{hidden.mark}" if _weights_in(hidden.folder) else "model"
         weights = {file: file.replace("model", marked, 1) for file in weights}
@@ -61,20 +61,19 @@ def names_of(hidden: HiddenFolder, files: Iterable[str]) -> SavedNames:
     return SavedNames(weights=weights, others=others)
 
 
-def publish_weights(
-    hidden: HiddenFolder, names: SavedNames, layout: Layout, num_parameters: int, *, threads: bool
-) -> None:
+def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, threads: bool) -> None:
     """Make complete weight files and all that lies beside them the checkpoint of the folder.
 
     Of an adapter that lies there, which transformers would put on the new weights, the files are renamed.
     """
     folder, is_sharded = hidden.folder, len(names.weights) > 1
     last = WEIGHTS_INDEX if is_sharded else WEIGHTS
+    shards = names.weights if is_sharded else {}
     with storage_errors("finish", folder):
         former = _weights_in(folder)
         changed = _changed(hidden)
         if is_sharded:
-            sizes = {"total_parameters": num_parameters, "total_size": layout.num_bytes}
+            sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
             weight_map = {key: names.weights[str(place.file)] for key, place in layout.places.items()}
             text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True)
             (hidden.new / last).write_text(text + "\n", "utf-8")
@@ -84,12 +83,12 @@ def publish_weights(
         aside = _set_aside(hidden, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"))
         gone = [Path(name) for name in {WEIGHTS, WEIGHTS_INDEX} & former - {last}]
         try:
-            for file, name in names.weights.items() if is_sharded else ():
+            for file, name in shards.items():
                 os.replace(hidden.path / file, folder / name)
             sync(folder)
             switch(folder, hidden.path, [*changed, *aside, *gone, Path(last)])
         except BaseException:
-            for name in set(names.weights.values()) - former - {last}:
+            for name in set(shards.values()) - former:
                 with suppress(OSError):  # the error that led here is the one to show
                     (folder / name).unlink(missing_ok=True)
             raise

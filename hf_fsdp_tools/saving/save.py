@@ -26,15 +26,8 @@ from hf_fsdp_tools.modeling.configs import whole_generation_config
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
-from hf_fsdp_tools.saving.copies import (
-    HostCopies,
-    copied_transfers,
-    free_kept_memory,
-    gather_to_first,
-    held_transfers,
-    parts_of_replica,
-    scattered_keys,
-)
+from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.merged_model import merged_model
@@ -171,7 +164,7 @@ def begin_save(
     """
     wait_for_saves()
     if blocking:
-        free_kept_memory()
+        copies.free_kept_memory()
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
@@ -189,14 +182,13 @@ def begin_save(
         with agreed("preparing the save", folder):
             _refuse_unready(model, dtype)
             layout = plan_layout(model, dtype, max_shard_size)
-            held = held_transfers(model, layout)
-            names, scattered = prepare_save(
-                hidden, model, layout, dtype, tokenizer, card=model_card, note=scattered_keys(held)
-            )
+            held = copies.held_transfers(model, layout)
+            scattered_here = {key for key, parts in held.items() if copies.is_scattered(parts)}
+            names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
         # A tensor is gathered by all ranks or by none.
         keys = {key for key in layout.places if key not in held}.union(*scattered)
-        own = (part for key, parts in held.items() if key not in keys for part in parts_of_replica(key, parts))
-        in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in own]
+        parts = (part for key, parts in held.items() if key not in keys for part in copies.parts_of_replica(key, parts))
+        in_place = [replace(part, file=hidden.path / part.file) for part in parts]
         files = list(dict.fromkeys(transfer.file for transfer in in_place))
         if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
             files = [hidden.path / file for file in layout.sizes]
@@ -206,7 +198,6 @@ def begin_save(
             names=names,
             files=files,
             gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             staging_bytes=staging_bytes,
             gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes) if keys else None,
             write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
@@ -228,15 +219,14 @@ class BegunSave:
     files: list[Path]
     """To which this rank writes."""
 
-    gathered_bytes: int
-    num_parameters: int
-    staging_bytes: int
-
-    gather: Callable[[Callable[[Transfer], None]], None] | None
-    """Hands rank 0 what writes each gathered tensor. Every rank must call; None where it is done."""
-
     write: Callable[[], TransferStats]
-    """Writes all else of this rank. No rank communicates."""
+    """Writes all of this rank but what is gathered. No rank communicates."""
+
+    gather: Callable[[Callable[[Transfer], None]], None] | None = None
+    """Hands rank 0 what writes each gathered tensor. Every rank must call; None where nothing is left to gather."""
+
+    gathered_bytes: int = 0
+    staging_bytes: int = STAGING_BYTES
 
     copies: HostCopies | None = None
     """From which it is written; None for the model itself."""
@@ -269,7 +259,7 @@ class BegunSave:
                 assert total == self.layout.num_bytes, f"wrote {total} of {self.layout.num_bytes} bytes"
                 if rank_and_size()[0] == 0:
                     may_thread = self.copies is None  # the interpreter may be ending otherwise
-                    publish_weights(self.hidden, self.names, self.layout, self.num_parameters, threads=may_thread)
+                    publish_weights(self.hidden, self.names, self.layout, threads=may_thread)
                     self.hidden.end()  # before any rank goes on
         finally:
             self.drop()
@@ -307,7 +297,6 @@ def prepare_save(
     layout: Layout,
     dtype: torch.dtype | None,
     tokenizer: Any,
-    *,
     card: bool = False,
     note: Any = None,
 ) -> tuple[SavedNames, list[Any]]:
@@ -322,7 +311,7 @@ def prepare_save(
         if card and not (hidden.folder / CARD).is_file():
             model_card_of(model).save(hidden.new / CARD)
         hidden.create_files(layout)
-        names = names_of(hidden, layout.sizes)
+        names = names_of(hidden, layout)
     every = all_ranks((hidden.mark, names, note), "preparing the save")
     hidden.mark, names, _ = every[0]
     hidden.check_visible(layout)
@@ -381,11 +370,11 @@ def _gather(
 def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
     """The same save from copies that hold the values of this moment. Every rank must call."""
     gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
-    transfers, copies = copied_transfers(in_place, beside_bytes=gathered_bytes)
+    transfers, made = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
     try:
         if begun.gather is not None:
             begun.gather(transfers.append)
     except BaseException:
-        copies.give_back()
+        made.give_back()
         raise
-    return replace(begun, gather=None, write=partial(write_in_turn, transfers), copies=copies)
+    return replace(begun, gather=None, write=partial(write_in_turn, transfers), copies=made)

@@ -35,17 +35,17 @@ def save_adapter(
     start_s = time.perf_counter()
     refuse_ended(model)
     is_first = rank_and_size()[0] == 0
-    hidden = HiddenFolder(folder)
     names: tuple[str, ...] = ()
-    chosen: frozenset[str] = frozenset()
-    try:
+    chosen: set[str] = set()
+    with HiddenFolder(folder) as hidden:
         state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         with agreed("preparing the save", folder):
             if is_first:
                 hidden.begin()
                 # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
                 with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
-                    chosen = _chosen_by_peft(model, state)
+                    ids = set(map(id, tensors_by_peft(model, state).values()))
+                chosen = {name for name, tensor in state.items() if id(tensor) in ids}
             chosen = all_ranks(chosen, "asking PEFT what belongs to the adapter")[0]
         tensors = _gather_adapter(model, state, chosen, dtype, keep=is_first)
         with agreed("writing the adapter", folder):
@@ -60,9 +60,7 @@ def save_adapter(
                 publish_adapter(hidden)
                 hidden.end()  # before any rank goes on
             names = all_ranks(names, "finishing the save")[0]
-    finally:
-        hidden.end()
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return SaveReport(
         folder=str(folder),
         files=(ADAPTER_WEIGHTS,),
@@ -76,12 +74,7 @@ def save_adapter(
 
 
 def _gather_adapter(
-    model: nn.Module,
-    state: dict[str, torch.Tensor],
-    chosen: frozenset[str],
-    dtype: torch.dtype | None,
-    *,
-    keep: bool,
+    model: nn.Module, state: dict[str, torch.Tensor], chosen: set[str], dtype: torch.dtype | None, *, keep: bool
 ) -> dict[str, torch.Tensor]:
     """Every tensor that PEFT may write, by name, gathered whole.
 
@@ -99,9 +92,3 @@ def _gather_adapter(
             full = full.detach().to(dtype if full.is_floating_point() else None)
             tensors[name] = full.cpu() if keep else full.to("meta")
     return tensors
-
-
-def _chosen_by_peft(model: Any, state: dict[str, torch.Tensor]) -> frozenset[str]:
-    """Names of the tensors that PEFT writes unchanged; of prompt methods, which write other tensors, none."""
-    ids = {id(tensor) for tensor in tensors_by_peft(model, state).values()}
-    return frozenset(name for name, tensor in state.items() if id(tensor) in ids)
