@@ -12,7 +12,7 @@ list that holds 10 % of the model is left in the root; no unit exceeds 1.05 × 2
 of parameters on one module; and there are about two units per block at most.
 
 --train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
-            one process (see `architectures/agree.py`). A row is written as it comes, and what has a row is not run
+            one process (see `hf_fsdp_tools/proof`). A row is written as it comes, and what has a row is not run
             again, unless --only asks for it; the summary beside the rows is written at the end. Types that take other
             inputs than words, images and sound take no part
 """
@@ -210,13 +210,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the table here (csv; with --train jsonl)")
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
-    about = "with --train: N ranks share the rows of each batch (context parallelism)"
-    parser.add_argument("--cp-size", type=int, default=1, metavar="N", help=about)
+    about = "with --train: these degrees in place of FSDP on 2 ranks, such as cp2, cp4, shard2xcp2"
+    parser.add_argument("--mesh", default="", metavar="DEGREES", help=about)
     arguments = parser.parse_args()
     if arguments.train:
-        name = f"census_cp{arguments.cp_size}.jsonl" if arguments.cp_size > 1 else "census_train.jsonl"
-        output = arguments.output or Path(__file__).parent / "results" / name
-        return write_census(output, arguments.only, arguments.jobs, arguments.cp_size)
+        output = arguments.output or Path(__file__).parent / "results" / f"census_{arguments.mesh or 'train'}.jsonl"
+        return write_census(output, arguments.only, arguments.jobs, arguments.mesh)
     rows: list[dict[str, Any]] = []
     types = arguments.only or sorted(CONFIG_MAPPING)
     work = [(name, role, names) for name in types for role, names in classes_by_default(name).items()]

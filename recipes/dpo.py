@@ -34,7 +34,7 @@ def main() -> Trainer:
     script, training, model_args = scripting.parse_arguments(
         ScriptArguments, DPOConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
     )
-    accelerator = make_accelerator(training)
+    accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
     data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}])

@@ -37,7 +37,7 @@ def main() -> None:
     script, training, model_args = scripting.parse_arguments(
         ScriptArguments, SFTConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/finetune"}, demo=DEMO
     )
-    accelerator = make_accelerator(training)
+    accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]

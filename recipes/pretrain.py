@@ -48,7 +48,7 @@ def main() -> None:
     script, training, model_args = scripting.parse_arguments(
         ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO
     )
-    accelerator = make_accelerator(training)
+    accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     data, held_out = scripting.load_splits(script, training, columns=[{training.dataset_text_field}])

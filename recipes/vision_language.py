@@ -53,7 +53,7 @@ def main() -> Trainer:
     script, training, model_args = scripting.parse_arguments(
         VisionArguments, SFTConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
     )
-    accelerator = make_accelerator(training)
+    accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.architectures.defaults import build_config
-from benchmarks.architectures.shrink import shrink
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.proof.shrink import shrink
 
 _SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4,

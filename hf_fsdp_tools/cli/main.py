@@ -18,6 +18,7 @@ from hf_fsdp_tools.cli.estimate import add_estimate
 from hf_fsdp_tools.cli.export import add_export
 from hf_fsdp_tools.cli.launch import add_recipes
 from hf_fsdp_tools.cli.plan import add_doctor, add_plan
+from hf_fsdp_tools.cli.prove import add_prove
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.text import did_you_mean
 
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"hf-fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_recipes, add_plan, add_doctor, add_estimate, add_config, add_export):
+    for add in (add_recipes, add_plan, add_doctor, add_estimate, add_config, add_prove, add_export):
         add(commands)
     for command in commands.choices.values():
         command.set_defaults(command=command)

@@ -33,11 +33,16 @@ from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.proof.record import check_proved, read_proof
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
 def make_accelerator(
-    args: Any = None, *, fsdp_plugin: HybridFSDPPlugin | None = None, **accelerate_kwargs: Any
+    args: Any = None,
+    *,
+    fsdp_plugin: HybridFSDPPlugin | None = None,
+    proof: str | os.PathLike[str] | None = None,
+    **accelerate_kwargs: Any,
 ) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
 
@@ -56,6 +61,8 @@ def make_accelerator(
         args: the `TrainingArguments` of the Trainer that the model is for: `fsdp_config`, precision,
             `use_cpu`, `parallelism_config` and `ddp_timeout` hold for the model that is loaded with this Accelerator.
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets, and from the arguments.
+        proof: a file of `hf-fsdp prove --output`, of this model and these axes; its checksum is written into the
+            manifest of every training state.
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
             do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
@@ -92,6 +99,8 @@ def make_accelerator(
         if fsdp_plugin is not None:
             agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
     plugin = fsdp_plugin or plugin_of(args)
+    if proof is not None:
+        plugin.proved = read_proof(proof)
     _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
@@ -259,6 +268,10 @@ def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> None:
             "dp_shard_size and cp_size can be above 1 here. Leave the others out of the parallelism config; cp_size "
             "exchanges heads as DeepSpeed's sp_size does."
         )
+    sizes = {name: getattr(config, name, 1) for name in ("dp_replicate_size", "cp_size")}
+    sizes["fsdp_version"] = plugin.fsdp_version
+    if plugin.proved is not None:
+        check_proved(plugin.proved, sizes)
     if config is None or dist.get_world_size() == 1:
         return
     if config.cp_size > 1 and plugin.fsdp_version == 1:

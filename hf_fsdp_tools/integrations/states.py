@@ -38,6 +38,8 @@ class StateSave:
         """Written to between `begin` and `take_place`."""
         self.needed: list[str] = []
         """Names of the files of which the state must have all, as rank 0 knows them."""
+        self.proved: Mapping[str, Any] | None = None
+        """The proof of the layout, of which the manifest names the checksum."""
         self.after: Callable[[], None] = lambda: None
         """Run once the state is in its place: to delete old ones."""
         self.writes: list[Callable[[], int]] = []
@@ -104,7 +106,8 @@ class StateSave:
         with self.held:
             bytes_written = sum(write() for write in self.writes)
             with agreed(doing, self.folder), storage_errors("save to", self.folder):
-                write_manifest(self.staging, self.needed, self.files, checksums=checksums)
+                proof = None if self.proved is None else self.proved["sha256"]
+                write_manifest(self.staging, self.needed, self.files, checksums=checksums, proof=proof)
             self.take_place()
             with agreed("deleting old states", self.folder), storage_errors("save to", self.folder):
                 self.after()

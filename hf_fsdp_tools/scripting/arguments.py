@@ -26,7 +26,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and two more.
+    """What is trained, and how long: TRL's own options and three more.
 
     Example:
         >>> from dataclasses import dataclass
@@ -47,6 +47,10 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
             "help": "End when the evaluation loss has not fallen in so many evaluations in a row, and keep the best "
             "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
+    )
+    proof: str | None = field(
+        default=None,
+        metadata={"help": "A file of `hf-fsdp prove --output`, whose checksum goes into the manifest of checkpoints."},
     )
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""

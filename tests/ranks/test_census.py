@@ -10,8 +10,9 @@ from functools import partial
 import torch
 from transformers import CONFIG_MAPPING
 
-from benchmarks.architectures.agree import PRECISIONS, examine_sharded
+from benchmarks.architectures.agree import examine_sharded
 from benchmarks.architectures.cases import examine_on_ranks, examine_plain, judged
+from hf_fsdp_tools.proof.compare import PRECISIONS
 from tests._dist import run_alone, run_cases, run_ranks
 
 SAMPLE = {
@@ -62,9 +63,11 @@ def _notices_what_differs(folder):
     case, plain = torch.load(folder / "llama" / "plain.pt", weights_only=False)
     figures = plain["fp32"]
     name = "model.layers.1.mlp.up_proj.weight"
-    figures.gradients[name][0, 0] += 0.01 * figures.gradients[name].abs().max()
+    gradient = figures.gradients["rows"][name]
+    gradient[0, 0] += 0.01 * gradient.abs().max()
     figures.state[name][-1, -1] += 1e-6
-    figures.outputs = [{key: value * 1.001 for key, value in outputs.items()} for outputs in figures.outputs]
+    outputs = figures.outputs["rows"]
+    outputs[:] = [{key: value * 1.001 for key, value in found.items()} for found in outputs]
     row = examine_sharded(case, "fp32", figures, figures)
     said = {check: row[check] for check in ("load", "outputs", "gradients", "loss", "save")}
     return {check: bool(what if isinstance(what, str) else what[1]) for check, what in said.items()}

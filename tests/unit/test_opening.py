@@ -9,11 +9,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, ChineseCLIPModel, CsmForConditionalGeneration
 
-from benchmarks.architectures.cases import build
 from benchmarks.architectures.defaults import build_config
-from benchmarks.architectures.shrink import shrink
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling import configs
+from hf_fsdp_tools.proof.case import build
+from hf_fsdp_tools.proof.shrink import shrink
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 

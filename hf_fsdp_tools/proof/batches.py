@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 ROWS, WORDS, DECODER_WORDS = 2, 12, 6
-_VISION = ("vision_config", "vision", "image_config", "encoder", "backbone_config", "thinker_config")
-_VISION += ("vision_encoder_config", "vit_config", "vq_config")
+_VISION = (
+    "vision_config", "vision", "image_config", "encoder", "backbone_config", "thinker_config", "vision_encoder_config",
+    "vit_config", "vq_config",
+)  # fmt: skip
 _AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "encoder", "speech_config")
-_MEL_BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "num_mels")
-_MEL_BINS += ("input_features_dim",)
+_MEL_BINS = (
+    "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "num_mels", "input_features_dim",
+)  # fmt: skip
 _MEL_BINS_FIRST = "whisper|qwen2audio|voxtral|audioflamingo|qwen3asr|omni|moss|glmasr|musicflamingo"
 
 
@@ -61,12 +64,12 @@ def random_batch(batch: Batch, seed: int) -> dict[str, Any]:
     return made
 
 
-def candidates(model: nn.Module) -> Iterator[Batch]:
-    """Batches that a plain model on the CPU may take, the fullest first."""
+def candidates(model: nn.Module, words: int = WORDS) -> Iterator[Batch]:
+    """Batches of rows of so many words that a plain model on the CPU may take, the fullest first."""
     names = list(inspect.signature(model.forward).parameters)
     senses = _senses(model, names)
-    words = _words(model, names)
-    for batch in (senses | _with_placeholders(model, words, senses), senses, words, senses | words):
+    text = _words(model, names, words)
+    for batch in (senses | _with_placeholders(model, text, senses), senses, text, senses | text):
         for labels in (_labels(model, names, batch), {}):
             if batch | labels:
                 yield batch | labels
@@ -86,17 +89,17 @@ def _first(configs: list[Any], *names: str, default: Any = None) -> Any:
     return default
 
 
-def _words(model: nn.Module, names: list[str]) -> Batch:
+def _words(model: nn.Module, names: list[str], length: int) -> Batch:
     config: Any = model.config
     text = [config.get_text_config(decoder=True), *_config(model, "text_config", "text", "decoder")]
     size = _first(text, "vocab_size", "n_tokens", "n_vocab", default=100)
     special = frozenset(_special(config.to_dict()))
-    ids = _word_spec(WORDS, size, special)
+    ids = _word_spec(length, size, special)
     batch: Batch = {}
     if "input_ids" in names:
         batch["input_ids"] = ids
         if "attention_mask" in names:
-            batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, WORDS))
+            batch["attention_mask"] = Spec(kind="ones", shape=(ROWS, length))
     if "decoder_input_ids" in names:
         decoder = _first(_config(model, "decoder", "text_config"), "vocab_size", default=size)
         batch["decoder_input_ids"] = _word_spec(DECODER_WORDS, decoder, special)
@@ -200,7 +203,7 @@ def _with_placeholders(model: nn.Module, words: Batch, senses: Batch) -> Batch:
         places.append((start, length, token))
         start += length
     spec = words["input_ids"]
-    total = start - 1 + WORDS
+    total = start - 1 + spec.shape[1]
     longer = {"input_ids": replace(spec, shape=(ROWS, total), value=tuple(places))}
     for name in ("attention_mask", "token_type_ids"):
         if name in words:
@@ -232,8 +235,8 @@ def _labels(model: nn.Module, names: list[str], batch: Batch) -> Batch:
     classes = getattr(config, "num_labels", 2) or 2
     if re.search("(Sequence|Image|Audio|Video|SceneText)Classification", kind):
         return {"labels": Spec(kind="int", shape=(ROWS,), high=classes)}
-    if "TokenClassification" in kind:
-        return {"labels": Spec(kind="int", shape=(ROWS, WORDS), high=classes)}
+    if "TokenClassification" in kind and "input_ids" in batch:
+        return {"labels": Spec(kind="int", shape=batch["input_ids"].shape, high=classes)}
     if re.search("CTC|RNNT|TDT", kind):
         size = min(getattr(config, "vocab_size", 20) or 20, 30)
         return {"labels": Spec(kind="int", shape=(ROWS, 2), low=1, high=size - 1)}

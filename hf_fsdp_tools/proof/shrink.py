@@ -132,8 +132,9 @@ SIZES: dict[str, dict[str, Any]] = {
 """Sizes of a configuration after shrinking, by its `model_type`, or by `model_type` and level."""
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
-KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
-KINDS_OF_LAYERS += ("attention_layers",)
+KINDS_OF_LAYERS = (
+    "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types", "attention_layers",
+)  # fmt: skip
 MOST_LAYERS = 4
 INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_indices|index_list)|out_indices")
 

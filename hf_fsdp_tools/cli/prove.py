@@ -1,0 +1,115 @@
+"""The command `hf-fsdp prove`: whether a layout computes what one process computes, on a tiny model of its kind."""
+
+import argparse
+import runpy
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_tools.cli.launch import named_config
+from hf_fsdp_tools.cli.options import add_class_and_json, check_writable, count, prepare_model, write
+from hf_fsdp_tools.errors import ConfigError
+
+_MOST_PROCESSES = 4
+"""Of the layout of a launch file, whose degrees are made small: each needs a rank with all libraries in memory."""
+
+
+def add_prove(commands: Any) -> None:
+    """Add the command `prove`."""
+    about = (
+        "train a tiny model of NAME's kind under a layout on CPU ranks, beside one process: loss, gradients, a step, "
+        "evaluation and saved files must agree (no weights are read, no GPUs)"
+    )
+    more = "The exit status is 0 where all agrees, else 1. SCRIPT.py is run but for its `if __name__` part."
+    parser = commands.add_parser("prove", help=about, description=f"{about}. {more}")
+    about = (
+        "a hub name, a local folder, the path of a config.json, or a SCRIPT.py which sets `model` (one of these) and, "
+        "as a Trainer takes them, train_dataset, data_collator, args, peft_config"
+    )
+    parser.add_argument("model", metavar="NAME", help=about)
+    add_class_and_json(parser.add_argument)
+    about = "attends with this function of transformers (default: the model's own choice)"
+    parser.add_argument("--attn-implementation", metavar="NAME", help=about)
+    about = "also writes the result as JSON, for `make_accelerator(proof=FILE)` and a recipe's --proof"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=about)
+    layout = parser.add_argument_group("layout").add_argument
+    layout("--config-file", metavar="FILE", help="takes the layout of this file for `accelerate launch`, made small")
+    layout("--num-processes", type=count, metavar="N", help="runs N CPU ranks (default: the fewest that shard)")
+    layout("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
+    layout("--cp-size", type=count, metavar="N", help="has N ranks share each row (context parallelism)")
+    layout("--fsdp-version", type=int, choices=(1, 2), help="wraps with FSDP1 or FSDP2 (default: 2)")
+    layout("--lora", action="store_true", help="trains LoRA adapters on all linear layers")
+    parser.set_defaults(run=_prove)
+
+
+def _prove(options: argparse.Namespace) -> int:
+    check_writable(options.output)
+    given = _of_script(options.model) if options.model.endswith(".py") else {}
+    options.model = given.get("model", options.model)
+    keywords = prepare_model(options)
+    from hf_fsdp_tools.modeling.meta import build_meta_model
+    from hf_fsdp_tools.proof.run import prove
+
+    if options.attn_implementation:
+        keywords["attn_implementation"] = options.attn_implementation
+    model = build_meta_model(options.model, **keywords)
+    dims, num_processes, version = _layout(options, given.get("args"))
+    peft_config = given.get("peft_config")
+    proof = prove(
+        model.config,
+        type(model),
+        dims,
+        num_processes,
+        fsdp_version=version,
+        adapter=options.lora or None if peft_config is None else peft_config,
+        rows=given.get("train_dataset", ()),
+        collator=given.get("data_collator"),
+    )
+    if options.output:
+        write(options.output, proof.to_json() + "\n")
+    print(proof.to_json() if options.json else proof)
+    return int(not proof.is_proved)
+
+
+def _of_script(path: str) -> dict[str, Any]:
+    """The names that a script sets outside of its `if __name__ == "__main__"` part."""
+    if not Path(path).is_file():
+        raise ConfigError(f"There is no file {path}; a script, a folder, a config.json or a hub name is needed.")
+    try:
+        names = runpy.run_path(path, run_name="hf_fsdp_tools_prove")
+    except Exception as error:
+        raise ConfigError(f"{path} stopped with {type(error).__name__}: {error}") from error
+    if "model" not in names:
+        raise ConfigError(
+            f"{path} sets no `model` outside of `if __name__ == '__main__'`. Set it to a hub name, a folder or a "
+            "configuration; train_dataset, data_collator, args and peft_config are taken too."
+        )
+    if hasattr(names["model"], "config"):  # a model that was made already
+        names["model"] = names["model"].config
+    return names
+
+
+def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]:
+    """The degrees, their number of processes, and the version of FSDP: of options, else of the script or a file."""
+    from hf_fsdp_tools import FSDPConfig, ParallelDims
+
+    named: dict[str, Any] = {}
+    parallelism = getattr(arguments, "parallelism_config", None)
+    if parallelism is not None:
+        named = {"cp_size": parallelism.cp_size, "dp_replicate_size": parallelism.dp_replicate_size}
+    if options.config_file is not None:
+        translation = FSDPConfig.translate_file(named_config(options.config_file))
+        if translation.refusal:
+            raise ConfigError(f"{options.config_file} has no meaning here: {translation.refusal}")
+        named = dict(translation.fields)
+        options.fsdp_version = options.fsdp_version or (1 if translation.is_version1 else 2)
+    sizes = {name: min(named.get(name) or 1, 2) for name in ("dp_replicate_size", "cp_size")}
+    sizes |= {name: size for name in sizes if (size := getattr(options, name))}
+    others = sizes["dp_replicate_size"] * sizes["cp_size"]
+    is_sharded = sizes["cp_size"] == 1 or options.config_file is not None
+    num_processes = options.num_processes or others * (2 if is_sharded and 2 * others <= _MOST_PROCESSES else 1)
+    version = options.fsdp_version or 2
+    if version == 1 and (others > 1 or options.lora):
+        raise ConfigError(
+            "FSDP1 is proved with full sharding of all weights: leave --dp-replicate-size, --cp-size and --lora out."
+        )
+    return ParallelDims(**sizes), num_processes, version

@@ -1,0 +1,455 @@
+"""A sharded model beside the plain one: what each computes of the same batches, and how far they are apart.
+
+The plain model (transformers' own `from_pretrained`, one process) sees the batches of all ranks, one after the other;
+its gradients are their mean. Of the sharded model each rank sees its own batch, and ranks that share rows the same. The
+random state is set before each forward pass.
+
+In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
+is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are: the same
+operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
+
+A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
+bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.saving.save import save_pretrained
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+"""Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms)"""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A tiny checkpoint, the batches that its model takes, and how ranks share both."""
+
+    model_class: type[PreTrainedModel]
+    folder: Path
+    """Of the checkpoint, or of the adapter of one."""
+    batches: dict[str, list[dict[str, Any]]]
+    """Of each kind (rows, padded, packed) one batch for each group of ranks that share rows."""
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    fsdp_version: int = 2
+    frozen: frozenset[str] = frozenset()
+    """Parameters that the class freezes."""
+    is_adapter: bool = False
+    is_training: bool = False
+    """Whether passes with a loss are in training mode, for models in which nothing is left to chance; else none is."""
+
+    def batches_of(self, kind: str, precision: str, *, has_labels: bool = True) -> list[dict[str, Any]]:
+        """The batches of a kind; floats that the model computes with in the dtype of its weights."""
+        return [
+            {
+                name: value.to(PRECISIONS[precision])
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                else value
+                for name, value in batch.items()
+                if has_labels or name != "labels"
+            }
+            for batch in self.batches[kind]
+        ]
+
+    @property
+    def has_labels_in_evaluation(self) -> bool:
+        """Whether outputs are compared beside a loss; beside one, ranks that share rows have a part of the logits."""
+        return self.dims.cp_size == 1
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What the plain model computes in one precision."""
+
+    state: Tensors
+    modules: Tensors
+    """The outputs of modules in the first batch, in the order of their calls."""
+    outputs: dict[str, list[Tensors]]
+    """Of each kind and batch, in evaluation."""
+    losses: dict[str, list[float]]
+    gradients: dict[str, Tensors]
+    stepped: Tensors
+
+
+Found = tuple[float, str]
+"""A relative difference, and a problem: "" where there is none."""
+
+
+# ---- one forward pass ----
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's loss; without one, a weighted mean and mean square of all floating-point outputs."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss.float().reshape(())
+    parts = []
+    for _, tensor in outputs_of(output):
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.numel():
+            values = tensor.float().flatten()
+            values = torch.where(values.isfinite(), values, 0.0)
+            weights = torch.sin(torch.arange(len(values)) + 0.5)
+            parts.append((values * weights).mean() + 0.1 * (values * values).mean())
+    if not parts:
+        raise ValueError("no output has a gradient")
+    return torch.stack(parts).sum()
+
+
+def forward(model: nn.Module, batch: dict[str, Any]) -> Any:
+    """The outputs of a batch, from a known random state."""
+    torch.manual_seed(7)
+    copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}  # some models write to them
+    return model(**copies)
+
+
+def evaluate(model: nn.Module, batch: dict[str, Any]) -> Tensors:
+    """All outputs of a batch in evaluation mode, without gradients."""
+    with torch.no_grad():
+        found = dict(outputs_of(forward(model.eval(), batch)))
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+_SKIPPED = ("past_key_values", "cache", "encoder_outputs", "decoder_past_key_values")
+
+
+def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a model's output by name, caches left out."""
+    if isinstance(output, torch.Tensor):
+        yield prefix, output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if key not in _SKIPPED and "cache" not in str(key):
+                yield from outputs_of(value, f"{prefix}.{key}")
+    elif isinstance(output, list | tuple):
+        for i, value in enumerate(output):
+            yield from outputs_of(value, f"{prefix}.{i}")
+
+
+@contextmanager
+def noted_modules(model: nn.Module) -> Iterator[Tensors]:
+    """What each module of the decoder or encoder gives at its first call in a block, by name, in the order of calls."""
+    noted: Tensors = {}
+
+    def note(module: nn.Module, args: Any, output: Any, name: str) -> None:
+        first = next((tensor for _, tensor in outputs_of(output) if tensor.is_floating_point()), None)
+        if first is not None:
+            noted.setdefault(name, first.detach().clone())
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            known = _plain_name(name)
+
+            def hook(module: nn.Module, args: Any, output: Any, known: str = known) -> None:
+                note(module, args, output, known)
+
+            if known:
+                stack.callback(module.register_forward_hook(hook).remove)
+        yield noted
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module").rstrip(".")
+
+
+# ---- the plain model ----
+
+
+def plain_figures(case: Case, precision: str) -> Figures:
+    """What the plain model computes of the batches of all ranks."""
+    model, dtype = load_plain(case), PRECISIONS[precision]
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dim():  # 0-d ones are not gathered, and stay as they are
+            parameter.data = parameter.data.to(dtype)
+    figures = Figures(
+        state={name: tensor.detach().clone() for name, tensor in tensors_of(model).items()},
+        modules={},
+        outputs={},
+        losses={},
+        gradients={},
+        stepped={},
+    )
+    for kind in case.batches:
+        silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
+        figures.outputs[kind] = [evaluate(model, batch) for batch in silent]
+        total = figures.gradients.setdefault(kind, {})
+        batches = case.batches_of(kind, precision)
+        for batch in batches:
+            with noted_modules(model) as modules:
+                loss = loss_of(forward(model.train(case.is_training), batch))
+            figures.modules = figures.modules or modules
+            model.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures.losses.setdefault(kind, []).append(float(loss.detach()))
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    part = parameter.grad.float() / len(batches)
+                    total[name] = total[name] + part if name in total else part
+        if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
+            raise ValueError("gradients are not finite")
+    figures.stepped = _step(load_plain(case), total)
+    return figures
+
+
+def load_plain(case: Case, folder: Path | None = None) -> Any:
+    """The plain model of a case, in fp32; of another folder in the same form, where one is given."""
+    torch.manual_seed(3)
+    folder = folder or case.folder
+    if case.is_adapter:
+        from peft import PeftConfig, PeftModel
+
+        base = case.model_class.from_pretrained(
+            PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, dtype=torch.float32
+        )
+        return PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
+    model = case.model_class.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():  # transformers 5 makes all that it loads trainable
+        parameter.requires_grad_(name not in case.frozen and parameter.is_floating_point())
+    return model.eval()
+
+
+def _step(model: nn.Module, gradients: Tensors) -> Tensors:
+    """The weights after one step of AdamW by given gradients."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name].to(parameter.dtype) if name in gradients else None
+    _optimizer(model).step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # the eps is larger than usual: a gradient of zero must not step by the sign of its rounding
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+def tensors_of(model: nn.Module) -> Tensors:
+    """Parameters and buffers, those that no file holds too."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+# ---- the sharded model ----
+
+
+def load_sharded(case: Case, precision: str) -> Any:
+    """The model of a case in shards, in evaluation mode. Every rank must call."""
+    torch.manual_seed(3)
+    dtype = PRECISIONS[precision]
+    if case.fsdp_version == 1:
+        model = build_meta_model(case.folder, auto_class=case.model_class, dtype=torch.float32)
+        options: dict[str, Any] = (
+            {} if precision == "fp32" else {"mixed_precision": MixedPrecision(dtype, torch.float32)}
+        )
+        wrapped = wrap_fsdp1(model, make_wrap_plan(model), initialize=False, **options)
+        load_weights_fsdp1(wrapped, case.folder, progress=False)
+        return wrapped.eval()
+    mp_policy = None if precision == "fp32" else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return from_pretrained(
+        case.folder,
+        auto_class=case.model_class,
+        dtype=torch.float32,
+        mp_policy=mp_policy,
+        mesh=case.dims.build_mesh("cpu"),
+        is_trainable=case.is_adapter,
+        load_kwargs={"progress": False},
+    )
+
+
+def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:
+    """What each check of a sharded model says on this rank; every rank must call.
+
+    `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
+    one, each with its problem. Of kinds of batches other than the first, the names begin with the kind.
+    """
+    group, bound = dist.get_rank() // case.dims.cp_size, TOLERANCE[precision]
+    seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
+    for number, kind in enumerate(case.batches):
+        title = f"{kind} " if number else ""
+        silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
+        outputs = evaluate(model, silent)
+        plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
+        seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
+        model.zero_grad(set_to_none=True)
+        with noted_modules(model) as modules:
+            output = forward(model.train(case.is_training), case.batches_of(kind, "fp32")[group])
+            loss = loss_of(output)
+        loss.backward()  # type: ignore[no-untyped-call]
+        values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
+        ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
+        seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))
+        own = output.get("loss") if isinstance(output, dict) else None
+        if isinstance(own, torch.Tensor) and own.dtype != torch.float32:
+            seen[f"{title}loss"] = (seen[f"{title}loss"][0], f"computed in {own.dtype}, not in fp32 as by autocast")
+        if not number:
+            seen["module"] = _first_apart(modules, plain.modules, bound, case.dims.cp_size) if group == 0 else ""
+        seen[f"{title}gradients"] = _apart(
+            _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
+        )
+    if precision == "fp32":
+        _optimizer(model).step()  # by the gradients of the last kind
+        # AdamW divides rounding by gradients that are near zero.
+        seen["step"] = worst(_apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))
+        seen["save"] = _saved(case, model)
+    return seen
+
+
+def _shards(model: nn.Module) -> Tensors:
+    """Parameters and buffers of a sharded model by the plain model's names; under FSDP1 whole. Every rank must call."""
+    with _summoned(model):
+        found = {_plain_name(name): tensor for name, tensor in tensors_of(model).items()}
+        return {name: tensor.detach().clone() for name, tensor in found.items()} if _is_wrapped(model) else found
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    """Gradients of a sharded model, as `_shards` gives its parameters."""
+    with _summoned(model):
+        found = {_plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return isinstance(model, FullyShardedDataParallel)
+
+
+def _summoned(model: nn.Module) -> AbstractContextManager[Any]:
+    """A block in which FSDP1's parameters and gradients are whole."""
+    if not _is_wrapped(model):
+        return nullcontext()
+    whole: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+        model, writeback=False, with_grads=True
+    )
+    return whole
+
+
+def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank holds of a sharded one; without communication."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    boxes = local_boxes_of(like)
+    if not boxes:
+        return whole.flatten()[:0].reshape(local_tensor(like).shape)
+    ((box, _),) = boxes
+    return whole[tuple(slice(start, start + length) for start, length in zip(box.start, box.length, strict=True))]
+
+
+def _unequal(found: Tensors, expected: Tensors) -> str:
+    """What differs bit for bit, of the shards too; empty where nothing does."""
+    if list(found) != list(expected):
+        return f"other names: {sorted(set(found) ^ set(expected))[:3] or 'another order'}"
+    wrong = [name for name, value in expected.items() if not _same(found[name], value)]
+    return f"{len(wrong)} tensors differ, {wrong[0]} first" if wrong else ""
+
+
+def _same(found: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor, or this rank's shard of it, equals the whole one bit for bit."""
+    if found.dtype != whole.dtype or found.shape != whole.shape:
+        return False
+    a, b = local_tensor(found), held_part(whole, found)
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def worst(of_names: dict[str, Found]) -> Found:
+    """The largest difference, and the problem of the tensor that differs most of those that have one."""
+    problems = [found for found in of_names.values() if found[1]]
+    return max((found[0] for found in of_names.values()), default=0.0), max(problems, default=(0.0, ""))[1]
+
+
+def _apart(
+    found: Tensors,
+    plain: Tensors,
+    exact: Tensors,
+    bound: float,
+    *,
+    absent_is_zero: bool = False,
+    is_part: bool = False,
+) -> dict[str, Found]:
+    """The relative difference of each tensor and, where it is too large, what is apart.
+
+    In lower precision a value may also be as far from fp32 as the plain model is, twice at most.
+    """
+    floor = 0.01 * max([float(t.abs().max()) for t in plain.values() if absent_is_zero and t.numel()], default=0.0)
+    names = set(found) | set(plain) if absent_is_zero else set(plain)
+    if not (absent_is_zero or is_part) and set(found) != set(plain):
+        return {"": (math.inf, f"other names: {sorted(set(found) ^ set(plain))[:3]}")}
+    apart: dict[str, Found] = {}
+    for name in sorted(names):
+        a, b = found.get(name), plain.get(name)
+        if a is None or b is None:  # no gradient is a gradient of zeros
+            assert a is not None or b is not None
+            a = torch.zeros_like(b) if a is None and b is not None else a
+            b = torch.zeros(a.shape) if b is None and a is not None else b
+        assert a is not None and b is not None
+        if a.shape != b.shape:
+            apart[name] = math.inf, f"{name}: shape {tuple(a.shape)} and not {tuple(b.shape)}"
+            continue
+        difference, far = _relative(a, b, floor), exact.get(name)
+        is_rounded = bound >= 1e-3 and far is not None and far.shape == b.shape
+        is_apart = difference > bound and not (
+            is_rounded and far is not None and _relative(a, far, floor) <= 2 * _relative(b, far, floor)
+        )
+        apart[name] = difference, f"{name}: {difference:.1e}" if is_apart else ""
+    return apart
+
+
+def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
+    """The largest difference of a tensor, or of this rank's shard, relative to the largest value of the whole one."""
+    a, b = local_tensor(found), held_part(whole, found)
+    if not b.numel():
+        return 0.0
+    if not torch.equal(a.isnan(), b.isnan()):
+        return math.inf
+    a, b = torch.nan_to_num(a.double()), torch.nan_to_num(b.double())
+    return float((a - b).abs().max() / max(float(torch.nan_to_num(whole.double()).abs().max()), floor, 1e-12))
+
+
+def _first_apart(found: Tensors, plain: Tensors, bound: float, cp_size: int) -> str:
+    """The module whose outputs are the first to differ from the plain model's, of this rank's part of the rows too."""
+    for name, whole in plain.items():
+        part = found.get(name)
+        if part is None or part.dim() != whole.dim():
+            continue
+        if part.shape != whole.shape and whole.dim() > 1:  # a part of the rows, the last one with a padded end
+            start = dist.get_rank() % cp_size * part.shape[1]
+            whole = whole[:, start : start + part.shape[1]]
+            part = part[:, : whole.shape[1]]
+        if part.shape == whole.shape and (difference := _relative(part, whole, 0.0)) > bound:
+            return f"{name} ({difference:.1e})"
+    return ""
+
+
+def _saved(case: Case, model: Any) -> str:
+    """What is wrong with the model's saved form, reopened by transformers; empty where nothing is."""
+    folder = case.folder.with_name("saved")
+    save_pretrained(plain_view(model) if _is_wrapped(model) else model, folder)
+    if (a := _headers(folder)) != (b := _headers(case.folder)):
+        return f"files differ from transformers': {sorted(set(a.items()) ^ set(b.items()))[:3]}"
+    return _unequal(_shards(model), tensors_of(load_plain(case, folder)))
+
+
+def _headers(folder: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    if (folder / "adapter_config.json").exists():
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no dictionary)
+            return {key: f"{each.get_dtype()} {each.get_shape()}" for key, each in slices.items()}
+    return {key: f"{stored.dtype} {stored.shape}" for key, stored in CheckpointIndex.open(folder).tensors.items()}

@@ -1,0 +1,258 @@
+"""`hf-fsdp prove`: right layouts are proved, and each kind of fault is found, named by check and module.
+
+Faults are put into the ranks' own code: a wrong divisor, a dropped mask, rows exchanged between ranks, labels that are
+not shifted, angles of other positions, collectives that are left out.
+"""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch.distributed.fsdp import FSDPModule
+
+from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.proof import run
+from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
+from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.record import checksum, read_proof
+from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
+from hf_fsdp_tools.sharding import context_parallel as cp
+from tests._dist import run_cases, run_ranks
+
+LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 2, "adapter": False}
+
+
+def _case(folder, config, dims):
+    cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    num_batches = 2 // dims.cp_size
+    case, facts = tiny_case(telling(config), [cls], folder / "checkpoint", num_batches=num_batches, words=WORDS)
+    case, _ = with_kinds(case)
+    assert list(case.batches) == ["rows", "padded", "packed"]
+    case = replace(case, dims=dims, is_training=True)
+    torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
+    return facts
+
+
+def _seen(folder, *patches):
+    with ExitStack() as stack:
+        for target, name, value in patches:
+            stack.enter_context(patch.object(target, name, value))
+        return examine_on_rank(folder)
+
+
+def _proof(ranks):
+    return make_proof({"class": "", "parameters": 0, "inputs": ""}, LAYOUT, ranks, {})
+
+
+# ---- faults of ranks that share rows ----
+
+
+def _twice_the_loss(inner, *args, **kwargs):
+    return 2 * _LOSS(inner, *args, **kwargs)
+
+
+def _no_mask(module, query, key, value, attention_mask, *args, **kwargs):
+    return _ATTEND(module, query, key, value, None, *args, **kwargs)
+
+
+def _exchanged(rows, to_ranks, dim):
+    return _FROM_ALL(rows, to_ranks.flip(0) if dim == 2 else to_ranks, dim)
+
+
+def _not_shifted(model, args, kwargs, *, rows):
+    labels = {"shift_labels": kwargs["labels"]} if kwargs.get("labels") is not None else {}
+    return _BEFORE_MODEL(model, args, kwargs | labels, rows=rows)
+
+
+def _stale_positions(name, value, length, rows):
+    first = cp.Rows(rows.group, 0, rows.size) if name == "position_embeddings" else rows
+    return _CUT(name, value, length, first)
+
+
+def _without_exchange(rows, to_ranks, dim):
+    return torch.cat(to_ranks.unbind(), dim)
+
+
+def _summed(case, precision):
+    model = _LOAD(case, precision)
+    for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        unit.set_gradient_divide_factor(1.0)
+    return model
+
+
+_LOAD = run.load_sharded
+_LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, cp._attend, cp.Rows._from_all
+_BEFORE_MODEL, _CUT = cp._before_model, cp._cut
+FAULTS = {
+    "wrong divisor": ((cp, "_loss_of_part", _twice_the_loss), "loss", ""),
+    "dropped mask": ((cp, "_attend", _no_mask), "packed rows: loss", ""),
+    "rows exchanged": ((cp.Rows, "_from_all", _exchanged), "loss", "self_attn"),
+    "labels not shifted": ((cp, "_before_model", _not_shifted), "loss", ""),
+    "stale position ids": ((cp, "_cut", _stale_positions), "loss", "layers.0.self_attn"),
+    "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss", "layers.0.self_attn"),
+    "gradients not averaged": ((run, "load_sharded", _summed), "gradients", ""),
+}
+
+
+def _faulty(folder):
+    seen = {"none": partial(_seen, folder)} | {
+        name: partial(_seen, folder, fault) for name, (fault, *_) in FAULTS.items()
+    }
+    return run_cases(seen)
+
+
+def test_each_kind_of_fault_is_found(tmp_path):
+    facts = _case(tmp_path, transformers.Gemma3TextConfig(), ParallelDims(cp_size=2))
+    assert facts["class"] == "Gemma3ForCausalLM"
+    ranks = run_ranks(_faulty, 2, tmp_path)
+    right = _proof([rank["none"] for rank in ranks])
+    assert right.is_proved and not right.first_module, right
+    for name, (_, check, module) in FAULTS.items():
+        proof = _proof([rank[name] for rank in ranks])
+        assert not proof.is_proved, name
+        assert any(problem.startswith(f"fp32 {check}: ") for problem in proof.problems), (name, proof.problems)
+        assert module in proof.first_module, (name, proof.first_module)
+        assert "not proved" in str(proof)
+
+
+# ---- the command ----
+
+
+def _run(capfd, *words):
+    status = main(["prove", *map(str, words)])
+    return status, capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1"]),
+        ({"model_type": "deepseek_v3"}, ["--lora", "--cp-size", "2"]),
+        ({"model_type": "bert"}, ["--dp-replicate-size", "2"]),
+    ],
+    ids=["FSDP1", "LoRA, cp 2", "HSDP"],
+)
+def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, said = _run(capfd, tmp_path, "--output", tmp_path / "proof.json", *words)
+    assert status == 0 and "proved (sha256 " in said.out, said
+    proof = read_proof(tmp_path / "proof.json")
+    assert proof["is_proved"] and proof["sha256"][:16] in said.out
+    assert {row["check"] for row in proof["checks"]} == {"load", "outputs", "loss", "gradients", "step", "save"}
+    assert {row["precision"] for row in proof["checks"]} == {"fp32", "bf16"}
+
+
+SCRIPT = """
+from transformers import LlamaConfig
+model = LlamaConfig()
+words = [list(range(7 * i, 7 * i + 9 + i)) for i in range(8)]
+train_dataset = [{"input_ids": each, "labels": each} for each in words]
+def data_collator(rows):
+    import torch
+    longest = max(len(row["input_ids"]) for row in rows)
+    pad = lambda values, by: values + [by] * (longest - len(values))
+    return {
+        "input_ids": torch.tensor([pad(row["input_ids"], 0) for row in rows]),
+        "attention_mask": torch.tensor([pad([1] * len(row["input_ids"]), 0) for row in rows]),
+        "labels": torch.tensor([pad(row["labels"], -100) for row in rows]),
+    }
+if __name__ == "__main__":
+    raise RuntimeError("a proof does not train")
+"""
+
+
+def test_a_script_gives_model_rows_and_collator(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    status, said = _run(capfd, script, "--cp-size", "2", "--json")
+    proof = json.loads(said.out)
+    assert status == 0 and proof["is_proved"] and proof["model"]["inputs"] == "input_ids attention_mask labels"
+    assert {row["rows"] for row in proof["checks"]} == {"rows"}, "the user's rows alone"
+    script.write_text("name = 'x'\n")
+    assert _run(capfd, script)[0] == 1
+    script.write_text("raise ValueError('no data')\n")
+    status, said = _run(capfd, script)
+    assert status == 1 and "stopped with ValueError: no data" in said.err
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "error"),
+    [
+        ({"model_type": "bert"}, ["--cp-size", "2"], "BertForMaskedLM cannot be trained with cp_size 2: its loss"),
+        ({"model_type": "llama"}, ["--cp-size", "2", "--num-processes", "3"], "does not make the 3 processes"),
+        ({"model_type": "llama"}, ["--fsdp-version", "1", "--lora"], "leave --dp-replicate-size, --cp-size and --lora"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_in_one_line(tmp_path, capfd, config, words, error):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, said = _run(capfd, tmp_path, *words)
+    assert status == 1 and error in said.err and said.err.count("\n") == 1
+
+
+def test_a_launch_file_gives_the_layout(tmp_path, capfd):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    machines = ["--num-processes", "64", "--gpu", "h100-80gb"]
+    assert main(["config", *machines, "--cp-size", "8", "--output", f"{tmp_path}/f.yaml"]) == 0
+    status, said = _run(capfd, tmp_path, "--config-file", tmp_path / "f.yaml")
+    assert status == 0 and "dp_shard_size 2 x cp_size 2: 4 CPU ranks" in said.out
+
+
+# ---- what a run does with a proof ----
+
+
+def _file(folder, **changes):
+    content = {"is_proved": True, "model": {"class": "LlamaForCausalLM"}, "layout": LAYOUT | {"cp_size": 1}} | changes
+    (folder / "proof.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+    return str(folder / "proof.json")
+
+
+def _trained(folder):
+    from hf_fsdp_tools.saving.manifest import read_manifest
+
+    path = f"{folder}/proof.json"
+    accelerator = make_accelerator(proof=path, cpu=True)
+    model = from_pretrained(f"{folder}/checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
+    model = accelerator.prepare(model)
+    accelerator.save_state(f"{folder}/state")
+    return read_manifest(folder / "state").proof
+
+
+def _refused(folder):
+    make_accelerator(proof=f"{folder}/proof.json", cpu=True)
+
+
+def test_the_manifest_of_a_state_names_the_proof_of_its_layout(tmp_path):
+    _case(tmp_path, transformers.LlamaConfig(), ParallelDims())
+    _file(tmp_path)
+    assert run_ranks(_trained, 2, tmp_path) == [read_proof(tmp_path / "proof.json")["sha256"]] * 2
+    _file(tmp_path, layout=LAYOUT)
+    with pytest.raises(AssertionError, match=r"The proof is of another layout: cp_size 2 \(here 1\)"):
+        run_ranks(_refused, 2, tmp_path)
+    _file(tmp_path, model={"class": "BertForMaskedLM"})
+    with pytest.raises(AssertionError, match="is of BertForMaskedLM, and the model is a LlamaForCausalLM"):
+        run_ranks(_trained, 2, tmp_path)
+
+
+def test_a_file_that_proves_nothing_is_refused(tmp_path):
+    path = _file(tmp_path)
+    read_proof(path)
+    text = (tmp_path / "proof.json").read_text()
+    (tmp_path / "proof.json").write_text(text.replace("Llama", "Qwen3"))
+    with pytest.raises(ConfigError, match="another checksum"):
+        make_accelerator(proof=path, cpu=True)
+    with pytest.raises(ConfigError, match="differs from one process"):
+        read_proof(_file(tmp_path, is_proved=False))
+    with pytest.raises(ConfigError, match="The proof cannot be read"):
+        read_proof(tmp_path / "absent.json")
+
+
+def test_ranks_that_fail_make_no_proof():
+    proof = _proof([{"error": "rank 0 failed: x"}])
+    assert isinstance(proof, Proof) and not proof.is_proved and "rank 0 failed: x" in str(proof)
+    assert not _proof([]).is_proved, "nothing was compared"
