@@ -32,6 +32,8 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     """Outcome and largest difference of each check, and units gathered, on this rank; every rank must call."""
     model = load_sharded(case, precision)
     row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
+    seen = examine(case, model, precision, plain, exact)
+    seen.pop("module")
     gathered, batch = Gathered(), case.batches_of("rows", "fp32")[dist.get_rank() // case.dims.cp_size]
     with gathered.counted():
         evaluate(model, batch)
@@ -41,8 +43,6 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
         loss.backward()
     row["gathered"], row["allowed"] = gathered.most, most_allowed(model, first)
     row["resharded"] = "" if not left_gathered else f"{left_gathered} units stay gathered after an evaluation"
-    seen = examine(case, model, precision, plain, exact)
-    seen.pop("module")
     return row | {check: worst(found) if isinstance(found, dict) else found for check, found in seen.items()}
 
 

@@ -56,6 +56,8 @@ class Rows:
     length: int = 0
     """Tokens of a whole row, without padding of its end to a multiple of the ranks."""
     has_mask: bool = False
+    is_causal: bool = True
+    """Whether no token attends to later ones, nor to the padding at the end."""
     labels: torch.Tensor | None = None
     """The labels of this rank's part, each of the token after it."""
     num_labels: Any = None
@@ -203,6 +205,7 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     blocks = list(_blocks(model).values())
     copies: dict[int, Any] = {}
     exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
+    rows.is_causal = all(getattr(each, "is_causal", True) for block in blocks for each in _attentions(block))
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     return [
         *exchanges,
@@ -340,6 +343,8 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     rows.compare(tokens)
     rows.length, rows.has_mask = tokens.shape[1], given.get("attention_mask") is not None
     rows.labels, rows.loss_was_computed = None, False
+    if rows.length % rows.size and not (rows.has_mask or rows.is_causal):  # tokens would attend to the padding
+        given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     given = {name: _padded(name, value, rows) for name, value in given.items()} | {"use_cache": False}
     labels, shifted = given.get("labels"), given.pop("shift_labels", None)
     if shifted is None:

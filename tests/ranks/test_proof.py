@@ -13,11 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.proof import run
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.record import checksum, read_proof
@@ -79,14 +77,10 @@ def _without_exchange(rows, to_ranks, dim):
     return torch.cat(to_ranks.unbind(), dim)
 
 
-def _summed(case, precision):
-    model = _LOAD(case, precision)
-    for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
-        unit.set_gradient_divide_factor(1.0)
-    return model
+def _without_backward(rows, to_ranks, dim):
+    return _FROM_ALL(rows, to_ranks.detach(), dim)
 
 
-_LOAD = run.load_sharded
 _LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, cp._attend, cp.Rows._from_all
 _BEFORE_MODEL, _CUT = cp._before_model, cp._cut
 FAULTS = {
@@ -96,7 +90,7 @@ FAULTS = {
     "labels not shifted": ((cp, "_before_model", _not_shifted), "loss", ""),
     "stale position ids": ((cp, "_cut", _stale_positions), "loss", "layers.0.self_attn"),
     "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss", "layers.0.self_attn"),
-    "gradients not averaged": ((run, "load_sharded", _summed), "gradients", ""),
+    "missing collective in backward": ((cp.Rows, "_from_all", _without_backward), "gradients", ""),
 }
 
 
