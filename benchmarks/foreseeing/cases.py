@@ -186,6 +186,13 @@ CASES = (
     Case(name="root only", config=_llama, settings=dict(wrapping="root")),
     Case(name="root only, checkpointing", config=_llama, settings=dict(wrapping="root", activation_checkpointing=True)),
     Case(name="HSDP", config=_llama, settings=dict(dp_replicate_size=2), ranks=4),
+    Case(name="shared rows", config=_qwen3, settings=dict(cp_size=2)),
+    Case(
+        name="shared rows, 4 ranks, checkpointing",
+        config=_llama,
+        ranks=4,
+        settings=dict(cp_size=2, activation_checkpointing=True),
+    ),
     Case(name="no reshard", config=_llama, settings=dict(reshard_after_forward=False)),
     Case(
         name="foreach AdamW, no clipping", config=_llama, settings=dict(optimizer="adamw_foreach", max_grad_norm=None)

@@ -78,7 +78,7 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         policy = replace(policy, reshard_after_forward={"*": False})
     plan = make_wrap_plan(model, policy=policy)
     how: dict[str, Any] = {
-        "mesh": ParallelDims(dp_replicate_size=setup.dp_replicate_size).build_mesh(device.type),
+        "mesh": ParallelDims(dp_replicate_size=setup.dp_replicate_size, cp_size=setup.cp_size).build_mesh(device.type),
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
         "activation_checkpointing": setup.activation_checkpointing,
@@ -117,6 +117,7 @@ def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.op
 def _batch(model: nn.Module, setup: TrainingSetup, images: Images | None, device: torch.device) -> dict[str, Any]:
     """The batch of which the dry run assumes the shapes, with random words."""
     batch = batch_of(model, setup, images)
+    torch.manual_seed(0)  # ranks that share rows have the same
     for name in {"input_ids", "labels"} & batch.keys():
         if batch[name].dim() > 1:
             words = torch.randint(20, 200, batch[name].shape)

@@ -56,8 +56,6 @@ def add_config(commands: Any) -> None:
     machines("--gpu-ids", metavar="0,1", help="uses these GPUs (default: all)")
     shard = parser.add_argument_group("sharding (with NAME searched unless given)").add_argument
     add_sharding_options(shard)
-    about = "has N processes share each row, with a part of every sequence (context parallelism)"
-    shard("--cp-size", type=count, metavar="N", help=about)
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
@@ -81,8 +79,6 @@ def _config(options: argparse.Namespace) -> None:
         raise ConfigError("--cpu and --gpu: give one of them")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
-    if options.model is not None and (options.cp_size or 1) > 1:
-        raise ConfigError("--cp-size is not searched, and its memory is not foreseen: leave NAME out, or --cp-size")
     check_writable(options.output)
     translation = None if options.source is None else FSDPConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
@@ -97,7 +93,7 @@ def _config(options: argparse.Namespace) -> None:
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
-        names = ("reshard_after_forward", "dp_replicate_size", "offload_params", "activation_checkpointing")
+        names = ("reshard_after_forward", "dp_replicate_size", "cp_size", "offload_params", "activation_checkpointing")
         searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
         reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})

@@ -129,6 +129,8 @@ def add_machine_options(add: Callable[..., Any]) -> None:
 def add_sharding_options(add: Callable[..., Any]) -> None:
     """Add what FSDP does."""
     add("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
+    about = "has N processes share each row, with a part of every sequence (context parallelism)"
+    add("--cp-size", type=count, metavar="N", help=about)
     switch = {"action": argparse.BooleanOptionalAction}
     add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
     add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")

@@ -11,8 +11,9 @@ from typing import Literal
 
 import torch
 
-Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload"]
-"""The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), and the copies of CPU offload."""
+Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "rows"]
+"""The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), the copies of CPU offload, and what GPUs
+that share rows exchange, for which their computation waits."""
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
@@ -34,12 +35,20 @@ Kind = Literal[
 before they are reduced; temporaries do not outlive the module that made them."""
 
 Operation = Literal[
-    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "host_to_device", "device_to_host"
+    "matmul",
+    "attention",
+    "memory",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "host_to_device",
+    "device_to_host",
 ]
 """What bounds the duration: the matrix units, the attention kernels, the GPU's memory, the links between GPUs, or the
 link to the host."""
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 COPIES = ("host_to_device", "device_to_host")
 

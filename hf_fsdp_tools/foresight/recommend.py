@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.forecast import Source, step_of
+from hf_fsdp_tools.foresight.forecast import Source, build, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.search import GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -21,6 +21,8 @@ from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
+from hf_fsdp_tools.modeling.tree_copy import base_of
+from hf_fsdp_tools.sharding.context_parallel import check_rows
 from hf_fsdp_tools.text import show_bytes
 
 MARGIN = 0.1
@@ -31,6 +33,9 @@ _NOT_FORESEEN = "tokens/s are not foreseen: of this GPU no published training is
 
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
+LONG = 32_768
+"""Tokens per sequence from which rows are shared where that is faster, and not only where nothing else fits. (assumed:
+attention takes most of a step from there on)"""
 LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
 
 
@@ -63,7 +68,7 @@ class Recommendation:
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step, over all GPUs."""
-        return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.num_gpus
+        return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.rows_at_once
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -83,7 +88,7 @@ class Recommendation:
             lines += [(" " * len(head) if at else head) + reason for at, reason in enumerate(reasons)]
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
         lines += [
-            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.num_gpus} GPUs x {setup.batch_size} x "
+            f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.row_words} x {setup.batch_size} x "
             f"{setup.gradient_accumulation_steps} steps, {self.global_batch_size * setup.seq_len:,} tokens",
             "",
             f"memory    {show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
@@ -124,6 +129,7 @@ _TITLES = {
     "reshard_after_forward": "reshard after forward",
     "sync_each_batch": "reduction in every micro-step",
     "dp_replicate_size": "copies of the model",
+    "cp_size": "GPUs that share a row",
     "offload": "offload",
     "compile": "torch.compile",
     "reduce_dtype": "reduction in",
@@ -170,9 +176,10 @@ def recommend_config(
 
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
     otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
-    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated, and, where nothing fits
-    without, CPU offload. LoRA or all parameters, precision, optimizer and sequence length (unless it is None) are never
-    searched. Faster settings that change how numbers are rounded are named (`Recommendation.proposals`).
+    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; for long rows, and where
+    nothing fits without, GPUs of a machine that share rows (`cp_size`), and then CPU offload. LoRA or all parameters,
+    precision, optimizer and sequence length (unless it is None) are never searched. Faster settings that change how
+    numbers are rounded are named (`Recommendation.proposals`).
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
@@ -210,14 +217,15 @@ def recommend_config(
     given = frozenset(fixed) & frozenset(SEARCHED)
     job = Job(_model_name(name_or_model), TrainingSetup.of(setup, **fixed), given, margin, priced)
     if longest is not None:  # of powers of two and the longest, where the leanest setting fits
+        most = _row_sizes(job, name_or_model, kwargs)[-1]
         lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
-        place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length))
+        place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length, cp_size=most))
         job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
-    search = Search(Space.of(job.setup, job.fixed, global_batch_size), priced, job.usable_bytes)
+    search, sharing = _over_rows(job, _row_sizes(job, name_or_model, kwargs), global_batch_size)
     best: Point | None = None
     while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
         best = found
-        reasons = _reasons(search, best, job)
+        reasons = _reasons(search, best, job) | sharing
     if best is None:
         raise ConfigError(_nothing_fits(job))
     cost, chosen = search.cost(best), search.space.setup(best)
@@ -234,6 +242,56 @@ def recommend_config(
         estimated=len(prices),
         possible=len(search.space),
     )
+
+
+def _row_sizes(job: Job, name_or_model: Source, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """How many GPUs may share rows, ascending: powers of two inside a machine, if the model can (`check_rows`)."""
+    setup = job.setup
+    most = min(setup.gpus_per_node, setup.num_gpus)
+    group = setup.num_gpus // (setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1)
+    sizes = [size for power in range(1, 10) if (size := 2**power) <= most and group % size == 0]
+    if setup.cp_size > 1 or "cp_size" in job.fixed or setup.wrapping == "none" or not sizes:
+        return [setup.cp_size]
+    model, _ = build(name_or_model, setup, **model_kwargs)
+    try:
+        check_rows(base_of(model), sizes[0])
+    except ConfigError:
+        return [1]
+    return [1, *sizes]
+
+
+def _over_rows(job: Job, sizes: list[int], global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
+    """The search with the number of GPUs per row that is fastest, ascending until a larger one is not faster; and why.
+
+    Rows are shared before anything is offloaded.
+    """
+    searches: dict[int, tuple[Search, Point]] = {}
+    first = chosen = Search(Space.of(job.setup, job.fixed, global_batch_size), job.priced, job.usable_bytes)
+    rate = 0.0
+    for size in sizes:
+        without = frozenset() if size == sizes[0] else {"offload"}
+        space = Space.of(replace(job.setup, cp_size=size), job.fixed | without, global_batch_size)
+        search = first if size == sizes[0] else Search(space, job.priced, job.usable_bytes)
+        point = search.best()
+        if point is not None:
+            searches[size] = search, point
+            is_last_resort = point.offload and "offload" not in job.fixed
+            if search.rate(point) > rate * (1 + GAIN):
+                chosen, rate = search, 0.0 if is_last_resort else search.rate(point)
+            elif rate:
+                break
+        if rate and job.setup.seq_len < LONG:
+            break
+    if len(searches) < 2 and chosen is first:
+        return chosen, {}
+    lines = []
+    for size, (search, point) in searches.items():
+        if search is not chosen:
+            slower = 1 - search.rate(point) / chosen.rate(searches[chosen.space.base.cp_size][1])
+            with_offload = " with offload" * point.offload
+            lines.append(f"{size}: fits{with_offload}, but {_percent(slower)} slower")
+    lines += [f"{size}: fits at no setting" for size in sizes[: sizes.index(max(searches)) + 1] if size not in searches]
+    return chosen, {"cp_size": tuple(lines) or ("nothing else to choose from",)}
 
 
 def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: float) -> Evaluate:
@@ -351,7 +409,7 @@ def _nothing_fits(job: Job) -> str:
         f"{job.model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
         f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({free} stays free). "
         + (f"What fits: {fitting}. " if fitting else "Take a smaller model. ")
-        + "Expert and context parallelism are not in this package."
+        + "Expert parallelism is not in this package."
     )
 
 

@@ -71,7 +71,8 @@ class Space:
         # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
         node = min(setup.gpus_per_node, setup.num_gpus)
         sizes = [4 * node, 2 * node, node, node // 2] if setup.num_gpus > node else [node // 2, node // 4]
-        copies = [setup.num_gpus // size for size in sizes if 1 < size < setup.num_gpus and setup.num_gpus % size == 0]
+        sizes = [size for size in sizes if 1 < size < setup.num_gpus and size % setup.cp_size == 0]
+        copies = [setup.num_gpus // size for size in sizes if setup.num_gpus % size == 0]
         accumulation = _batches(setup, fixed, global_batch_size)
         is_accumulated = is_sharded and max(accumulation.values()) > 1
         values: dict[str, tuple[Any, ...]] = {
@@ -112,10 +113,10 @@ def _batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: in
     steps = setup.gradient_accumulation_steps if "gradient_accumulation_steps" in fixed else None
     if global_batch_size is None:
         return dict.fromkeys(BATCHES if batch is None else (batch,), steps or 1)
-    divisor = setup.num_gpus * (batch or 1) * (steps or 1)
+    divisor = setup.rows_at_once * (batch or 1) * (steps or 1)
     rest, over = divmod(global_batch_size, divisor)
     if over or rest < 1 or (batch and steps and rest > 1):
-        factors = [f"{setup.num_gpus} GPUs", *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
+        factors = [setup.row_words, *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
         near = {max(rest, 1) * divisor, max(rest + 1, 1) * divisor} if not (batch and steps) else {divisor}
         raise ConfigError(
             f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}; use "
@@ -198,8 +199,8 @@ class Search:
     def fitting(self) -> list[Point]:
         return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]
 
-    def _sequences(self, point: Point) -> int:
-        return point.batch_size * self.space.accumulation[point.batch_size]
+    def _sequences(self, point: Point) -> float:
+        return point.batch_size * self.space.accumulation[point.batch_size] / self.space.base.cp_size
 
     def _climb(self, family: list[Point]) -> None:
         """Price micro-batches of one family, from that of the fastest point so far: doubled while that is faster and

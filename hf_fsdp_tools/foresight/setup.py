@@ -45,8 +45,10 @@ class TrainingSetup:
     for the GPU, which PCIe with few or shared lanes does not reach."""
     dp_replicate_size: int = 1
     """Copies of the sharded model (HSDP)."""
+    cp_size: int = 1
+    """GPUs that share each row (context parallelism), neighbours; weights are sharded over them too."""
     batch_size: int = 1
-    """Sequences per GPU and micro-step (`per_device_train_batch_size`)."""
+    """Sequences per GPU, or group of GPUs that share rows, and micro-step (`per_device_train_batch_size`)."""
     seq_len: int = 4096
     """Tokens per sequence."""
     images: int | None = None
@@ -126,7 +128,11 @@ class TrainingSetup:
             raise ConfigError(f"lora_dropout is {self.lora_dropout:g}; give a share from 0 to below 1.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
-        ParallelDims(dp_replicate_size=self.dp_replicate_size).resolve(self.num_gpus)
+        ParallelDims(dp_replicate_size=self.dp_replicate_size, cp_size=self.cp_size).resolve(self.num_gpus)
+        if self.cp_size > 1 and self.wrapping == "none":
+            raise ConfigError("cp_size shares rows among GPUs that share the weights; leave it or wrapping='none' out.")
+        if self.seq_len < self.cp_size:
+            raise ConfigError(f"seq_len {self.seq_len} is shorter than cp_size {self.cp_size}; use fewer GPUs per row.")
 
     @property
     def words(self) -> str:
@@ -153,5 +159,15 @@ class TrainingSetup:
 
     @property
     def dp_shard_size(self) -> int:
-        """GPUs that share one copy of the model."""
+        """GPUs that share one copy of the model, those that share rows among them."""
         return 1 if self.wrapping == "none" else self.num_gpus // self.dp_replicate_size
+
+    @property
+    def rows_at_once(self) -> int:
+        """GPUs, or groups of those that share rows: each has a micro-batch of its own."""
+        return self.num_gpus // self.cp_size
+
+    @property
+    def row_words(self) -> str:
+        """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
+        return f"{self.num_gpus} GPUs" if self.cp_size == 1 else f"{self.rows_at_once} groups of {self.cp_size} GPUs"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -47,8 +47,9 @@ IGNORED = -100
 class Rows:
     """The rows that the ranks of a group share, and what is known of those in the forward pass under way."""
 
-    group: dist.ProcessGroup | None
-    """None where a model on meta is tried, and nothing is communicated."""
+    group: dist.ProcessGroup | str | None
+    """None where a model on meta is tried, and nothing is communicated; a name where a model is followed on tensors
+    without data, and there is no such group."""
     rank: int
     size: int
     is_cut: bool = False
@@ -84,7 +85,7 @@ class Rows:
 
     def compare(self, tokens: torch.Tensor) -> None:
         """Refuse different rows on the ranks of the group; one all-reduce of 32 bytes in the first pass alone."""
-        if self.were_compared or self.group is None:
+        if self.were_compared or not isinstance(self.group, dist.ProcessGroup):
             return
         self.were_compared = True
         values = tokens.detach().double().flatten()
@@ -107,8 +108,11 @@ class Rows:
 
     def _from_all(self, to_ranks: torch.Tensor, dim: int) -> torch.Tensor:
         counts = [1] * self.size
-        to_ranks = to_ranks.contiguous()
-        received = to_ranks if self.group is None else all_to_all_single_autograd(to_ranks, counts, counts, self.group)
+        received = to_ranks = to_ranks.contiguous()
+        if isinstance(self.group, dist.ProcessGroup):
+            received = all_to_all_single_autograd(to_ranks, counts, counts, self.group)
+        elif self.group is not None:
+            received = torch.ops._c10d_functional_autograd.all_to_all_single(to_ranks, counts, counts, self.group)
         return torch.cat(received.unbind(), dim)
 
 
@@ -199,6 +203,11 @@ def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
     The model must be one that `check_rows` takes.
     """
     return _add_hooks(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+
+
+def follow_rows(model: nn.Module, size: int) -> None:
+    """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
+    _add_hooks(model, Rows("rows", 0, size))
 
 
 def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
@@ -448,8 +457,8 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
             f"{type(model).__name__} computes its loss by itself, not by transformers' loss_function: with cp_size it "
             "would be that of a part of the rows."
         )
-    mean = output.loss.detach().clone()
-    dist.all_reduce(mean, group=rows.group)
+    mean = output.loss.detach()
+    mean = all_reduce(mean, "sum", rows.group) if isinstance(rows.group, dist.ProcessGroup) else mean * rows.size
     # the value of whole rows, and the gradient of this rank's part
     output.loss = output.loss + (mean / rows.size - output.loss.detach())
     return output

@@ -9,7 +9,7 @@ from benchmarks.foreseeing.cases import case_named
 from benchmarks.foreseeing.memory import foreseen_on_cpus, measured_on_cpus, requested
 from tests._dist import run_ranks
 
-CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")
+CASES = ("tied", "root only, checkpointing", "VLM, LLaVA", "shared rows")
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,11 @@ def measure_all() -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
     held, peak = requested(foreseen_on_cpus(case_named(name), "tiny", 2))
+    # gloo lets go of what ranks that share rows exchange some time later: here one to three hidden states of 8 KiB
+    late = 2e-2 if name == "shared rows" else 1e-3
     for rank in real:
-        assert rank[name]["peak"] == pytest.approx(peak, rel=1e-3)
-        assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
+        assert rank[name]["peak"] == pytest.approx(peak, rel=late)
+        assert rank[name]["held"] == pytest.approx(held, rel=late)
 
 
 def test_memory_left_out_is_what_gloo_copies(real):

@@ -123,7 +123,12 @@ def _write_micro_steps(
                     replicated.gradient(event.parameter, block)
                 continue
             is_renamed = at in taken and not is_last
+            is_of_rows = type(event) is Work and event.stream == "rows"
+            if is_of_rows:
+                writer.wait_stream("rows", "compute")
             writer.events.append(replace(event, block=renamed[event.block]) if is_renamed else event)
+            if is_of_rows:
+                writer.wait_stream("compute", "rows")
             if type(event) is Mark and schedule is not None:
                 schedule.mark(event)
         writer.phase = "backward"

@@ -109,8 +109,8 @@ def efficiency_of(gpu: Gpu) -> Efficiency:
 
 # ---- collectives ----
 
-Axis = Literal["shard", "replicate"]
-"""The two axes of a mesh of FSDP: ranks that share one copy of the model, and ranks that hold the same shards."""
+Axis = Literal["shard", "replicate", "rows"]
+"""Ranks that share one copy of the model, ranks that hold the same shards, and ranks that share rows."""
 
 _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
@@ -167,12 +167,17 @@ def group_of(
 ) -> Group:
     """The group of a rank along an axis of the mesh.
 
-    Ranks fill machines one after another. Those that share a copy of the model are neighbours; those that hold the same
-    shards are `setup.dp_shard_size` apart, so that a machine holds ranks of several such groups, which communicate at
-    the same time and share its network.
+    Ranks fill machines one after another. Those that share a copy of the model, or rows, are neighbours; those that
+    hold the same shards are `setup.dp_shard_size` apart, so that a machine holds ranks of several such groups, which
+    communicate at the same time and share its network.
     """
     replicas = setup.num_gpus // setup.dp_shard_size
-    all_ranks, apart = (setup.dp_shard_size, 1) if axis == "shard" else (replicas, setup.dp_shard_size)
+    sizes = {
+        "shard": (setup.dp_shard_size, 1),
+        "replicate": (replicas, setup.dp_shard_size),
+        "rows": (setup.cp_size, 1),
+    }
+    all_ranks, apart = sizes[axis]
     ranks = all_ranks if ranks is None else ranks
     in_node = min(setup.gpus_per_node, setup.num_gpus)
     ranks_per_node = max(1, min(ranks, in_node // apart))
@@ -197,6 +202,8 @@ def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> 
     """Seconds until every rank of the group has the result of a collective; 0 in a group of one."""
     if group.ranks <= 1:
         return 0.0
+    if operation == "all_to_all":
+        return _direct(num_bytes, group)
     if operation == "all_reduce":
         return min(_ring(num_bytes, group, 2), _tree(num_bytes, group))
     return min(_ring(num_bytes, group, 1), _pat(num_bytes, group))
@@ -235,6 +242,16 @@ def _tree(num_bytes: float, group: Group) -> float:
     return min(times)
 
 
+def _direct(num_bytes: float, group: Group) -> float:
+    """Seconds in which every rank sends each other rank its part by itself: inside a machine over its own link, to
+    others over the network, which the ranks of the machine share."""
+    inside, outside = group.ranks_per_node - 1, max(group.ranks - group.ranks_per_node, 0)
+    part = num_bytes / group.ranks
+    seconds = max(inside * part / group.link_bandwidth, outside * part * group.ranks_per_node / group.network_bandwidth)
+    latency = _STEP_MICROSECONDS["network" if outside else group.link, "ring"][2]
+    return (_BASE_MICROSECONDS["ring"][2] + latency) * 1e-6 + seconds
+
+
 def _pat(num_bytes: float, group: Group) -> float:
     """Seconds of NCCL's logarithmic algorithm (PAT, since 2.23), which it has for one rank per machine."""
     if group.ranks_per_node > 1:
@@ -255,7 +272,7 @@ _HOST_MEMORY = 0.7
 """Share of the host's memory bandwidth that an optimizer on its CPUs reaches. (assumed; ZeRO-Offload, arXiv 2101.06840,
 table 4: 0.22 s per billion parameters, that is 127 GB/s of the 256 of a DGX-2's node for 28 bytes per parameter)"""
 
-_COLLECTIVE_TRAFFIC = {"all_gather": 2.0, "reduce_scatter": 3.0, "all_reduce": 5.0}
+_COLLECTIVE_TRAFFIC = {"all_gather": 2.0, "reduce_scatter": 3.0, "all_reduce": 5.0, "all_to_all": 2.0}
 """How often the bytes of a collective pass the GPU's own memory in a ring: what is received is written, what is sent is
 read, and what is summed is read once more."""
 
@@ -299,5 +316,5 @@ class Durations:
 
     def group(self, work: Work) -> Group:
         """Who takes part in a collective. FSDP2 reduces over replicas on a stream of its own."""
-        axis: Axis = "replicate" if work.stream == "all_reduce" else "shard"
+        axis: Axis = "rows" if work.stream == "rows" else "replicate" if work.stream == "all_reduce" else "shard"
         return group_of(axis, self._setup, self._gpu, self._efficiency.network, work.ranks)

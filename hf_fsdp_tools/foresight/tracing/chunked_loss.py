@@ -39,13 +39,15 @@ def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
         )
 
     def forward(self: Any, *args: Any, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        is_shifted = kwargs.pop("shift_labels", None) is not None  # of ranks that share rows
+        kwargs.pop("num_items_in_batch", None)
         hidden = self.base_model(*args, **kwargs)[0]
         if hidden.requires_grad:
             hidden.register_hook(lambda _: setattr(recorder, "in_loss", False))
         recorder.in_loss = True
-        labels = labels[:, 1:]
+        labels = labels if is_shifted else labels[:, 1:]
         mask = labels != -100
-        hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        hidden = (hidden if is_shifted else hidden[:, :-1]).reshape(-1, hidden.shape[-1])
         head = self.get_output_embeddings()
         log_probs: torch.Tensor = _LogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, labels.reshape(-1), recorder

@@ -27,7 +27,9 @@ from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
@@ -48,6 +50,8 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     """
     if setup.activation_checkpointing:
         check_checkpointing(model)
+    if setup.cp_size > 1:
+        check_rows(base_of(model), setup.cp_size)
     notes: tuple[str, ...] = ()
     try:
         if (images := images_of(model, setup)) is not None:
@@ -106,7 +110,7 @@ def _trace(
         parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
-        tokens=setup.batch_size * setup.seq_len,
+        tokens=setup.batch_size * setup.seq_len // setup.cp_size,
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(notes),
     )
@@ -126,7 +130,7 @@ def _dry_run(
         plan = cut_plan(plan, stacks)
         give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
-        recorder = Recorder(units, on_cuda=device == "cuda")
+        recorder = Recorder(units, on_cuda=device == "cuda", cp_size=setup.cp_size)
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
@@ -200,6 +204,8 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     imitate_4bit(model)
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
+    if setup.cp_size > 1:
+        follow_rows(base_of(model), setup.cp_size)
     _watch_head(model, recorder)
     for name, module in model.named_modules():  # so that memory has a name
         module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)

@@ -17,7 +17,7 @@ from hf_fsdp_tools.foresight.events import Operation
 from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
 # Operations without a kernel
-MAKES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+MAKES_NOTHING = ("wait_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -194,6 +194,8 @@ def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> tor
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:
     """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count."""
     name = func.overloadpacket.__name__
+    if func.namespace.startswith("_c10d_functional"):
+        return ("all_to_all" if "all_to_all" in name else "all_reduce"), 0.0, 0.0
     if "attention" in name:
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         return ("attention", *_attention_flops(arguments, is_backward="backward" in name))

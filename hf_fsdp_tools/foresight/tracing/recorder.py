@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
 
 
@@ -38,7 +38,7 @@ class _Block:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every operation while it is active; the events are in `events`, in the order of their issue."""
 
-    def __init__(self, units: dict[str, str], *, on_cuda: bool = True) -> None:
+    def __init__(self, units: dict[str, str], *, on_cuda: bool = True, cp_size: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         _holders_of_a_sum()
         self.events: list[Event] = []
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
-        self._on_cuda = on_cuda
+        self._on_cuda, self._cp_size = on_cuda, cp_size
         self._root = _Pass("", "")
         self._passes = [self._root]
         self._blocks: dict[int, _Block] = {}  # By address of the storage
@@ -138,6 +138,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
         read = _tensors((args, kwargs))
+        if operation in COLLECTIVES:  # of ranks that share rows
+            num_bytes = float(read[0].numel() * read[0].element_size())
+            unit, phase = self._passes[-1].unit, self.phase
+            self.events.append(Work(operation, 0.0, num_bytes, unit, phase, "rows", ranks=self._cp_size))
+            return
         # an autograd function of a model runs without gradients, also where its module is computed again
         again = self.phase == "backward" and (self.again or bool(self.modules) or torch.is_grad_enabled())
         self.events.append(
