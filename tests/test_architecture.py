@@ -41,7 +41,7 @@ BUDGET = {
     "diagnostics": (1000, 880, 5, 1),
     "distributed": (1610, 1300, 8, 2),
     "errors": (150, 60, 1, 5),
-    "foresight": (5850, 5140, 26, 4),
+    "foresight": (5980, 5250, 26, 4),
     "fsdp1": (450, 350, 4, 3),
     "hub": (170, 150, 1, 0),
     "integrations": (4370, 3660, 21, 5),
@@ -53,7 +53,7 @@ BUDGET = {
     "proof": (1510, 1370, 7, 0),
     "saving": (2720, 2260, 14, 2),
     "scripting": (2180, 1740, 10, 12),
-    "sharding": (3040, 2530, 15, 4),
+    "sharding": (3090, 2570, 15, 4),
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in

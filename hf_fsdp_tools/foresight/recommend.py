@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.forecast import Source, build, step_of
+from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.search import GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -21,8 +21,6 @@ from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
-from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.sharding.context_parallel import check_rows
 from hf_fsdp_tools.text import show_bytes
 
 MARGIN = 0.1
@@ -217,11 +215,11 @@ def recommend_config(
     given = frozenset(fixed) & frozenset(SEARCHED)
     job = Job(_model_name(name_or_model), TrainingSetup.of(setup, **fixed), given, margin, priced)
     if longest is not None:  # of powers of two and the longest, where the leanest setting fits
-        most = _row_sizes(job, name_or_model, kwargs)[-1]
+        most = _most_per_row(job)
         lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
         place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length, cp_size=most))
         job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
-    search, sharing = _over_rows(job, _row_sizes(job, name_or_model, kwargs), global_batch_size)
+    search, sharing = _over_rows(job, global_batch_size)
     best: Point | None = None
     while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
         best = found
@@ -244,27 +242,31 @@ def recommend_config(
     )
 
 
-def _row_sizes(job: Job, name_or_model: Source, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """How many GPUs may share rows, ascending: powers of two inside a machine, if the model can (`check_rows`)."""
+def _row_sizes(job: Job) -> list[int]:
+    """How many GPUs may share rows, ascending: powers of two inside a machine."""
     setup = job.setup
     most = min(setup.gpus_per_node, setup.num_gpus)
     group = setup.num_gpus // (setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1)
-    sizes = [size for power in range(1, 10) if (size := 2**power) <= most and group % size == 0]
-    if setup.cp_size > 1 or "cp_size" in job.fixed or setup.wrapping == "none" or not sizes:
+    if setup.cp_size > 1 or "cp_size" in job.fixed or setup.wrapping == "none":
         return [setup.cp_size]
-    model, _ = build(name_or_model, setup, **model_kwargs)
+    return [1, *(size for power in range(1, 10) if (size := 2**power) <= most and group % size == 0)]
+
+
+def _most_per_row(job: Job) -> int:
+    """How many GPUs may share rows at most; 1 for a model that cannot."""
     try:
-        check_rows(base_of(model), sizes[0])
+        job.fits(cp_size=(most := _row_sizes(job)[-1]))
     except ConfigError:
-        return [1]
-    return [1, *sizes]
+        return job.setup.cp_size
+    return most
 
 
-def _over_rows(job: Job, sizes: list[int], global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
+def _over_rows(job: Job, global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
     """The search with the number of GPUs per row that is fastest, ascending until a larger one is not faster; and why.
 
     Rows are shared before anything is offloaded.
     """
+    sizes = _row_sizes(job)
     searches: dict[int, tuple[Search, Point]] = {}
     first = chosen = Search(Space.of(job.setup, job.fixed, global_batch_size), job.priced, job.usable_bytes)
     rate = 0.0
@@ -272,7 +274,12 @@ def _over_rows(job: Job, sizes: list[int], global_batch_size: int | None) -> tup
         without = frozenset() if size == sizes[0] else {"offload"}
         space = Space.of(replace(job.setup, cp_size=size), job.fixed | without, global_batch_size)
         search = first if size == sizes[0] else Search(space, job.priced, job.usable_bytes)
-        point = search.best()
+        try:
+            point = search.best()
+        except ConfigError:
+            if search is first:
+                raise
+            break  # the model cannot share rows
         if point is not None:
             searches[size] = search, point
             is_last_resort = point.offload and "offload" not in job.fixed
@@ -288,8 +295,8 @@ def _over_rows(job: Job, sizes: list[int], global_batch_size: int | None) -> tup
     for size, (search, point) in searches.items():
         if search is not chosen:
             slower = 1 - search.rate(point) / chosen.rate(searches[chosen.space.base.cp_size][1])
-            with_offload = " with offload" * point.offload
-            lines.append(f"{size}: fits{with_offload}, but {_percent(slower)} slower")
+            speed = "as fast" if slower < GAIN else f"but {_percent(slower)} slower"
+            lines.append(f"{size}: fits{' with offload' * point.offload}, {speed}")
     lines += [f"{size}: fits at no setting" for size in sizes[: sizes.index(max(searches)) + 1] if size not in searches]
     return chosen, {"cp_size": tuple(lines) or ("nothing else to choose from",)}
 
@@ -389,7 +396,7 @@ def _proposals(job: Job, search: Search, best: Point) -> Iterator[str]:
         changes_to_try.append({"reduce_dtype": "bf16"})
     # What fits in the smallest part of a machine may fit on one GPU.
     most = max(search.space.values["dp_replicate_size"])
-    if most > 1 and any(point.dp_replicate_size == most for point in search.fitting()):
+    if setup.cp_size == 1 < most and any(point.dp_replicate_size == most for point in search.fitting()):
         changes_to_try.append({"wrapping": "none", "dp_replicate_size": 1, "offload": False})
     for changes in changes_to_try:
         if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):

@@ -39,6 +39,9 @@ _WITH_ANY_MASK = ("eager", "sdpa")
 _SUFFIX = "|context_parallel"
 """Ends the names of attention functions that exchange heads, after the name of the model's own function."""
 
+_DEEPSTACK = "_deepstack_process"
+"""The method by which decoders of transformers add features of images between blocks (Qwen3-VL)."""
+
 IGNORED = -100
 """The label of a token that has no loss; source: torch, `CrossEntropyLoss.ignore_index`."""
 
@@ -66,6 +69,8 @@ class Rows:
     loss_was_computed: bool = False
     former_loss: Any = None
     """A loss function that a user has set on the model."""
+    reached_blocks: bool = False
+    """Whether the first block was run."""
     were_compared: bool = False
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
@@ -168,7 +173,8 @@ def _tried(model: nn.Module, size: int) -> str:
             model(**tokens)
         except Exception:  # values decide what it computes (experts, images), so nothing can be said
             return ""
-        handles = _add_hooks(model, Rows(None, 0, size))
+        rows = Rows(None, 0, size)
+        handles = _add_hooks(model, rows)
         try:
             model(**tokens)
         except Exception as error:
@@ -176,6 +182,8 @@ def _tried(model: nn.Module, size: int) -> str:
         finally:
             for handle in handles:
                 handle.remove()
+    if not rows.reached_blocks:
+        return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
     return ""
 
 
@@ -216,8 +224,10 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
     rows.is_causal = all(getattr(each, "is_causal", True) for block in blocks for each in _attentions(block))
     decoder: Any = model.get_decoder()  # type: ignore[operator]
+    between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
         *exchanges,
+        *between,
         model.register_forward_pre_hook(partial(_before_model, rows=rows), with_kwargs=True),
         *(
             block.register_forward_pre_hook(partial(_before_block, rows=rows, is_first=not index), with_kwargs=True)
@@ -340,6 +350,29 @@ class _OfHeads:
 # ---- rows and parts ----
 
 
+class _Replaced:
+    """Lets a decoder add what it saw of images to the hidden states of this rank's tokens, until it is removed."""
+
+    def __init__(self, decoder: Any, name: str, rows: Rows) -> None:
+        self._decoder, self._name = decoder, name
+        setattr(decoder, name, partial(_add_to_part, getattr(decoder, name), rows=rows))
+
+    def remove(self) -> None:
+        """Give the decoder its own method back."""
+        delattr(self._decoder, self._name)
+
+
+def _add_to_part(
+    inner: Callable[..., torch.Tensor], hidden: torch.Tensor, is_image: Any, images: torch.Tensor, *, rows: Rows
+) -> torch.Tensor:
+    """Add the features of the images' tokens, which are in the order of those of whole rows."""
+    if not rows.is_cut:
+        return inner(hidden, is_image, images)
+    is_own = rows.part(is_image, 1)
+    places = rows.part(is_image.flatten().cumsum(0).view_as(is_image) - 1, 1)
+    return inner(hidden, is_own, images[places[is_own]])
+
+
 def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: Rows) -> Any:
     """Pad whole rows to a multiple of the ranks, and take this rank's part of the labels."""
     given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
@@ -406,10 +439,16 @@ def _before_block(
     """Cut what belongs to tokens; masks stay whole, as attention takes whole rows."""
     if not rows.is_cut:
         return args, kwargs
+    rows.reached_blocks = True
     names = list(inspect.signature(type(block).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     hidden = given[names[0]]
     length = hidden.shape[1] * (1 if is_first else rows.size)
+    if length != rows.part_length * rows.size:
+        raise ConfigError(
+            f"{type(block).__name__} takes {length} tokens of rows with {rows.length}: with cp_size {rows.size}, it "
+            "must see the words of a row and nothing else. Leave cp_size out."
+        )
     given[names[0]] = rows.part(hidden, 1) if is_first else hidden
     has_angles = given.get("position_embeddings") is not None
     for name, value in given.items():

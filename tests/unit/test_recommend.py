@@ -23,9 +23,9 @@ GPU = gpu_named("h100-80gb").memory_bytes
 class Toy:
     """Prices of a training: bytes and seconds by a formula that has what FSDP has."""
 
-    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1):
+    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False):
         self.params, self.activation, self.gather, self.latency = params, activation, gather, latency
-        self.asked = []
+        self.asked, self.shares_rows = [], shares_rows
 
     def __call__(self, setup):
         self.asked.append(setup)
@@ -34,7 +34,9 @@ class Toy:
         shards = (16 * trained + base) / setup.dp_shard_size
         shards = 0 if setup.offload else shards
         gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1)
-        tokens = setup.batch_size * setup.seq_len
+        if setup.cp_size > 1 and not self.shares_rows:
+            raise ConfigError("cannot be trained with cp_size")
+        tokens = setup.batch_size * setup.seq_len // setup.cp_size
         kept = self.activation * tokens * (0.1 if setup.activation_checkpointing else 1)
         floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
@@ -172,6 +174,21 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(params, changes, give
     assert "\n" not in str(error.value)
     for cure in cures:
         assert cure in str(error.value)
+
+
+def test_rows_are_shared_where_nothing_else_fits():
+    setup = TrainingSetup(num_gpus=8, seq_len=16_384)
+    best = choose(setup, Toy(activation=6e7, shares_rows=True))
+    assert best.setup.cp_size == 2 and not best.setup.offload, "the fewest GPUs that make it fit"
+    assert best.reasons["cp_size"] == ("1: fits at no setting",) and best.global_batch_size == 4
+    assert "4 groups of 2 GPUs x 1 x 1 steps" in str(best)
+    whole = choose(setup, Toy(activation=4e6, shares_rows=True))
+    assert whole.setup.cp_size == 1 and "cp_size" not in whole.reasons
+    with pytest.raises(ConfigError, match="at no setting"):
+        choose(setup, Toy(activation=6e7))
+    assert (
+        choose(replace(setup, cp_size=4), Toy(activation=6e7, shares_rows=True), fixed=("cp_size",)).setup.cp_size == 4
+    )
 
 
 def test_a_global_batch_or_a_margin_that_cannot_be():
