@@ -44,7 +44,7 @@ BUDGET = {
     "foresight": (5980, 5250, 26, 4),
     "fsdp1": (450, 350, 4, 3),
     "hub": (170, 150, 1, 0),
-    "integrations": (4370, 3660, 21, 5),
+    "integrations": (4390, 3680, 21, 5),
     "loading": (5580, 4700, 28, 3),
     "modeling": (1810, 1510, 10, 1),
     "planning": (1520, 1240, 9, 4),
@@ -53,7 +53,7 @@ BUDGET = {
     "proof": (1510, 1370, 7, 0),
     "saving": (2720, 2260, 14, 2),
     "scripting": (2180, 1740, 10, 12),
-    "sharding": (3090, 2570, 15, 4),
+    "sharding": (3110, 2590, 15, 4),
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate.utils import recursively_apply
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, going_first, rank_and_size, wait_for_all_ranks
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
@@ -391,3 +393,15 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator
+
+
+def gather_once_per_row(accelerator: Accelerator, tensors: Any) -> Any:
+    """As `gather_for_metrics`, of ranks of which neighbours have the same rows: each row once. Every rank must call."""
+    state, per_row = accelerator.gradient_state, ranks_per_row()
+    rest = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
+        of_ranks = gathered.chunk(accelerator.num_processes)
+        return torch.cat(of_ranks[::per_row])[:rest]
+
+    return recursively_apply(first_of_each, accelerator.gather(tensors))

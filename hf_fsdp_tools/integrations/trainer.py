@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import ConfigError, storage_errors
-from hf_fsdp_tools.integrations.accelerator import adopt
+from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
@@ -49,8 +50,9 @@ from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
+from hf_fsdp_tools.sharding.context_parallel import is_sharing_rows, whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import sharded_module
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -214,8 +216,17 @@ class FSDPTrainerMixin(PushingMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
         all_ranks(None, "evaluating")
-        _refuse_counted_again(self, evaluates=True)
+        if is_sharing_rows(self.model):
+            _refuse_counted_again(self)
+            self.gather_function = partial(gather_once_per_row, self.accelerator)
         return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the Trainer's; outputs for metrics are those of whole rows, also where several ranks share a row."""
+        with nullcontext() if prediction_loss_only else whole_outputs(self.model):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # ---- saving ----
 
@@ -301,7 +312,8 @@ class FSDPTrainerMixin(PushingMixin):
                 ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
-        _refuse_counted_again(self)
+        if is_sharing_rows(self.model):
+            _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
@@ -385,15 +397,9 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             os.environ[variable] = launched
 
 
-def _refuse_counted_again(trainer: Any, *, evaluates: bool = False) -> None:
+def _refuse_counted_again(trainer: Any) -> None:
     """Refuse what would count the rows that several ranks share once for each of them."""
-    sharding = sharding_of(trainer.model)
-    if sharding is None or sharding.cp is None:
-        return
     if not trainer.args.average_tokens_across_devices:
         raise ConfigError("With cp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
-    if evaluates and trainer.compute_metrics is not None:
-        raise ConfigError(
-            "compute_metrics needs the whole outputs of each row once; with cp_size each rank has a part of them. "
-            "Leave it out (the evaluation loss is computed), or evaluate the saved model without cp_size."
-        )
+    if trainer.args.eval_use_gather_object:
+        raise ConfigError("With cp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once.")

@@ -71,6 +71,8 @@ class Rows:
     """A loss function that a user has set on the model."""
     reached_blocks: bool = False
     """Whether the first block was run."""
+    joins_outputs: bool = False
+    """Whether outputs are those of whole rows beside a loss too."""
     were_compared: bool = False
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
@@ -237,6 +239,26 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
         model.register_forward_hook(partial(_after_model, rows=rows), with_kwargs=True),
         model.register_forward_hook(partial(_forget_loss, rows=rows), always_call=True),
     ]
+
+
+def is_sharing_rows(model: nn.Module) -> bool:
+    """Whether several ranks share the rows of a model."""
+    return _rows_of(model) is not None
+
+
+@contextmanager
+def whole_outputs(model: nn.Module) -> Iterator[None]:
+    """A block in which a model gives the outputs of whole rows beside a loss too, which take more memory."""
+    rows = _rows_of(model) or Rows(None, 0, 1)
+    rows.joins_outputs = True
+    try:
+        yield
+    finally:
+        rows.joins_outputs = False
+
+
+def _rows_of(model: nn.Module) -> Rows | None:
+    return next((rows for module in model.modules() if (rows := note_of(module).rows) is not None), None)
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:
@@ -487,7 +509,7 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
     has_labels, rows.labels = rows.labels is not None, None
     for name, part in list(output.items()):
         is_of_tokens = isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[1] == rows.part_length
-        if is_of_tokens and (part.dim() == 2 or not has_labels):
+        if is_of_tokens and (part.dim() == 2 or not has_labels or rows.joins_outputs):
             output[name] = rows.whole(part, 1)[:, : rows.length].contiguous()
     if not has_labels or getattr(output, "loss", None) is None:
         return output

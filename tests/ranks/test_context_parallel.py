@@ -1,6 +1,5 @@
 """Ranks that share rows compute what one process does on whole rows: losses, gradients, a step, evaluation, outputs."""
 
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -8,14 +7,25 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
 )
 
-from hf_fsdp_tools import ConfigError, ParallelDims, add_adapter, make_wrap_plan, save_pretrained, shard_model
+from hf_fsdp_tools import (
+    ConfigError,
+    FSDPTrainerMixin,
+    ParallelDims,
+    add_adapter,
+    make_wrap_plan,
+    save_pretrained,
+    shard_model,
+)
 from hf_fsdp_tools.sharding import context_parallel
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -207,31 +217,57 @@ def what_cannot_share_rows_is_refused():
         shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 
-def faults_that_are_built_in_are_seen():
-    """A wrong divisor, a dropped mask, labels of the wrong token, exchanged parts, and an exchange that is left out."""
-    own, attend = context_parallel.Rows.part, context_parallel._attend
-    rows_are_shared(("llama",), 2, which=("packed",))
+def memory_falls_with_the_ranks():
+    """What is kept for the backward pass, logits among it, of 2 ranks: half of each token's, beside what comes before
+    the first block."""
+    ids = torch.arange(2 * 64).reshape(2, 64) % 90
 
-    def of_the_neighbour(rows: Any, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return own(replace(rows, rank=(rows.rank + 1) % rows.size), tensor, dim)
+    def kept(model: Any, tokens: int) -> tuple[int, int]:
+        """Bytes of activations, and of the largest tensor with a value for each word."""
+        found: dict[int, torch.Tensor] = {}
 
-    def without_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-        return attend(module, query, key, value, None, **kwargs)
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and tensor.shape[0] in (2, 2 * tokens) and tensor.is_floating_point():
+                found[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
 
-    def unshifted(tensor: torch.Tensor, pad: Any, value: float = 0.0) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (1, 0) if pad == (0, 1) and value == -100 else pad, value=value)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=ids, labels=ids, use_cache=False)
+        words = [each.nbytes for each in found.values() if each.shape[-1] == model.config.vocab_size]
+        return sum(each.untyped_storage().nbytes() for each in found.values()), max(words)
 
-    faults = {
-        "divisor": patch.object(context_parallel, "IGNORED", 5),
-        "mask": patch.object(context_parallel, "_attend", without_mask),
-        "labels": patch.object(context_parallel.nn.functional, "pad", unshifted),
-        "parts": patch.object(context_parallel.Rows, "part", of_the_neighbour),
-        "exchange": patch.object(context_parallel, "all_to_all_single_autograd", lambda parts, *_: parts),
-    }
-    for name, fault in faults.items():
-        with fault, pytest.raises((AssertionError, RuntimeError)):
-            rows_are_shared(("llama",), 2, which=("packed",))
-            raise LookupError(name)  # nothing above has seen it
+    whole, logits = kept(plain("llama"), 64)
+    part, own_logits = kept(sharded_copy("llama", ParallelDims(cp_size=2)), 32)
+    assert own_logits * 2 == logits
+    assert part < 0.55 * whole, (part, whole)
+
+
+class _MetricsTrainer(FSDPTrainerMixin, Trainer):
+    pass
+
+
+def metrics_are_those_of_one_process(folder):
+    """5 rows, 2 groups of 2 ranks: each row is counted once, with the outputs of all its tokens."""
+    rows = [{"input_ids": torch.arange(i, i + 10), "labels": torch.arange(i, i + 10)} for i in range(5)]
+    seen = []
+
+    def compute_metrics(found: Any) -> dict[str, float]:
+        seen.append(found)
+        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"hits": float(hits.mean()), "sum": float(abs(found.predictions).sum())}
+
+    shared = ParallelismConfig(cp_size=2, dp_shard_size=2)
+    options = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
+    args = TrainingArguments(folder, parallelism_config=shared, **options)
+    model = sharded_copy("llama", ParallelDims(cp_size=2))
+    found = _MetricsTrainer(model, args, eval_dataset=rows, compute_metrics=compute_metrics).evaluate()
+    alone = plain("llama").eval()
+    with torch.no_grad():
+        outputs = [alone(input_ids=row["input_ids"][None], labels=row["labels"][None]) for row in rows]
+    assert seen[0].predictions.shape[:2] == (5, 10) and seen[0].label_ids.shape == (5, 10)
+    logits = torch.cat([each.logits for each in outputs])
+    torch.testing.assert_close(torch.from_numpy(seen[0].predictions), logits, rtol=1e-5, atol=1e-5)
+    assert found["eval_loss"] == pytest.approx(float(sum(each.loss for each in outputs) / 5), rel=1e-6)
 
 
 def different_rows_are_one_error():
@@ -240,8 +276,9 @@ def different_rows_are_one_error():
         model(**rows_of("whole", dist.get_rank()))
 
 
-def test_ranks_that_share_rows_compute_what_one_process_does():
+def test_ranks_that_share_rows_compute_what_one_process_does(tmp_path):
     cases = {
+        "metrics": partial(metrics_are_those_of_one_process, str(tmp_path)),
         "two share, two batches": partial(rows_are_shared, tuple(KINDS), 2),
         "four share": partial(rows_are_shared, ("llama",), 4),
         "replicated shards": partial(rows_are_shared, ("llama", "qwen3_moe"), 2, 2),
@@ -260,6 +297,6 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
         "bytes": bytes_follow_the_formula,
         "refusals": what_cannot_share_rows_is_refused,
         "different rows": different_rows_are_one_error,
-        "faults": faults_that_are_built_in_are_seen,
+        "memory": memory_falls_with_the_ranks,
     }
     run_ranks(run_cases, 2, cases)
