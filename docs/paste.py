@@ -40,13 +40,15 @@ def main() -> int:
     """Paste into every document; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say which documents are out of date")
-    parser.add_argument("--record", action="store_true", help="run the recorded commands, which takes minutes")
+    about = "run the recorded commands with this word in them (default: all), which takes minutes"
+    parser.add_argument("--record", nargs="?", const="", metavar="WORD", help=about)
     arguments, old = parser.parse_args(), []
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [each for path in documents for each in _BLOCK.finditer(path.read_text())]
-    if arguments.record:
+    if arguments.record is not None:
         for command in dict.fromkeys(_PART.sub("", each["command"]) for each in found if each["kind"] == "recorded"):
-            record(command)
+            if arguments.record in command:
+                record(command)
     for path in documents:
         text = path.read_text()
         pasted = _BLOCK.sub(lambda each: each[1] + block(each["kind"], each["command"]), text)
@@ -102,6 +104,9 @@ def record(command: str) -> None:
     """Run a command in an empty folder, and keep what it prints and the losses that its trainer wrote."""
     environment = os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
+        for word in shlex.split(command):
+            if (config := CONFIGS.get(word.rpartition("/")[2])) is not None:
+                config.save_pretrained(Path(folder, word))
         program = [sys.executable, "-m", "hf_fsdp_tools", *shlex.split(command)[1:]]
         run = subprocess.run(
             program, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

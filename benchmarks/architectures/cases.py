@@ -125,13 +125,14 @@ def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRE
             folder / "checkpoint",
             num_batches=size_of(dims) // dims.cp_size,
             words=ODD_WORDS if mesh else WORDS,
+            is_training=bool(mesh),
         )
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
     if mesh:
         case, _ = with_kinds(case)
         row["kinds"] = " ".join(case.batches)
-    case = replace(case, dims=dims, is_training=bool(mesh))
+    case = replace(case, dims=dims)
     plain = {}
     for precision in precisions:
         try:

@@ -35,7 +35,13 @@ class NotBuiltError(ConfigError):
 
 
 def tiny_case(
-    config: PreTrainedConfig, model_classes: Iterable[Any], folder: Path, *, num_batches: int = 2, words: int = WORDS
+    config: PreTrainedConfig,
+    model_classes: Iterable[Any],
+    folder: Path,
+    *,
+    num_batches: int = 2,
+    words: int = WORDS,
+    is_training: bool = False,
 ) -> tuple[Case, dict[str, Any]]:
     """A case with the first class that trains, its checkpoint written by transformers to `folder`; and facts of it."""
     said: list[str] = []
@@ -48,7 +54,7 @@ def tiny_case(
                 said.append(f"{model_class.__name__} {level}: {_said(error)}")
                 continue
             for batch in batches:
-                if problem := trains(model, random_batch(batch, 1000)):
+                if problem := trains(model.train(is_training), random_batch(batch, 1000)):
                     said.append(f"{model_class.__name__} {level} ({' '.join(batch)}): {problem}")
                     continue
                 model.save_pretrained(folder)
@@ -56,7 +62,10 @@ def tiny_case(
                 frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
                 made = {"rows": [random_batch(batch, 1000 + i) for i in range(num_batches)]}
                 facts = {"class": model_class.__name__, "size": level, "parameters": count, "inputs": " ".join(batch)}
-                return Case(model_class=type(model), folder=folder, batches=made, frozen=frozen), facts
+                kind = type(model)
+                return Case(
+                    model_class=kind, folder=folder, batches=made, frozen=frozen, is_training=is_training
+                ), facts
     raise NotBuiltError("; ".join(dict.fromkeys(said)))
 
 
@@ -117,7 +126,7 @@ def with_kinds(case: Case) -> tuple[Case, dict[str, str]]:
     """The case with padded and packed rows, and why a kind that its plain model does not train on is left out."""
     (rows,) = case.batches.values()
     batches, left_out = dict(case.batches), {}
-    model = load_plain(case)
+    model = load_plain(case).train(case.is_training)
     for kind, made in (("padded", [_padded(row) for row in rows]), ("packed", [_packed(row) for row in rows])):
         if any(batch is None for batch in made):
             left_out[kind] = "its rows are not words alone" if kind == "packed" else "it takes no attention mask"

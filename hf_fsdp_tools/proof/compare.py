@@ -14,9 +14,11 @@ two ranks that share rows, each rounds the gradient of its tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +152,25 @@ def outputs_of(output: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tenso
 
 @contextmanager
 def noted_modules(model: nn.Module) -> Iterator[Tensors]:
-    """What each module of the decoder or encoder gives at its first call in a block, by name, in the order of calls."""
-    noted: Tensors = {}
+    """What each module gives in a block, by name, in the order of calls.
 
-    def note(module: nn.Module, args: Any, output: Any, name: str) -> None:
+    Modules that are called again are left out: some models call theirs in the order of a set, of rotary angles.
+    """
+    noted: Tensors = {}
+    calls: Counter[str] = Counter()
+
+    def note(module: nn.Module, args: Any, output: Any, *, name: str) -> None:
+        calls[name] += 1
         first = next((tensor for _, tensor in outputs_of(output) if tensor.is_floating_point()), None)
-        if first is not None:
-            noted.setdefault(name, first.detach().clone())
+        if first is not None and calls[name] == 1:
+            noted[name] = first.detach().clone()
+        elif calls[name] > 1:
+            noted.pop(name, None)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            known = _plain_name(name)
-
-            def hook(module: nn.Module, args: Any, output: Any, known: str = known) -> None:
-                note(module, args, output, known)
-
-            if known:
-                stack.callback(module.register_forward_hook(hook).remove)
+            if known := _plain_name(name):
+                stack.callback(module.register_forward_hook(partial(note, name=known)).remove)
         yield noted
 
 

@@ -154,11 +154,13 @@ def prove(
     count = num_processes // dims.cp_size
     with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        case, facts = tiny_case(telling(config), [model_class], folder / "checkpoint", num_batches=count, words=WORDS)
+        case, facts = tiny_case(
+            telling(config), [model_class], folder / "checkpoint", num_batches=count, words=WORDS, is_training=True
+        )
         if rows:
             case = replace(case, batches={"rows": given_batches(rows, collator, count)})
         case, left_out = (case, {}) if rows else with_kinds(case)
-        case = replace(case, dims=dims, fsdp_version=fsdp_version, is_training=True)
+        case = replace(case, dims=dims, fsdp_version=fsdp_version)
         if adapter is not None:
             case = with_adapter(case, None if adapter is True else adapter)
         torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")

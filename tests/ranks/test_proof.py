@@ -29,10 +29,12 @@ LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 
 def _case(folder, config, dims):
     cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     num_batches = 2 // dims.cp_size
-    case, facts = tiny_case(telling(config), [cls], folder / "checkpoint", num_batches=num_batches, words=WORDS)
+    case, facts = tiny_case(
+        telling(config), [cls], folder / "checkpoint", num_batches=num_batches, words=WORDS, is_training=True
+    )
     case, _ = with_kinds(case)
     assert list(case.batches) == ["rows", "padded", "packed"]
-    case = replace(case, dims=dims, is_training=True)
+    case = replace(case, dims=dims)
     torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
     return facts
 
