@@ -134,6 +134,7 @@ class FSDPTrainerMixin(PushingMixin):
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self):
             super().__init__(*args, **kwargs)
+        self._tp_size = self.get_tp_size()  # by which TRL divides the tokens that all ranks have counted
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             if not self.accelerator.is_fsdp2:
                 raise ConfigError(
