@@ -22,6 +22,8 @@ from hf_fsdp_tools import (
     FSDPTrainerMixin,
     ParallelDims,
     add_adapter,
+    from_pretrained,
+    make_accelerator,
     make_wrap_plan,
     save_pretrained,
     shard_model,
@@ -286,6 +288,35 @@ def test_ranks_that_share_rows_compute_what_one_process_does(tmp_path):
         "compiled": partial(rows_are_shared, ("llama",), 2, compile={"backend": "aot_eager"}),
     }
     run_ranks(run_cases, 4, cases)
+
+
+def steps(folder: str, cp_size: int, first: int) -> list[float]:
+    """Losses from a step on to the second; a state is saved after step 0, and step 1 goes on from it."""
+    shared = ParallelismConfig(cp_size=cp_size) if cp_size > 1 else None
+    accelerator = make_accelerator(cpu=True, parallelism_config=shared)
+    model = from_pretrained(f"{folder}/checkpoint", accelerator=accelerator, load_kwargs={"progress": False})
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if first:
+        accelerator.load_state(f"{folder}/state")
+    losses = []
+    for step in range(first, 2):
+        loss = model(**rows_of("packed", step)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if not step:
+            accelerator.save_state(f"{folder}/state")
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
+    plain("llama").save_pretrained(tmp_path / "checkpoint")
+    whole = run_ranks(steps, before, str(tmp_path), before, 0)
+    resumed = run_ranks(steps, after, str(tmp_path), after, 1)
+    assert all(losses == whole[0] for losses in whole) and all(losses == resumed[0] for losses in resumed)
+    assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
 
 
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
