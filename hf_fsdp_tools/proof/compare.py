@@ -9,8 +9,7 @@ is how it is trained. Beside it stands the plain model with its parameters in bf
 operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
 
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
-bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most; of more than
-two ranks that share rows, each rounds the gradient of its tokens.
+bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
 
 import math
@@ -40,8 +39,9 @@ from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
-"""Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms)"""
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms; in bf16,
+whose rounding is 0.4 %, through some layers, and of each rank's part of a gradient)"""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -285,7 +285,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
     one, each with its problem. Of kinds of batches other than the first, the names begin with the kind.
     """
-    group, bound = dist.get_rank() // case.dims.cp_size, TOLERANCE[precision] * max(case.dims.cp_size / 2, 1.0)
+    group, bound = dist.get_rank() // case.dims.cp_size, TOLERANCE[precision]
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
