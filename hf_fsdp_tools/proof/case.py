@@ -129,7 +129,7 @@ def with_kinds(case: Case) -> tuple[Case, dict[str, str]]:
     model = load_plain(case).train(case.is_training)
     for kind, made in (("padded", [_padded(row) for row in rows]), ("packed", [_packed(row) for row in rows])):
         if any(batch is None for batch in made):
-            left_out[kind] = "its rows are not words alone" if kind == "packed" else "it takes no attention mask of words"
+            left_out[kind] = "they are not words alone" if kind == "packed" else "they take no attention mask of words"
         elif problem := next((problem for batch in made if batch and (problem := trains(model, batch))), ""):
             left_out[kind] = problem
         else:

@@ -40,8 +40,8 @@ from hf_fsdp_tools.saving.save import save_pretrained
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms; in bf16,
-whose rounding is 0.4 %, through some layers, and of each rank's part of a gradient)"""
+"""Relative differences that rounding explains. (assumed: sums of another order over tens to thousands of terms; in
+bf16, which rounds by 0.4 %, through some layers, and of each rank's part of a gradient)"""
 
 Tensors = dict[str, torch.Tensor]
 
