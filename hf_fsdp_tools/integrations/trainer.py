@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -400,6 +401,11 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
 
 def _refuse_counted_again(trainer: Any) -> None:
     """Refuse what would count the rows that several ranks share once for each of them."""
+    if "get_tp_size" not in Trainer.compute_loss.__code__.co_names:
+        raise ConfigError(
+            f"The Trainer of transformers {transformers.__version__} multiplies losses by cp_size "
+            "(transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
+        )
     if not trainer.args.average_tokens_across_devices:
         raise ConfigError("With cp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
     if trainer.args.eval_use_gather_object:
