@@ -37,6 +37,7 @@ def add_prove(commands: Any) -> None:
     layout("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
     layout("--cp-size", type=count, metavar="N", help="has N ranks share each row (context parallelism)")
     layout("--fsdp-version", type=int, choices=(1, 2), help="wraps with FSDP1 or FSDP2 (default: 2)")
+    layout("--activation-checkpointing", action="store_true", help="recomputes activations in the backward pass")
     layout("--lora", action="store_true", help="trains LoRA adapters on all linear layers")
     parser.set_defaults(run=_prove)
 
@@ -60,6 +61,7 @@ def _prove(options: argparse.Namespace) -> int:
         dims,
         num_processes,
         fsdp_version=version,
+        activation_checkpointing=options.activation_checkpointing,
         adapter=options.lora or None if peft_config is None else peft_config,
         rows=given.get("train_dataset", ()),
         collator=given.get("data_collator"),
@@ -108,8 +110,10 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
     is_sharded = sizes["cp_size"] == 1 or options.config_file is not None
     num_processes = options.num_processes or others * (2 if is_sharded and 2 * others <= _MOST_PROCESSES else 1)
     version = options.fsdp_version or 2
-    if version == 1 and (others > 1 or options.lora):
+    options.activation_checkpointing |= bool(named.get("activation_checkpointing"))
+    if version == 1 and (others > 1 or options.lora or options.activation_checkpointing):
         raise ConfigError(
-            "FSDP1 is proved with full sharding of all weights: leave --dp-replicate-size, --cp-size and --lora out."
+            "FSDP1 is proved with full sharding of all weights: leave --dp-replicate-size, --cp-size and --lora out, "
+            "and --activation-checkpointing."
         )
     return ParallelDims(**sizes), num_processes, version

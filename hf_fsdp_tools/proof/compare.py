@@ -57,6 +57,7 @@ class Case:
     """Of each kind (rows, padded, packed) one batch for each group of ranks that share rows."""
     dims: ParallelDims = field(default_factory=ParallelDims)
     fsdp_version: int = 2
+    activation_checkpointing: bool = False
     frozen: frozenset[str] = frozenset()
     """Parameters that the class freezes."""
     is_adapter: bool = False
@@ -275,6 +276,7 @@ def load_sharded(case: Case, precision: str) -> Any:
         mp_policy=mp_policy,
         mesh=case.dims.build_mesh("cpu"),
         is_trainable=case.is_adapter,
+        activation_checkpointing=case.activation_checkpointing,
         load_kwargs={"progress": False},
     )
 

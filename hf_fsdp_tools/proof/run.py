@@ -88,6 +88,7 @@ class Proof:
         count = show_count(self.model["parameters"])
         degrees = " x ".join(f"{name} {size}" for name, size in self.layout.items() if name.endswith("_size"))
         kind = f"FSDP{self.layout['fsdp_version']}" + (", LoRA" if self.layout["adapter"] else "")
+        kind += ", activation checkpointing" if self.layout.get("activation_checkpointing") else ""
         lines = [
             f"{self.model['class']} at a small size ({count} parameters, {self.model['inputs']})",
             f"{kind}, {degrees}: {self.layout['num_processes']} CPU ranks (gloo) beside one process",
@@ -128,6 +129,7 @@ def prove(
     num_processes: int,
     *,
     fsdp_version: int = 2,
+    activation_checkpointing: bool = False,
     adapter: Any = None,
     rows: Sequence[Any] = (),
     collator: Any = None,
@@ -160,13 +162,14 @@ def prove(
         if rows:
             case = replace(case, batches={"rows": given_batches(rows, collator, count)})
         case, left_out = (case, {}) if rows else with_kinds(case)
-        case = replace(case, dims=dims, fsdp_version=fsdp_version)
+        case = replace(case, dims=dims, fsdp_version=fsdp_version, activation_checkpointing=activation_checkpointing)
         if adapter is not None:
             case = with_adapter(case, None if adapter is True else adapter)
         torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
         ranks = _run(context, num_processes, folder)
     sizes = {name: size for name, size in vars(dims).items() if size > 1 or name == "dp_shard_size"}
     layout = {"num_processes": num_processes, **sizes, "fsdp_version": fsdp_version, "adapter": adapter is not None}
+    layout["activation_checkpointing"] = activation_checkpointing
     return make_proof(facts | {"model_type": config.model_type}, layout, ranks, left_out)
 
 
