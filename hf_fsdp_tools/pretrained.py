@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from inspect import signature
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_adapter, with_modules_to_save
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy
+from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
 
@@ -40,6 +42,7 @@ def from_pretrained(
     auto_class: Any = None,
     policy: HybridPolicy | None = None,
     mesh: DeviceMesh | None = None,
+    distributed_config: Any = None,
     accelerator: Any = None,
     dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -85,6 +88,9 @@ def from_pretrained(
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
             over all processes.
+        distributed_config: transformers' `DistributedConfig`, or a dict of its arguments, in place of `mesh`: its
+            `tp_size`, `ep_size`, `fsdp_size` and `dp_replicate_size`, and the rules `tp_plan`, `ep_plan` and
+            `ep_implementation` (see `parallelize_model`), which hold beside a mesh of the accelerator too.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
         dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
@@ -124,7 +130,11 @@ def from_pretrained(
         >>> model.lm_head.weight.placements
         (Shard(dim=0),)
     """
-    settings = _settings_of(accelerator, as_mesh(mesh))
+    parallel = distributed_config if distributed_config is not None else {}
+    if not isinstance(parallel, Mapping):
+        parallel = {name: value for name, value in vars(parallel).items() if value is not None}
+    rules = {name: parallel[name] for name in ("tp_plan", "ep_plan", "ep_implementation") if name in parallel}
+    settings = _settings_of(accelerator, as_mesh(mesh if distributed_config is None else SimpleNamespace(**parallel)))
     with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):
             name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
@@ -149,6 +159,7 @@ def from_pretrained(
             policy=policy,
             dtype=dtype,
             compile=options,
+            rules=rules,
             num_tokens=num_tokens,
             pad_to_multiple_of=pad_to_multiple_of,
             mean_resizing=mean_resizing,
@@ -189,7 +200,7 @@ def from_pretrained(
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)
                 load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
         # 3 the plan of its units
-        sharding, tree = _planned(model, accelerator, policy, options, settings)
+        sharding, tree = _planned(model, accelerator, policy, options, settings, rules)
     # 4 shards without storage
     shard_checked(model, sharding, tree)
     # 5 this rank's bytes of the files
@@ -264,7 +275,7 @@ def from_config(
         content = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
         same_on_all_ranks("making the model", seed=seed, model=type(model), dtype=model.dtype, config=content)
         compare_at_end(own_seed(seed), seeds.extend)
-        sharding, tree = _planned(model, accelerator, None, None, settings)
+        sharding, tree = _planned(model, accelerator, None, None, settings, {})
     shard_checked(model, sharding, tree)
     with rolled_back(model) as after, agreed(f"initialising the model ({after})"):
         # tied parameters are named once, and buffers that are in no state dict are always made
@@ -276,9 +287,16 @@ def from_config(
 
 
 def _planned(
-    model: PreTrainedModel, accelerator: Any, policy: HybridPolicy | None, compile: Any, settings: dict[str, Any]
+    model: PreTrainedModel,
+    accelerator: Any,
+    policy: HybridPolicy | None,
+    compile: Any,
+    settings: dict[str, Any],
+    rules: Mapping[str, Any],
 ) -> tuple[Sharding, ModuleTree]:
-    """How the model is sharded, and the tree of its modules."""
+    """How the model is sharded, and the tree of its modules; its layers and experts are divided first."""
+    with agreed("dividing layers and experts"):
+        parallelize_model(model, settings["mesh"], **rules)
     with agreed("planning the units"):
         plugin: Any = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
         if policy is None and hasattr(plugin, "policy_for"):

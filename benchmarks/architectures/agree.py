@@ -34,7 +34,7 @@ def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) 
     row: dict[str, Any] = {"units": len(sharding_of(model).plan.units)}
     seen = examine(case, model, precision, plain, exact)
     seen.pop("module")
-    gathered, batch = Gathered(), case.batches_of("rows", "fp32")[dist.get_rank() // case.dims.cp_size]
+    gathered, batch = Gathered(), case.batches_of("rows", "fp32")[dist.get_rank() // case.dims.ranks_per_row]
     with gathered.counted():
         evaluate(model, batch)
         left_gathered = len(gathered.now)

@@ -2,6 +2,7 @@
 with which the plain model trains."""
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -51,18 +52,27 @@ Degrees: {mesh}. Of ranks that share rows, each has a part of every sequence. Ro
 ranks divides them, and windows are 5 tokens long. Beside plain rows stand padded ones and packed ones (several rows in
 one, with positions from 0 each) where the plain model trains on them. Types are those with a causal model or a model of
 images and text. Outputs are compared without labels. What cannot share rows is refused by name before it is loaded."""
-DEGREES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size", "cp": "cp_size"}
+DEGREES = {
+    "replicate": "dp_replicate_size",
+    "shard": "dp_shard_size",
+    "cp": "cp_size",
+    "tp": "tp_size",
+    "ep": "ep_size",
+}
 
 
 def dims_of(mesh: str) -> ParallelDims:
-    """The degrees of a mesh such as shard2xcp2; those of plain FSDP where it is empty."""
-    parts = re.findall(r"([a-z]+?)(\d+)(?:x|$)", mesh)
-    return ParallelDims(**{DEGREES[name]: int(size) for name, size in parts})
+    """The degrees of a mesh such as shard2xcp2; those of plain FSDP where it is empty. In shard2xep2, each expert is
+    sharded over 2 of 4 ranks, and all other weights over 4."""
+    sizes = {DEGREES[name]: int(size) for name, size in re.findall(r"([a-z]+?)(\d+)(?:x|$)", mesh)}
+    if "ep_size" in sizes:
+        sizes["dp_shard_size"] = size_of(mesh) // math.prod(sizes.get(n, 1) for n in ("cp_size", "tp_size"))
+    return ParallelDims(**sizes)
 
 
-def size_of(dims: ParallelDims) -> int:
+def size_of(mesh: str) -> int:
     """How many ranks a mesh takes: at least two."""
-    return max(dims.dp_replicate_size * (dims.dp_shard_size or 1) * dims.cp_size, WORLD)
+    return max(math.prod(map(int, re.findall(r"\d+", mesh))), WORLD)
 
 
 def write_census(output: Path, only: list[str], jobs: int, mesh: str = "") -> int:
@@ -83,9 +93,17 @@ def write_census(output: Path, only: list[str], jobs: int, mesh: str = "") -> in
 
 
 def takes_part(model_type: str, mesh: str) -> bool:
-    """Whether a type has a row: one with a model class, on other meshes than the plain one for next tokens."""
+    """Whether a type has a row: one with a model class, on other meshes than the plain one for next tokens, and with a
+    plan where layers or experts are divided."""
     causal = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT")
-    return any(class_names(mapping, model_type) for mapping in causal) if mesh else bool(classes_by_default(model_type))
+    if not mesh:
+        return bool(classes_by_default(model_type))
+    if not any(class_names(mapping, model_type) for mapping in causal):
+        return False
+    config = CONFIG_MAPPING[model_type]
+    configs = [config, *(config.sub_configs or {}).values()]
+    plans = [f"base_model_{kind}_plan" for kind in ("tp", "ep") if kind in mesh.replace("replicate", "")]
+    return all(any(getattr(each, plan, None) for each in configs) for plan in plans)
 
 
 def written_rows(path: Path) -> dict[str, Row]:
@@ -104,10 +122,10 @@ def row_of(model_type: str, mesh: str = "") -> Row:
             row |= run_ranks(examine_plain, 1, model_type, folder, tuple(PRECISIONS), mesh, timeout_s=TIMEOUT_S)[0]
             if row["verdict"] == "plain" and not row["why"]:
                 row["verdict"] = "failed"
-                row |= judged(run_ranks(examine_on_ranks, size_of(dims_of(mesh)), folder, timeout_s=TIMEOUT_S))
+                row |= judged(run_ranks(examine_on_ranks, size_of(mesh), folder, timeout_s=TIMEOUT_S))
         except AssertionError as error:  # with the traceback of a rank
             row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
-            if "cannot be trained with cp_size" in row["why"]:
+            if "ConfigError" in row["why"]:
                 row["verdict"] = "refused"
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -123,9 +141,10 @@ def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRE
             telling(config) if mesh else config,
             [getattr(transformers, name) for name in names],
             folder / "checkpoint",
-            num_batches=size_of(dims) // dims.cp_size,
+            num_batches=size_of(mesh) // dims.ranks_per_row,
             words=ODD_WORDS if mesh else WORDS,
             is_training=bool(mesh),
+            tp_size=dims.tp_size,
         )
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
@@ -184,7 +203,7 @@ def render(rows: Iterable[Row], versions: str, output: str, mesh: str) -> str:
     others = [(row["type"], row.get("class", ""), row["verdict"], row["why"]) for row in rows if row not in agrees]
     cells = [[cell[:200].replace("|", "\\|").replace("\n", " ") for cell in row] for row in others]
     command = f"--train --mesh {mesh}" if mesh else "--train"
-    shared, mode, size = SHARED.format(mesh=mesh) if mesh else "", SHARED_MODE if mesh else MODE, size_of(dims_of(mesh))
+    shared, mode, size = SHARED.format(mesh=mesh) if mesh else "", SHARED_MODE if mesh else MODE, size_of(mesh)
     preface = PREFACE.format(versions=versions, output=output, command=command, shared=shared, mode=mode, size=size)
     lines = [preface, *table_of(("", "types"), counts), ""]
     lines += table_of(("largest difference among those that agree", *PRECISIONS), largest)

@@ -36,6 +36,8 @@ def add_prove(commands: Any) -> None:
     layout("--num-processes", type=count, metavar="N", help="runs N CPU ranks (default: the fewest that shard)")
     layout("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
     layout("--cp-size", type=count, metavar="N", help="has N ranks share each row (context parallelism)")
+    layout("--tp-size", type=count, metavar="N", help="has N ranks share each layer (tensor parallelism)")
+    layout("--ep-size", type=count, metavar="N", help="has N ranks share the experts (expert parallelism)")
     layout("--fsdp-version", type=int, choices=(1, 2), help="wraps with FSDP1 or FSDP2 (default: 2)")
     layout("--activation-checkpointing", action="store_true", help="recomputes activations in the backward pass")
     layout("--lora", action="store_true", help="trains LoRA adapters on all linear layers")
@@ -97,23 +99,26 @@ def _layout(options: argparse.Namespace, arguments: Any) -> tuple[Any, int, int]
     named: dict[str, Any] = {}
     parallelism = getattr(arguments, "parallelism_config", None)
     if parallelism is not None:
-        named = {"cp_size": parallelism.cp_size, "dp_replicate_size": parallelism.dp_replicate_size}
+        named = {name: getattr(parallelism, name) for name in ("cp_size", "tp_size", "dp_replicate_size")}
     if options.config_file is not None:
         translation = FSDPConfig.translate_file(named_config(options.config_file))
         if translation.refusal:
             raise ConfigError(f"{options.config_file} has no meaning here: {translation.refusal}")
         named = dict(translation.fields)
         options.fsdp_version = options.fsdp_version or (1 if translation.is_version1 else 2)
-    sizes = {name: min(named.get(name) or 1, 2) for name in ("dp_replicate_size", "cp_size")}
-    sizes |= {name: size for name in sizes if (size := getattr(options, name))}
-    others = sizes["dp_replicate_size"] * sizes["cp_size"]
-    is_sharded = sizes["cp_size"] == 1 or options.config_file is not None
+    names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
+    sizes = {name: min(named.get(name) or 1, 2) for name in names}
+    sizes |= {name: size for name in names if (size := getattr(options, name))}
+    dims = ParallelDims(**sizes)
+    of_row = dims.ranks_per_row
+    others = dims.dp_replicate_size * max(of_row, dims.ep_size)
+    is_sharded = max(of_row, dims.ep_size) == 1 or options.config_file is not None
     num_processes = options.num_processes or others * (2 if is_sharded and 2 * others <= _MOST_PROCESSES else 1)
     version = options.fsdp_version or 2
     options.activation_checkpointing |= bool(named.get("activation_checkpointing"))
     if version == 1 and (others > 1 or options.lora or options.activation_checkpointing):
         raise ConfigError(
-            "FSDP1 is proved with full sharding of all weights: leave --dp-replicate-size, --cp-size and --lora out, "
-            "and --activation-checkpointing."
+            "FSDP1 is proved with full sharding of all weights: leave other sizes, --lora and "
+            "--activation-checkpointing out."
         )
-    return ParallelDims(**sizes), num_processes, version
+    return dims, num_processes, version

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -26,13 +26,15 @@ class ParallelDims:
         ParallelDims().build_mesh()                        # FSDP over all processes
         ParallelDims(dp_replicate_size=2).build_mesh()     # HSDP: two replicas, each sharded over half of the processes
         ParallelDims(cp_size=2).build_mesh()               # two processes share each row (context parallelism)
+        ParallelDims(tp_size=8).build_mesh()               # eight processes share each layer (tensor parallelism)
+        ParallelDims(ep_size=8).build_mesh()               # eight processes share the experts (expert parallelism)
 
     Raises:
-        MeshError: a degree is below 1.
+        MeshError: a degree is below 1, or `ep_size` is no multiple of `cp_size` x `tp_size`.
 
     Example:
-        >>> ParallelDims(dp_replicate_size=2).resolve(world_size=16)
-        ParallelDims(dp_replicate_size=2, dp_shard_size=8, cp_size=1)
+        >>> ParallelDims(dp_replicate_size=2, tp_size=2).resolve(world_size=16)
+        ParallelDims(dp_replicate_size=2, dp_shard_size=4, cp_size=1, tp_size=2, ep_size=1)
         >>> ParallelDims().build_mesh("cpu").mesh_dim_names
         ('dp_shard',)
     """
@@ -41,16 +43,37 @@ class ParallelDims:
     """Number of copies of the model; above 1 this is HSDP."""
 
     dp_shard_size: int | None = None
-    """Number of processes over which each copy is sharded, beside `cp_size`; None means all that the others leave."""
+    """Number of processes over which each copy is sharded, beside the other degrees; None means all that they leave."""
 
     cp_size: int = 1
     """Number of processes that share the rows of a batch, each with a part of every sequence; a copy is sharded over
     `dp_shard_size` x `cp_size` processes."""
 
+    tp_size: int = 1
+    """Number of processes that share each layer, and the rows of a batch: neighbours, best on one machine."""
+
+    ep_size: int = 1
+    """Number of neighbouring processes of a copy among which experts are divided: `cp_size` x `tp_size` times a divisor
+    of `dp_shard_size`, so that it takes no processes of its own."""
+
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
+        if self.ep_size > 1 and self.ep_size % self.ranks_per_row:
+            raise MeshError(
+                f"ep_size {self.ep_size} is no multiple of cp_size {self.cp_size} x tp_size {self.tp_size}: ranks that "
+                "share rows share the experts too. Use a multiple, or 1."
+            )
+
+    @property
+    def ranks_per_row(self) -> int:
+        """How many neighbouring processes have the same rows."""
+        return self.cp_size * self.tp_size
+
+    def __str__(self) -> str:
+        """The degrees above 1, as a launch file names them."""
+        return " x ".join(f"{name} {size}" for name, size in vars(self).items() if size not in (1, None))
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """The same degrees with `dp_shard_size` filled in for `world_size` processes.
@@ -58,20 +81,29 @@ class ParallelDims:
         Raises:
             MeshError: the degrees do not multiply to the world size.
         """
-        others = self.dp_replicate_size * self.cp_size
+        others = self.dp_replicate_size * self.ranks_per_row
         dp_shard_size = self.dp_shard_size or world_size // others
         if others * dp_shard_size != world_size:
-            cp = f" x cp_size {self.cp_size}" if self.cp_size > 1 else ""
             raise MeshError(
-                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{cp} does "
-                f"not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{self._further} "
+                f"does not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+            )
+        if dp_shard_size * self.ranks_per_row % self.ep_size:
+            raise MeshError(
+                f"ep_size {self.ep_size} does not divide the {dp_shard_size * self.ranks_per_row} processes of a copy "
+                f"(dp_shard_size {dp_shard_size}{self._further}). Use a divisor."
             )
         return replace(self, dp_shard_size=dp_shard_size)
 
-    def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp")` that are above 1.
+    @property
+    def _further(self) -> str:
+        return "".join(f" x {name} {size}" for name in ("cp_size", "tp_size") if (size := getattr(self, name)) > 1)
 
-        `dp_shard` is always there.
+    def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Make the device mesh, with those of the axes `("dp_replicate", "dp_shard", "cp", "tp")` that are above 1.
+
+        `dp_shard` is always there. With `ep_size` it is two axes, `"dp_shard_mod_ep"` and `"dp_shard_in_ep"`, of which
+        the second is a part of the group that shares experts, with all of `cp` and `tp`; `tp` is there then too.
 
         Every rank must call. Starts the process group if none is running (from the variables that `torchrun` and
         `accelerate launch` set, or for this process alone where there are none) and creates the axes' subgroups.
@@ -86,28 +118,47 @@ class ParallelDims:
         ensure_process_group(device_type)
         dims = self.resolve(dist.get_world_size())
         assert dims.dp_shard_size is not None
-        sizes = {"dp_replicate": dims.dp_replicate_size, "dp_shard": dims.dp_shard_size, "cp": dims.cp_size}
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        if (in_ep := dims.ep_size // dims.ranks_per_row) and dims.ep_size > 1:
+            shards = {"dp_shard_mod_ep": dims.dp_shard_size // in_ep, "dp_shard_in_ep": in_ep}
+        else:
+            shards = {"dp_shard": dims.dp_shard_size}
+        sizes = {"dp_replicate": dims.dp_replicate_size, **shards, "cp": dims.cp_size, "tp": dims.tp_size}
+        needed = {*shards, "tp"} if dims.ep_size > 1 else {*shards}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name in needed}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups() if device_type == "cpu" else ():
             add_cpu_backend(group)
         return mesh
 
 
+def dims_of(config: Any, ep_size: int = 1) -> ParallelDims:
+    """The degrees of Accelerate's `ParallelismConfig`, which has none for experts, or of transformers'
+    `DistributedConfig`."""
+    shards = getattr(config, "dp_shard_size", None) or getattr(config, "fsdp_size", None) or 1
+    names = ("dp_replicate_size", "cp_size", "tp_size")
+    sizes = {name: getattr(config, name, None) or 1 for name in names}
+    return ParallelDims(dp_shard_size=shards, ep_size=getattr(config, "ep_size", None) or ep_size, **sizes)
+
+
 def mesh_of(accelerator: Any) -> DeviceMesh:
-    """The mesh of an Accelerator's parallelism config; without one, FSDP over all processes. Every rank must call."""
-    if config := accelerator.parallelism_config:
-        mesh: DeviceMesh = accelerator.torch_device_mesh
-        return mesh if config.cp_size > 1 else mesh[tuple(config.fsdp_dim_names)]
-    return ParallelDims().build_mesh(accelerator.device.type)
+    """The mesh of an Accelerator's parallelism config and its plugin's `ep_size`; without them, FSDP over all
+    processes. Every rank must call."""
+    config = accelerator.parallelism_config
+    ep_size = getattr(accelerator.state.fsdp_plugin, "ep_size", 1)
+    if config is None or ep_size > 1:
+        dims = ParallelDims(ep_size=ep_size) if config is None else dims_of(config, ep_size)
+        return dims.build_mesh(accelerator.device.type)
+    mesh: DeviceMesh = accelerator.torch_device_mesh
+    is_shared = config.cp_size > 1 or config.tp_size > 1
+    return mesh if is_shared else mesh[tuple(config.fsdp_dim_names)]
 
 
 _sharing: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 
 
-def set_ranks_per_row(cp_size: int) -> None:
+def set_ranks_per_row(number: int) -> None:
     """Let code that divides rows among ranks know how many neighbouring ranks share each row in this process group."""
-    _sharing[dist.group.WORLD] = cp_size
+    _sharing[dist.group.WORLD] = number
 
 
 def ranks_per_row() -> int:
@@ -115,18 +166,61 @@ def ranks_per_row() -> int:
     return _sharing.get(dist.group.WORLD, 1) if dist.is_initialized() else 1
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of the shards, of one axis or (replicate, shard), and that of the ranks that share rows, or None.
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """What the axes of a mesh are for; all of these are parts of one mesh."""
 
-    Weights are sharded over `dp_shard` and `cp` together. Every rank must call.
-    """
+    shards: DeviceMesh
+    """The ranks over which weights are sharded: one axis, or (replicate, shard)."""
+    rows: DeviceMesh | None = None
+    """The ranks that share rows, each with a part of every sequence (`cp`); a part of `shards`."""
+    layers: DeviceMesh | None = None
+    """The ranks that share layers (`tp`); with `experts`, of a mesh without `tp`, this rank alone."""
+    experts: DeviceMesh | None = None
+    """The ranks that share the experts (`ep`)."""
+    expert_shards: DeviceMesh | None = None
+    """The ranks over which the weights of the same experts are sharded: as `shards`, with fewer ranks."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degrees of these axes."""
+        rows, layers, experts = (group.size() if group else 1 for group in (self.rows, self.layers, self.experts))
+        copies = self.shards.size(0) if self.shards.ndim > 1 else 1
+        return ParallelDims(
+            dp_replicate_size=copies,
+            dp_shard_size=self.shards.size(-1) // rows,
+            cp_size=rows,
+            tp_size=layers,
+            ep_size=experts,
+        )
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of all axes."""
+        meshes = (self.shards, self.rows, self.layers, self.experts, self.expert_shards)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """The parts of a mesh by their use. A mesh without `cp`, `tp` and `ep` is all of shards. Every rank must call."""
     names = mesh.mesh_dim_names or ()
-    if "cp" not in names:
-        return mesh, None
-    copies = mesh.size(names.index("dp_replicate")) if "dp_replicate" in names else 1
-    axes = ("dp_replicate", "dp_shard_cp")[copies == 1 :]
-    shards = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*(copies, -1)[copies == 1 :]), mesh_dim_names=axes)
-    return shards, mesh["cp"]
+    if not {"cp", "tp", "dp_shard_in_ep"} & set(names):
+        return Axes(shards=mesh)
+
+    def part(chosen: Sequence[str], flat: str) -> DeviceMesh:
+        found = tuple(name for name in names if name in chosen)
+        return mesh[found] if len(found) == 1 else mesh[found]._flatten(flat)
+
+    def with_copies(inner: DeviceMesh) -> DeviceMesh:  # FSDP2 takes parts of one mesh for one tensor
+        return DeviceMesh._concatenate([mesh["dp_replicate"], inner]) if "dp_replicate" in names else inner
+
+    has_experts = "dp_shard_in_ep" in names
+    return Axes(
+        shards=with_copies(part(("dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "cp"), "dp_shard_cp")),
+        rows=mesh["cp"] if "cp" in names else None,
+        layers=mesh["tp"] if "tp" in names else None,
+        experts=part(("dp_shard_in_ep", "cp", "tp"), "ep") if has_experts else None,
+        expert_shards=with_copies(mesh["dp_shard_mod_ep"]) if has_experts else None,
+    )
 
 
 def local_device() -> torch.device:

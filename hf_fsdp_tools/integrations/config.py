@@ -75,6 +75,10 @@ class FSDPConfig:
     """Copies of the sharded model (HSDP): each copy is sharded over `num_processes / dp_replicate_size` processes."""
     cp_size: int = 1
     """Processes that share rows, each with a part of every sequence (context parallelism)."""
+    tp_size: int = 1
+    """Processes that share each layer and the rows (tensor parallelism): neighbours, best on one machine."""
+    ep_size: int = field(default=1, metadata=_key(int))
+    """Neighbouring processes that share the experts (expert parallelism)."""
     fsdp_version: Literal[2] = field(default=2, metadata=_key(int, name="version", argument="fsdp_version"))
     """2 is `fully_shard`; a run of version 1, deprecated upstream, is made by `HybridFSDPPlugin(fsdp_version=1)`."""
     reshard_after_forward: bool = field(default=True, metadata=_key())
@@ -113,7 +117,7 @@ class FSDPConfig:
     @property
     def dp_shard_size(self) -> int:
         """Processes that share one copy of the model, beside those that share rows."""
-        return self.num_processes // (self.dp_replicate_size * self.cp_size)
+        return self.num_processes // (self.dp_replicate_size * self.cp_size * self.tp_size)
 
     def to_accelerate_yaml(self, *, command: str | None = None, notes: Sequence[str] = ()) -> str:
         """Text for `accelerate launch --config_file`, the same for the same config.

@@ -251,15 +251,15 @@ def _parallelism(section: Mapping[str, Any], result: Translation) -> None:
         name = str(key).removeprefix("parallelism_config_")
         if key not in known:
             result.unknown(str(key), value, known)
-        elif name in ("dp_replicate_size", "cp_size"):
+        elif name in ("dp_replicate_size", "cp_size", "tp_size"):
             result.keep(key, value, int, name)
         elif name == "dp_shard_size":
             result.keep(key, value, int, name)
-            result.say(key, value, "follows from num_processes, dp_replicate_size and cp_size")
+            result.say(key, value, "follows from num_processes and the other sizes")
         elif name.endswith("_size") and value not in (None, 1):
             result.say(key, value, "left out: not part of this package")
             fact = f"{key} is {value}: not part of this package."
-            result.find("error", "refused", fact, "Leave all but dp_replicate_size, dp_shard_size and cp_size out.")
+            result.find("error", "refused", fact, "Leave it out.")
         elif value not in (None, 1):
             result.say(key, value, "left out: not part of this package")
 

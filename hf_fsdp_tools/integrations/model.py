@@ -25,6 +25,7 @@ from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
+from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.replicated import is_averaged
 from hf_fsdp_tools.sharding.shard import (
     compile_sharded,
@@ -64,9 +65,10 @@ def shard_in_place(model: nn.Module, accelerator: Accelerator, optimizers: Itera
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # master weights, as Accelerate keeps them
     names = {parameter: name for name, parameter in model.named_parameters()}
-    base, plugin = base_of(model), accelerator.state.fsdp_plugin
+    base, plugin, mesh = base_of(model), accelerator.state.fsdp_plugin, mesh_of(accelerator)
+    parallelize_model(base, mesh)
     plan = plan_with_adapters(base, plugin.policy_for(base))
-    shard_model(base, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator))
+    shard_model(base, plan, mesh=mesh, **plugin.shard_arguments(accelerator))
     send_weights(model, differing)
     shard_added(model)  # prompt encoders, which PEFT keeps outside the base
     sharded = dict(model.named_parameters())

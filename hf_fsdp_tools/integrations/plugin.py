@@ -185,6 +185,9 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
+    ep_size: int | None = field(default=None, metadata={"help": "How many neighbouring processes share the experts."})
+    """How many neighbouring processes share the experts; None reads FSDP_EP_SIZE, and means 1 without it."""
+
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
@@ -206,6 +209,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.mixed_precision_policy = _as_policy(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
+        self.ep_size = _read_size(self.ep_size, "ep_size", "FSDP_EP_SIZE")
         self.translated = self.policy is None
         self.policy = self.policy or self._translate_wrap()
         self.auto_wrap_policy = None  # `policy` decides, once there is a model
@@ -331,6 +335,13 @@ def _read_version(version: int | None) -> tuple[int, bool]:
     is_open = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() in ("true", "false")
     is_unversioned = version is None and text == "1" and is_open and is_by_launcher()
     return (2 if is_unversioned else int(text)), is_unversioned
+
+
+def _read_size(value: Any, name: str, variable: str) -> int:
+    text = str(os.environ.get(variable) or 1 if value is None else value).strip()
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number, 1 or more.")
+    return int(text)
 
 
 def _value(plugin: Any, name: str) -> Any:

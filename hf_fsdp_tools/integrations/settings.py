@@ -146,7 +146,8 @@ def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem
     for name, allowed in choices.items():
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
-    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1, "cp_size": 1}
+    lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
+    lowest |= {"cp_size": 1, "tp_size": 1, "ep_size": 1}
     for name, least in lowest.items():
         value = getattr(config, name)
         if type(value) is not int or value < least:
@@ -185,8 +186,13 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
     processes, copies, policy = config.num_processes, config.dp_replicate_size, config.auto_wrap_policy
     if processes % copies:
         yield f"dp_replicate_size {copies} does not divide num_processes {processes}", "use a divisor"
-    elif processes % (copies * config.cp_size):
-        yield f"cp_size {config.cp_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
+    elif (processes // copies) % (config.cp_size * config.tp_size):
+        shared = " x ".join(f"{name} {size}" for name in ("cp_size", "tp_size") if (size := getattr(config, name)) > 1)
+        yield f"{shared} does not divide the {processes // copies} processes of a copy", "use a divisor"
+    elif config.ep_size % (config.cp_size * config.tp_size) and config.ep_size > 1:
+        yield f"ep_size {config.ep_size} is no multiple of cp_size x tp_size", "ranks that share rows share experts too"
+    elif (processes // copies) % config.ep_size:
+        yield f"ep_size {config.ep_size} does not divide the {processes // copies} processes of a copy", "use a divisor"
     elif copies == processes > 1:
         yield (
             f"dp_replicate_size {copies} leaves one process per copy, so nothing is sharded",

@@ -20,6 +20,8 @@ from accelerate.utils import (
 
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, set_timeout
 from hf_fsdp_tools.distributed.mesh import (
+    ParallelDims,
+    dims_of,
     ensure_process_group,
     gpus_are_hidden,
     local_device,
@@ -201,8 +203,7 @@ def start_state(
         # version 1 of FSDP takes cpu:0 for another device; alone, Accelerate knows no index, and takes MPS
         shared.device = device
     _check_state(plugin)
-    _check_axes(state.parallelism_config, plugin)
-    set_ranks_per_row(state.parallelism_config.cp_size if state.parallelism_config else 1)
+    set_ranks_per_row(_check_axes(state.parallelism_config, plugin).ranks_per_row)
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:
@@ -216,7 +217,7 @@ def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = N
 
 def _refuse_other_state(state: AcceleratorState, mixed_precision: str | None, parallelism_config: Any) -> None:
     """Refuse what differs from Accelerate's state, which no second Accelerator of a process can change."""
-    names = ("dp_replicate_size", "dp_shard_size", "cp_size")
+    names = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")
     configs = (parallelism_config, state.parallelism_config)
     sizes, former_sizes = ([getattr(config, name, 1) for name in names] for config in configs)
     late = []
@@ -259,34 +260,28 @@ def _check_state(plugin: HybridFSDPPlugin) -> None:
         )
 
 
-def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> None:
-    """Refuse tensor and DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job."""
-    axes = [name for name in ("tp_size", "sp_size") if config is not None and getattr(config, name, 1) > 1]
-    if axes:
+def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
+    """Refuse DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job; return them."""
+    if config is not None and getattr(config, "sp_size", 1) > 1:
         raise ConfigError(
-            f"{', '.join(f'{name}={getattr(config, name)}' for name in axes)}: only dp_replicate_size, "
-            "dp_shard_size and cp_size can be above 1 here. Leave the others out of the parallelism config; cp_size "
-            "exchanges heads as DeepSpeed's sp_size does."
+            f"sp_size={config.sp_size}: only dp_replicate_size, dp_shard_size, cp_size and tp_size can be above 1 here. "
+            "Leave sp_size out of the parallelism config; cp_size exchanges heads as it does."
         )
-    sizes = {name: getattr(config, name, 1) for name in ("dp_replicate_size", "cp_size")}
-    sizes["fsdp_version"] = plugin.fsdp_version
+    dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
     if plugin.proved is not None:
-        check_proved(plugin.proved, sizes)
-    if config is None or dist.get_world_size() == 1:
-        return
-    if config.cp_size > 1 and plugin.fsdp_version == 1:
+        sizes = {name: size for name, size in vars(dims).items() if name != "dp_shard_size"}
+        check_proved(plugin.proved, sizes | {"fsdp_version": plugin.fsdp_version})
+    if dist.get_world_size() == 1 or (config is None and plugin.ep_size == 1):
+        return dims
+    shared = [name for name in ("cp_size", "tp_size", "ep_size") if getattr(dims, name) > 1]
+    if shared and plugin.fsdp_version == 1:
+        raise ConfigError(f"{shared[0]} above 1 needs FSDP2; the plugin has fsdp_version 1. Leave one of them out.")
+    if shared or dims.dp_replicate_size > 1:
+        dims = dims.resolve(dist.get_world_size())
+    if dims.dp_replicate_size > 1 == dims.dp_shard_size and not shared:
         raise ConfigError(
-            f"cp_size {config.cp_size} needs FSDP2; the plugin has fsdp_version 1. Leave one of them out."
+            f"dp_replicate_size {dims.dp_replicate_size} and dp_shard_size 1 shard nothing: each process would hold a "
+            "whole model. Use a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that "
+            "fits."
         )
-    copies, shards, cp = config.dp_replicate_size, config.dp_shard_size, config.cp_size
-    if copies * cp > 1 and copies * shards * cp != dist.get_world_size():
-        raise ConfigError(
-            f"dp_replicate_size {copies} times dp_shard_size {shards} times cp_size {cp} is not the number of "
-            f"processes, {dist.get_world_size()}. Make it so, or leave the parallelism config out: one copy over all "
-            "processes."
-        )
-    if copies > 1 == shards * cp:
-        raise ConfigError(
-            f"dp_replicate_size {copies} and dp_shard_size 1 shard nothing: each process would hold a whole model. Use "
-            "a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that fits."
-        )
+    return dims

@@ -9,6 +9,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
@@ -115,14 +116,9 @@ def agree_with_arguments(
         if not late and "activation_checkpointing" in _named_keys(args) and plugin.activation_checkpointing:
             sharding = _checkpoint_late(model, sharding)
         late += _differences(args, *_values_of_model(plugin, model, sharding), "the model")
-        shape, wanted = tuple(sharding.mesh.shape), args.parallelism_config
-        cp_size = sharding.cp.size() if sharding.cp else 1
-        sizes = wanted and (wanted.dp_replicate_size, wanted.dp_shard_size * wanted.cp_size, wanted.cp_size)
-        if wanted is not None and sizes != (*(shape if len(shape) > 1 else (1, *shape)), cp_size):
-            late.append(
-                f"parallelism_config of {sizes[0]} x {sizes[1]} ranks, cp_size {sizes[2]} (the model: {shape}, "
-                f"cp_size {cp_size})"
-            )
+        made, wanted = replace(sharding.axes.dims, ep_size=1), args.parallelism_config
+        if wanted is not None and (asked := dims_of(wanted)) != made:
+            late.append(f"parallelism_config of {asked} (the model: {made})")
     if late:
         raise ConfigError(
             f"TrainingArguments ask for what is settled otherwise already: {'; '.join(dict.fromkeys(late))}. Make the "

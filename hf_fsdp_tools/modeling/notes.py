@@ -1,7 +1,7 @@
 """The note that this package keeps on a module of a user's model: one attribute for all that it must remember."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,12 @@ class Note:
     """Of a linear layer with 4-bit weights: its `Packing`."""
     rows: Any = None
     """Of an attention module whose rows several ranks share: their `Rows`."""
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """Of a module whose weights are divided among ranks before they are sharded: (mesh, placements) of each."""
+    style: Any = None
+    """Of a module that computes with its part of weights or heads: what lets it do so."""
+    is_dispatched: bool = False
+    """Whether ranks share these experts: tokens travel to them, and they are sharded over fewer ranks."""
     stored_quantization: Mapping[str, Any] | None = None
     """How the checkpoint of a plain model is quantised, until it is loaded."""
 

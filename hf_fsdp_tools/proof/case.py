@@ -42,13 +42,14 @@ def tiny_case(
     num_batches: int = 2,
     words: int = WORDS,
     is_training: bool = False,
+    tp_size: int = 1,
 ) -> tuple[Case, dict[str, Any]]:
     """A case with the first class that trains, its checkpoint written by transformers to `folder`; and facts of it."""
     said: list[str] = []
     for model_class in model_classes:
         for level in LEVELS:
             try:
-                model = build(model_class, shrink(config, level))
+                model = build(model_class, shrink(config, level, tp_size))
                 batches = list(candidates(model, words))
             except Exception as error:
                 said.append(f"{model_class.__name__} {level}: {_said(error)}")

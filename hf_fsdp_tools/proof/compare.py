@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor
+from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, part_of
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -287,7 +287,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
     one, each with its problem. Of kinds of batches other than the first, the names begin with the kind.
     """
-    group, bound = dist.get_rank() // case.dims.cp_size, TOLERANCE[precision]
+    group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
@@ -307,7 +307,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
         if isinstance(own, torch.Tensor) and own.dtype != torch.float32:
             seen[f"{title}loss"] = (seen[f"{title}loss"][0], f"computed in {own.dtype}, not in fp32 as by autocast")
         if not number:
-            seen["module"] = _first_apart(modules, plain.modules, bound, case.dims.cp_size) if group == 0 else ""
+            seen["module"] = _first_apart(modules, plain.modules, bound, case.dims) if group == 0 else ""
         seen[f"{title}gradients"] = _apart(
             _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
         )
@@ -351,11 +351,9 @@ def held_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank holds of a sharded one; without communication."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
-    boxes = local_boxes_of(like)
-    if not boxes:
+    if not local_boxes_of(like):
         return whole.flatten()[:0].reshape(local_tensor(like).shape)
-    ((box, _),) = boxes
-    return whole[tuple(slice(start, start + length) for start, length in zip(box.start, box.length, strict=True))]
+    return part_of(whole, like)
 
 
 def _unequal(found: Tensors, expected: Tensors) -> str:
@@ -428,14 +426,16 @@ def _relative(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     return float((a - b).abs().max() / max(float(torch.nan_to_num(whole.double()).abs().max()), floor, 1e-12))
 
 
-def _first_apart(found: Tensors, plain: Tensors, bound: float, cp_size: int) -> str:
+def _first_apart(found: Tensors, plain: Tensors, bound: float, dims: ParallelDims) -> str:
     """The module whose outputs are the first to differ from the plain model's, of this rank's part of the rows too."""
+    place = dist.get_rank() // dims.tp_size % dims.cp_size
     for name, whole in plain.items():
         part = found.get(name)
         if part is None or part.dim() != whole.dim():
             continue
-        if part.shape != whole.shape and whole.dim() > 1:  # a part of the rows, the last one with a padded end
-            start = dist.get_rank() % cp_size * part.shape[1]
+        is_alike = part.shape[:1] == whole.shape[:1] and part.shape[2:] == whole.shape[2:]
+        if is_alike and part.shape != whole.shape:  # a part of the rows, the last one with a padded end
+            start = place * part.shape[1]
             whole = whole[:, start : start + part.shape[1]]
             part = part[:, : whole.shape[1]]
         if part.shape == whole.shape and (difference := _relative(part, whole, 0.0)) > bound:

@@ -153,11 +153,17 @@ def prove(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hf_fsdp_tools.proof.run"])
     dims = dims.resolve(num_processes)
-    count = num_processes // dims.cp_size
+    count = num_processes // dims.ranks_per_row
     with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         case, facts = tiny_case(
-            telling(config), [model_class], folder / "checkpoint", num_batches=count, words=WORDS, is_training=True
+            telling(config),
+            [model_class],
+            folder / "checkpoint",
+            num_batches=count,
+            words=WORDS,
+            is_training=True,
+            tp_size=dims.tp_size,
         )
         if rows:
             case = replace(case, batches={"rows": given_batches(rows, collator, count)})

@@ -139,11 +139,12 @@ MOST_LAYERS = 4
 INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_indices|index_list)|out_indices")
 
 
-def shrink(config: Any, level: str) -> Any:
-    """A configuration of the same class with smaller sizes; the given one is not changed."""
+def shrink(config: Any, level: str, tp_size: int = 1) -> Any:
+    """A configuration of the same class with smaller sizes, heads and words of which so many ranks divide where those of
+    the given one do; that one is not changed."""
     if level == "default":
         return copy.deepcopy(config)
-    sizes = _shrink(config.to_dict(), level, _Tokens())
+    sizes = _shrink(config.to_dict(), level, _Tokens(), tp_size)
     for key in ("transformers_version", "architectures", "torch_dtype", "dtype"):
         sizes.pop(key, None)
     return type(config).from_dict(sizes)
@@ -157,7 +158,7 @@ class _Tokens(dict[int, int]):
         return self[old]
 
 
-def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any]:
+def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens, tp_size: int) -> dict[str, Any]:
     new: dict[str, Any] = {}
     kept = _kept_layers(sizes)
     layers = max((sizes[name] for name in LAYERS if type(sizes.get(name)) is int), default=0)
@@ -165,17 +166,19 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens) -> dict[str, Any
         if name == "per_layer_config" and value:
             by_layer = {int(index): item for index, item in value.items()}
             new[name] = {
-                i: _shrink(by_layer[old], level, tokens) for i, old in enumerate(kept) if by_layer.get(old) is not None
+                i: _shrink(by_layer[old], level, tokens, tp_size)
+                for i, old in enumerate(kept)
+                if by_layer.get(old) is not None
             }
         elif isinstance(value, dict):
             is_config = "model_type" in value or name.endswith("config")
-            new[name] = _shrink(value, level, tokens) if is_config else _rope(name, value, sizes, level)
+            new[name] = _shrink(value, level, tokens, tp_size) if is_config else _rope(name, value, sizes, level)
         elif TOKEN.fullmatch(name):
             new[name] = _token(value, tokens)
         elif isinstance(value, list | tuple) and value:
             new[name] = _list(name, list(value), layers, kept, level)
         elif type(value) is int:
-            new[name] = _size(name, value, sizes, len(kept), level)
+            new[name] = _size(name, value, sizes, len(kept), level, tp_size)
         else:
             new[name] = value
     if "out_indices" in new:  # names follow from the indices
@@ -243,18 +246,22 @@ def _list(name: str, values: list[Any], layers: int, kept: list[int], level: str
     return values
 
 
-def _size(name: str, value: int, sizes: dict[str, Any], layers: int, level: str) -> int:
+def _size(name: str, value: int, sizes: dict[str, Any], layers: int, level: str, tp_size: int) -> int:
     for pattern, largest in SHORT:
         if re.fullmatch(pattern, name):
+            if largest == VOCABULARY and value % tp_size == 0:
+                largest += -largest % tp_size
             return min(value, layers if "layers" in name and largest == 4 else largest)
     if level != "tiny":
         return value
     if name == "patch_size":
         return min(value, 8)
     if "key_value_heads" in name and value == sizes.get(name.replace("key_value", "attention")):
-        return min(value, 4)  # as many as queries
+        return min(value, max(4, 2 * tp_size))  # as many as queries
     for pattern, most in TINY:
         if re.fullmatch(pattern, name):
+            if "heads?" in pattern and most is not None:
+                most *= max(tp_size // 2, 1)
             return value if most is None else min(value, most)
     return value
 

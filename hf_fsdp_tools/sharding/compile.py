@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import Cache
 
-from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.distributed.mesh import ParallelDims, dims_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -66,9 +66,13 @@ def _regions(name: str, module: nn.Module, others: set[str]) -> Iterator[str]:
         yield from _regions(f"{name}.{child_name}", child, others)
 
 
-def as_mesh(value: DeviceMesh | ParallelDims | None) -> DeviceMesh | None:
-    """The mesh; that of `ParallelDims`, for which every rank must call."""
-    return value.build_mesh() if isinstance(value, ParallelDims) else value
+def as_mesh(value: Any) -> DeviceMesh | None:
+    """The mesh; that of `ParallelDims`, or of transformers' `DistributedConfig`, for which every rank must call."""
+    if (getattr(value, "pp_size", None) or 1) > 1:
+        raise ConfigError(f"pp_size {value.pp_size}: pipeline parallelism is not part of this package. Leave it out.")
+    if isinstance(value, DeviceMesh | None):
+        return value
+    return (value if isinstance(value, ParallelDims) else dims_of(value)).build_mesh()
 
 
 def as_mp_policy(value: Any) -> MixedPrecisionPolicy | None:

@@ -45,11 +45,11 @@ def describe_sharding(model: nn.Module) -> str:
     compute = sharding.mp_policy.param_dtype
     # FSDP2 reduces in this dtype where no other is given; since torch 2.15 in that of the weights.
     reduce = sharding.mp_policy.reduce_dtype or (compute if torch.__version__ < "2.15" else None)
-    axes = zip(sharding.mesh.mesh_dim_names or ("dp_shard",), sharding.mesh.shape, strict=True)
-    shared = f", of which {sharding.cp.size()} share rows (cp)" if sharding.cp else ""
+    sizes = {name.removesuffix("_size"): size for name, size in vars(sharding.axes.dims).items()}
+    axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard")
     lines = [
         str(sharding.plan),
-        f"mesh         {', '.join(f'{name} {size}' for name, size in axes)}{shared} on {sharding.mesh.device_type}",
+        f"mesh         {axes} on {sharding.mesh.device_type}",
     ]
     for name, group in groups.items():
         dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))

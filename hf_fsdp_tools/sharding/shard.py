@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
-from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
+from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
 from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
@@ -39,6 +39,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
+from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.text import dtype_name
@@ -58,8 +59,8 @@ class Sharding:
     """Whether the shards live on the CPU between uses."""
     activation_checkpointing: bool
     """Whether the blocks recompute their activations in the backward pass."""
-    cp: DeviceMesh | None = None
-    """The ranks that share rows with this one; None where none does."""
+    axes: Axes
+    """What the axes of the whole mesh are for."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
 
@@ -89,8 +90,9 @@ def shard_model(
     Args:
         model: not sharded yet, on meta or with real weights on any device.
         plan: from `make_wrap_plan` of this model or of one of the same structure.
-        mesh: one axis for FSDP, two (replicate, shard) for HSDP, and one named "cp" for ranks that share rows
-            (context parallelism), as `ParallelDims` makes them; None means FSDP over all processes.
+        mesh: one axis for FSDP, two (replicate, shard) for HSDP, and those named "cp", "tp" and "dp_shard_in_ep", as
+            `ParallelDims` makes them; with "tp" or "ep", the model is one of `parallelize_model`. None means FSDP over
+            all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32,
             a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
@@ -149,9 +151,15 @@ def checked_sharding(
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
     mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
-    mesh, cp = axes_of(mesh)
-    if cp is not None:
-        check_rows(model, cp.size())
+    axes = axes_of(mesh)
+    mesh, dims = axes.shards, axes.dims
+    if axes.rows is not None:
+        check_rows(model, dims.cp_size)
+    if max(dims.tp_size, dims.ep_size) > 1 and not is_parallel(model):
+        raise ConfigError(
+            f"The mesh has tp_size {dims.tp_size} and ep_size {dims.ep_size}, and {type(model).__name__} is not "
+            "divided. Call parallelize_model(model, mesh) before make_wrap_plan."
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
@@ -173,12 +181,12 @@ def checked_sharding(
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         compile=options,
-        cp_size=cp.size() if cp else 1,
+        dims=dims,
     )
     return Sharding(
         plan=plan,
         mesh=_without_names(mesh),
-        cp=cp,
+        axes=axes,
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
@@ -190,7 +198,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
-        for group in (*mesh.get_all_groups(), *(sharding.cp.get_all_groups() if sharding.cp else ())):
+        for group in sharding.axes.groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
@@ -293,15 +301,20 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
+        is_shared = note_of(members[0]).is_dispatched
+        mesh = sharding.axes.expert_shards if is_shared else sharding.mesh
+        assert mesh is not None
         fully_shard(
             members[0] if len(members) == 1 else members,
-            mesh=sharding.mesh,
+            mesh=mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=mp_policy,
             offload_policy=sharding.offload_policy,
-            shard_placement_fn=partial(choose_placement, ranks=sharding.mesh.size(-1)),
+            shard_placement_fn=partial(choose_placement, ranks=mesh.size(-1)),
             ignored_params=replicated or None,
         )
+        if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
+            divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)  # type: ignore[arg-type]
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
     for parameter in replicated:
@@ -318,8 +331,8 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
-    if sharding.cp is not None:
-        add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.cp)))
+    if sharding.axes.rows is not None:
+        add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     add_to_note(model, sharding=sharding)
     guard_injection()
 
@@ -337,7 +350,11 @@ def apply_again(
     """
     kept = {model.get_parameter(name) for name in sharding.plan.replicated}
     places = [(s, name, old) for s, name, old in slots(model) if isinstance(old, nn.Parameter) and old not in kept]
-    on_meta = {old: torch.empty(old.shape, dtype=dtypes.get(old, old.dtype), device="meta") for _, _, old in places}
+    divided = parallel_parameters(model)
+    on_meta = {
+        old: placeholder(torch.empty(old.shape, dtype=dtypes.get(old, old.dtype), device="meta"), divided.get(old))
+        for _, _, old in places
+    }
     swap(model, {old: nn.Parameter(new, requires_grad=old.requires_grad) for old, new in on_meta.items()})
     apply_sharding(model, sharding)
     shards: dict[nn.Parameter, nn.Parameter] = {}

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures.agree import examine_sharded
-from benchmarks.architectures.cases import dims_of, examine_on_ranks, examine_plain, judged, size_of
+from benchmarks.architectures.cases import examine_on_ranks, examine_plain, judged, size_of
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.proof.compare import PRECISIONS
 from tests._dist import run_alone, run_cases, run_ranks
@@ -113,7 +113,7 @@ def _sample_shared(folder, types):
 def test_a_sample_trains_on_shared_rows_as_the_plain_model_does(tmp_path, mesh):
     types = [name for name in SHARED[mesh] if name in CONFIG_MAPPING]
     run_alone(_plain_shared, types, tmp_path, mesh)
-    run_ranks(_sample_shared, size_of(dims_of(mesh)), tmp_path, types)
+    run_ranks(_sample_shared, size_of(mesh), tmp_path, types)
 
 
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):

@@ -1,0 +1,315 @@
+"""Tensor and expert parallelism: transformers' own plans, applied to a model before its units are made.
+
+    layers    a group of ranks shares each layer and has the same rows; each rank holds a part of a layer's weights
+    experts   a group of ranks shares the experts, each whole on one of them; tokens travel to their experts
+
+Weights become DTensors over such a group, and FSDP2 shards them further: a rank's part is cut twice. What the plans
+leave whole is whole on every rank of a group, where its gradients are equal. An expert's gradient holds the tokens of
+all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hf_fsdp_tools.distributed.mesh import Axes, axes_of
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import slots
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.text import did_you_mean, first_line, listed
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _AllReduceBackward
+except ImportError:  # before transformers 5.21
+    ALL_PARALLEL_STYLES = None
+
+DISPATCH = "ep_dispatch_experts"
+"""transformers' name of the style that brings tokens to experts."""
+
+
+def parallelize_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tp_plan: Mapping[str, str] | None = None,
+    ep_plan: Mapping[str, str] | None = None,
+    ep_implementation: str = "auto",
+) -> nn.Module:
+    """Divide layers and experts of a model among the ranks of a mesh's `tp` and `ep` axes, in place; return the model.
+
+    Call it between `build_meta_model` and `make_wrap_plan`; `from_pretrained` does. Without these axes it does nothing.
+
+        mesh = ParallelDims(tp_size=2, ep_size=4).build_mesh()
+        model = parallelize_model(build_meta_model(name), mesh)
+        model = shard_model(model, make_wrap_plan(model), mesh=mesh)
+
+    Args:
+        model: of transformers, on meta or with real weights that are equal on every rank, not sharded yet.
+        mesh: of `ParallelDims`.
+        tp_plan: rules for names of modules or parameters (`{"layers.*.mlp.up_proj": "colwise"}`), which take the place
+            of rules of the model's own plan (`model.tp_plan`); an empty one leaves every layer whole.
+        ep_plan: the same for experts (`model.ep_plan`).
+        ep_implementation: how tokens reach their experts: "all_to_all", "all_reduce" (`ep_size` equal to `tp_size`),
+            "auto", or a name that was registered in transformers.
+
+    Every rank must call with equal arguments. Nothing is communicated now; in each pass, the styles of transformers
+    exchange activations between the ranks of a group.
+
+    Raises:
+        ConfigError: the model has no plan for an axis, a rule names what is not there, sizes of layers do not divide
+            by the ranks, or this transformers is older than 5.21; the same on every rank, before anything is changed.
+    """
+    axes = axes_of(mesh)
+    layers, experts = (group.size() if group else 1 for group in (axes.layers, axes.experts))
+    if layers == experts == 1:
+        return model
+    rules = checked_rules(model, layers, experts, tp_plan, ep_plan, ep_implementation)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with _ties_kept(model):
+        for name, (kind, style) in rules.items():
+            group = axes.experts if kind == "ep" else axes.layers
+            assert group is not None
+            if name in parameters:
+                owner, _, own = name.rpartition(".")
+                ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
+            else:
+                _add_style(model, name, style, group, axes.layers, ep_implementation)
+    for module in model.modules():
+        held = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+        if held:
+            add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
+    return model
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether layers or experts of a model are divided among ranks."""
+    return any(note_of(module).parallel for module in model.modules())
+
+
+def checked_rules(
+    model: Any,
+    tp_size: int,
+    ep_size: int,
+    tp_plan: Mapping[str, str] | None = None,
+    ep_plan: Mapping[str, str] | None = None,
+    ep_implementation: str = "auto",
+) -> dict[str, tuple[str, str]]:
+    """The axis and style of each module and parameter that is divided, by its name; refuse what cannot be. Pure."""
+    kinds = {kind: size for kind, size in (("tp", tp_size), ("ep", ep_size)) if size > 1}
+    what = " and ".join(f"{kind}_size {size}" for kind, size in kinds.items())
+    if ALL_PARALLEL_STYLES is None:
+        raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
+    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
+        raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
+    names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    rules: dict[str, tuple[str, str]] = {}
+    given = {"tp": tp_plan, "ep": ep_plan}
+    for kind in kinds:
+        own = dict(getattr(model, f"{kind}_plan", None) or {})
+        if absent := [rule for rule in given[kind] or () if rule not in names and rule not in own]:
+            known = names | own.keys()
+            raise ConfigError(
+                f"{kind}_plan names {listed(absent)}, which {type(model).__name__} does not have"
+                f"{did_you_mean(absent[0], known)}"
+            )
+        rule_of = {} if given[kind] == {} and kind == "tp" else {**own, **(given[kind] or {})}
+        if not rule_of and given[kind] is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no {kind}_plan for {kind}_size {kinds[kind]}. Leave {kind}_size out, or "
+                f"give rules: {kind}_plan={{…}}."
+            )
+        for rule, style in rule_of.items():
+            if style not in ALL_PARALLEL_STYLES:
+                raise ConfigError(
+                    f"{kind}_plan gives {rule!r} the style {style!r}, which transformers lacks"
+                    f"{did_you_mean(style, list(ALL_PARALLEL_STYLES))}"
+                )
+        rules |= {name: (kind, style) for name, style in model._expand_parallel_plan(rule_of).items()}
+        if kind == "ep":
+            of_experts = tuple(f"{name}." for name, (axis, _) in rules.items() if axis == "ep")
+            rules = {n: rule for n, rule in rules.items() if rule[0] == "ep" or not n.startswith(of_experts)}
+    _drop_half_tied(model, rules)
+    for kind, size in kinds.items():
+        if not any(axis == kind for axis, _ in rules.values()) and given[kind] != {}:
+            raise ConfigError(
+                f"The {kind}_plan of {type(model).__name__} names no module that this model has ({kind}_size {size}). "
+                f"Leave {kind}_size out, or give rules: {kind}_plan={{…}}."
+            )
+    if ep_size > 1:
+        _check_implementation(ep_implementation, tp_size, ep_size)
+    _check_heads(model, rules, tp_size)
+    _check_sizes(model, rules, kinds)
+    return rules
+
+
+def generic_name(name: str) -> str:
+    """A name with `*` for the number of a layer, as plans have it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _check_implementation(name: str, tp_size: int, ep_size: int) -> None:
+    known = list(EPImplementationInterface())
+    if name not in known:
+        raise ConfigError(f"ep_implementation is {name!r}, which transformers lacks{did_you_mean(name, known)}")
+    if name == "all_reduce" and tp_size != ep_size:
+        raise ConfigError(
+            f"ep_implementation 'all_reduce' needs ranks with the same rows: ep_size {ep_size} equal to tp_size "
+            f"{tp_size}. Use 'all_to_all'."
+        )
+    if name == "deepgemm_megamoe":
+        raise ConfigError("ep_implementation 'deepgemm_megamoe' has no backward pass. Use 'all_to_all' to train.")
+
+
+def _check_heads(model: nn.Module, rules: Mapping[str, tuple[str, str]], size: int) -> None:
+    """Refuse attention whose heads the ranks cannot divide."""
+    divided = {name.rpartition(".")[0] for name, (kind, style) in rules.items() if kind == "tp" and style == "colwise"}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if name not in divided or config is None or not hasattr(module, "head_dim"):
+            continue
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, key, None)
+            if isinstance(heads, int) and heads % size:
+                raise ConfigError(
+                    f"{key} {heads} of {name} cannot be divided by tp_size {size}. Use a divisor of {heads}, or leave "
+                    'these layers whole: tp_plan={"' + generic_name(name) + '.q_proj": "replicate", …}.'
+                )
+
+
+def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: Mapping[str, int]) -> None:
+    """Refuse parameters that the ranks cannot divide evenly, of which FSDP2 would shard uneven parts."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kind, style = rules.get(name, ("", ""))
+        dims = [dim for dim in _divided_dims(style, name, parameter.dim()) if dim < parameter.dim()]
+        for dim in dims if kind else ():
+            length, size = parameter.shape[dim], kinds[kind]
+            factor = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
+            if length % (size * factor):
+                is_table = style.startswith("embedding") or getattr(model.get_submodule(name.rpartition(".")[0]), "out_features", 0) == length > 0 and "gather" in style
+                raise ConfigError(
+                    f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. "
+                    + (f"Add rows: from_pretrained(…, pad_to_multiple_of={size})." if is_table else f"Use another {kind}_size.")
+                )
+
+
+def _divided_dims(style: str, name: str, ndim: int) -> list[int]:
+    """The dimension that a style of transformers divides, if any."""
+    if style in ("embedding_rowwise", "grouped_gemm"):
+        return [0]
+    if style == "embedding_colwise":
+        return [1]
+    if style.startswith("colwise") or style == "packed_colwise":
+        return [max(ndim - 2, 0)]
+    if style.startswith("rowwise") or style == "packed_rowwise":
+        return [] if name.endswith(".bias") or ndim < 2 else [ndim - 1]
+    return []
+
+
+def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:
+    """Leave tied parameters whole, with their modules, unless all their modules divide them alike."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    for parameter, names in places.items():
+        ways = {
+            (kind, tuple(_divided_dims(style, name, parameter.dim())))
+            for name in names
+            for kind, style in [rules.get(name, ("", ""))]
+        }
+        if len(names) > 1 and len(ways) > 1:
+            for name in names:
+                owner = name.rpartition(".")[0]
+                for gone in [each for each in rules if each == owner or each.startswith(f"{owner}.")]:
+                    del rules[gone]
+
+
+@contextmanager
+def _ties_kept(model: nn.Module) -> Iterator[None]:
+    """Tie again what was tied before the block."""
+    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    for store, name, tensor in slots(model):
+        if isinstance(tensor, nn.Parameter):
+            places.setdefault(tensor, []).append((store, name))
+    yield
+    for where in places.values():
+        first = where[0][0][where[0][1]]
+        for store, name in where[1:]:
+            store[name] = first
+
+
+# ---- styles ----
+
+
+def _add_style(
+    model: nn.Module, name: str, style: str, group: DeviceMesh, layers: DeviceMesh | None, implementation: str
+) -> None:
+    module = model.get_submodule(name)
+    if style == "mla_kv_a_proj":
+        module.config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    install = partial(_install, style=style, group=group, layers=layers, by=implementation)
+    add_to_note(module, style=install, is_dispatched=style == DISPATCH)
+    install(module)
+
+
+def install_style(module: nn.Module) -> None:
+    """Let a module compute with its part of its weights, as its note says; a copy of a module needs it again."""
+    if (style := note_of(module).style) is not None:
+        module.__dict__.pop("forward", None)
+        style(module)
+
+
+def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str) -> None:
+    if style == DISPATCH:
+        ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
+    elif style == "replicated_with_grad_allreduce":
+        module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
+    else:
+        ALL_PARALLEL_STYLES[style].install_forward(module, group)
+
+
+def _with_summed_gradients(inner: Any, *args: Any, module: nn.Module, group: DeviceMesh, **kwargs: Any) -> Any:
+    """Run a module whose whole weights see this rank's heads alone: their gradients are summed over the group.
+
+    transformers (5.23) sums what a parameter has accumulated instead, which is wrong from the second micro-batch on.
+    """
+    own = dict(module._parameters)
+    summed = {name: _AllReduceBackward.apply(p, group.get_group()) for name, p in own.items() if p is not None}
+    module._parameters.update(summed)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        module._parameters.update(own)
+
+
+def divide_by(experts: FSDPModule, ranks: int, *, is_reduced: bool) -> None:
+    """Let FSDP2 take the mean of gradients over so many ranks, which are more than it reduces over, if over any."""
+    experts.set_gradient_divide_factor(float(ranks))
+    if is_reduced:
+        # NCCL's PREMUL_SUM, in which FSDP2 would divide, is not in other backends, and wrong in bf16 (pytorch#190747).
+        experts.set_force_sum_reduction_for_comms(True)
+
+
+def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh, Any]]:
+    """(mesh, placements) of each parameter that was divided before it was sharded."""
+    return {
+        module._parameters[name]: way
+        for module in model.modules()
+        for name, way in note_of(module).parallel.items()
+        if module._parameters.get(name) is not None
+    }
+
+
+def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:
+    """A tensor on meta, divided as `parallelize_model` divided the parameter in whose place it stands."""
+    if parallel is None:
+        return parameter
+    mesh, placements = parallel
+    return distribute_tensor(parameter, mesh, placements, src_data_rank=None)
