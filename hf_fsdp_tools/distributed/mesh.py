@@ -145,12 +145,11 @@ def mesh_of(accelerator: Any) -> DeviceMesh:
     processes. Every rank must call."""
     config = accelerator.parallelism_config
     ep_size = getattr(accelerator.state.fsdp_plugin, "ep_size", 1)
-    if config is None or ep_size > 1:
+    if config is None or ep_size > 1 or config.tp_size > 1:  # Accelerate's mesh has no axis of size 1
         dims = ParallelDims(ep_size=ep_size) if config is None else dims_of(config, ep_size)
         return dims.build_mesh(accelerator.device.type)
     mesh: DeviceMesh = accelerator.torch_device_mesh
-    is_shared = config.cp_size > 1 or config.tp_size > 1
-    return mesh if is_shared else mesh[tuple(config.fsdp_dim_names)]
+    return mesh if config.cp_size > 1 else mesh[tuple(config.fsdp_dim_names)]
 
 
 _sharing: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()

@@ -369,14 +369,24 @@ class ShardedScaler(torch.amp.GradScaler):
         return by_device
 
 
-class _CutByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is not typed
-    """A config whose `cp_size` the sharded model carries out: Accelerate, the Trainer and TRL leave rows whole, where
-    they would cut them and drop their masks (accelerate#4177, trl#6843)."""
+class _DoneByModel(ParallelismConfig):  # type: ignore[misc]  # accelerate is not typed
+    """A config whose `cp_size` and `tp_size` the sharded model carries out: Accelerate, the Trainer and TRL leave rows
+    whole, where they would cut them and drop their masks (accelerate#4177, trl#6843), and look for no plan."""
 
     cp_enabled = property(lambda self: False)
+    tp_enabled = property(lambda self: False)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Nothing: the first Accelerator of the process has validated the sizes."""
+        """Nothing: `start_state` has compared the sizes with the processes."""
+
+
+def leave_to_model(state: Any) -> None:
+    """Let Accelerate leave what ranks share to the sharded model, in place of the state's config."""
+    config = state.parallelism_config
+    if config is not None and (config.cp_size > 1 or config.tp_size > 1):
+        config.get_device_mesh(state.device.type)  # with all axes, by which loaders find the ranks that share rows
+        state.parallelism_config = config = copy(config)
+        config.__class__ = _DoneByModel
 
 
 def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
@@ -387,9 +397,15 @@ def adopt(accelerator: Accelerator, *, sync_each_batch: bool) -> Accelerator:
         accelerator.__class__ = ShardedAccelerator
     if type(accelerator.scaler) is torch.amp.GradScaler:
         accelerator.scaler.__class__ = ShardedScaler
-    if (config := accelerator.parallelism_config) is not None and config.cp_size > 1:
-        accelerator.state.parallelism_config = config = copy(config)
-        config.__class__ = _CutByModel
+    leave_to_model(accelerator.state)
+    if ranks_per_row() > 1:
+        loaders = accelerator.dataloader_config
+        if loaders.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True gives ranks that share rows (cp_size, tp_size) different ones, or all ranks the "
+                "same. Leave it out: each rank then reads its own rows."
+            )
+        loaders.dispatch_batches = False  # Accelerate's default for streams is True
     if sync_each_batch:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return accelerator

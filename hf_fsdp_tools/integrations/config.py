@@ -233,7 +233,7 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
     section: dict[str, Any] = {}
     for row in YAML_KEYS.values():
         value = getattr(config, row.field) if row.field else None
-        if value not in (None, "", ()):
+        if value not in (None, "", ()) and (row.field, value) != ("ep_size", 1):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -256,10 +256,8 @@ def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
         data["gpu_ids"] = ""
     elif config.gpu_ids is not None:
         data["gpu_ids"] = config.gpu_ids
-    if config.dp_replicate_size > 1 or config.cp_size > 1:
-        data["parallelism_config"] = {
-            "parallelism_config_cp_size": config.cp_size,
-            "parallelism_config_dp_replicate_size": config.dp_replicate_size,
-            "parallelism_config_dp_shard_size": config.dp_shard_size,
-        }
+    names = ("cp_size", "dp_replicate_size", "dp_shard_size", "tp_size")
+    sizes = {f"parallelism_config_{name}": getattr(config, name) for name in names}
+    if config.num_processes > config.dp_shard_size:
+        data["parallelism_config"] = sizes
     return data

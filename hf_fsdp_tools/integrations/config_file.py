@@ -1,5 +1,6 @@
 """Users' own config files: check one as it is, or translate it into a config that can be used."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -89,11 +90,12 @@ def _problems(
     if "num_processes" not in result.fields:  # found above
         return
     processes, machines, shards = fields["num_processes"], fields["num_machines"], fields.get("dp_shard_size")
-    copies, cp = fields["dp_replicate_size"], fields["cp_size"]
-    if shards is not None and shards * copies * cp != processes:
-        of_cp = f" times cp_size {cp}" if cp > 1 else ""
-        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{of_cp} is not num_processes "
-        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{' / cp_size' if cp > 1 else ''}."
+    copies, shared = fields["dp_replicate_size"], {name: fields[name] for name in ("cp_size", "tp_size")}
+    shared = {name: size for name, size in shared.items() if size != 1}
+    if shards is not None and shards * copies * math.prod(shared.values()) != processes:
+        further = "".join(f" times {name} {size}" for name, size in shared.items())
+        fact = f"dp_replicate_size {copies} times dp_shard_size {shards}{further} is not num_processes "
+        cure = f"Set dp_shard_size to num_processes / dp_replicate_size{''.join(f' / {name}' for name in shared)}."
         yield error(code="contradiction", fact=f"{fact}{processes}.", cure=cure)
     for fact, cure in contradictions(SimpleNamespace(**fields), keys):
         yield error(code="contradiction", fact=f"{fact}.", cure=f"{cure[0].upper()}{cure[1:]}.")

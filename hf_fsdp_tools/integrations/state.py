@@ -30,7 +30,7 @@ from hf_fsdp_tools.distributed.mesh import (
     world_size,
 )
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt
+from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
 from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
@@ -204,6 +204,7 @@ def start_state(
         shared.device = device
     _check_state(plugin)
     set_ranks_per_row(_check_axes(state.parallelism_config, plugin).ranks_per_row)
+    leave_to_model(state)
 
 
 def make_dynamo_plugin(backend: DynamoBackend | str | None, mode: str | None = None) -> TorchDynamoPlugin:

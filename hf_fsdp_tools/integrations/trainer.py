@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
@@ -51,7 +52,7 @@ from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
 from hf_fsdp_tools.sharding.checks import check_optimizers
-from hf_fsdp_tools.sharding.context_parallel import is_sharing_rows, whole_outputs
+from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 
@@ -218,7 +219,7 @@ class FSDPTrainerMixin(PushingMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
         all_ranks(None, "evaluating")
-        if is_sharing_rows(self.model):
+        if ranks_per_row() > 1:
             _refuse_counted_again(self)
             self.gather_function = partial(gather_once_per_row, self.accelerator)
         return super().evaluation_loop(*args, **kwargs)
@@ -314,7 +315,7 @@ class FSDPTrainerMixin(PushingMixin):
                 ranks do not share; the same on every rank, before the first step.
         """
         wait_for_saves()
-        if is_sharing_rows(self.model):
+        if ranks_per_row() > 1:
             _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
@@ -404,9 +405,9 @@ def _refuse_counted_again(trainer: Any) -> None:
     if "get_tp_size" not in Trainer.compute_loss.__code__.co_names:
         raise ConfigError(
             f"The Trainer of transformers {transformers.__version__} multiplies losses by cp_size "
-            "(transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
+            "and tp_size (transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
         )
     if not trainer.args.average_tokens_across_devices:
-        raise ConfigError("With cp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
+        raise ConfigError("With cp_size or tp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
     if trainer.args.eval_use_gather_object:
-        raise ConfigError("With cp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once.")
+        raise ConfigError("With cp_size or tp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once.")

@@ -8,6 +8,8 @@ In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes 
 is how it is trained. Beside it stands the plain model with its parameters in bf16 and its buffers as they are: the same
 operations on the same rounded weights, so that even roundings agree. AdamW steps in fp32 alone.
 
+In bf16 the sharded model is given the experts that the plain one has chosen (`routing`).
+
 A difference is relative to the largest value of a tensor, of a gradient at least 0.01 times the largest of all. In
 bf16 a tensor may also be as far from the plain model in fp32 as the plain model in bf16 is, twice at most.
 """
@@ -36,6 +38,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
+from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,6 +98,9 @@ class Figures:
     losses: dict[str, list[float]]
     gradients: dict[str, Tensors]
     stepped: Tensors
+    chosen: dict[str, list[Choices]] = field(default_factory=dict)
+    """The experts of each kind and batch, in training."""
+    chosen_in_evaluation: dict[str, list[Choices]] = field(default_factory=dict)
 
 
 Found = tuple[float, str]
@@ -169,10 +175,14 @@ def noted_modules(model: nn.Module) -> Iterator[Tensors]:
             noted.pop(name, None)
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if known := _plain_name(name):
-                stack.callback(module.register_forward_hook(partial(note, name=known)).remove)
+        for name, known in names_of(model).items():
+            stack.callback(model.get_submodule(name).register_forward_hook(partial(note, name=known)).remove)
         yield noted
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """The plain names of a model's modules, by their own."""
+    return {name: known for name, _ in model.named_modules() if (known := _plain_name(name))}
 
 
 def _plain_name(name: str) -> str:
@@ -198,12 +208,17 @@ def plain_figures(case: Case, precision: str) -> Figures:
     )
     for kind in case.batches:
         silent = case.batches_of(kind, precision, has_labels=case.has_labels_in_evaluation)
-        figures.outputs[kind] = [evaluate(model, batch) for batch in silent]
+        figures.outputs[kind] = []
+        for batch in silent:
+            with choices(model, names_of(model)) as made:
+                figures.outputs[kind].append(evaluate(model, batch))
+            figures.chosen_in_evaluation.setdefault(kind, []).append(made.once())
         total = figures.gradients.setdefault(kind, {})
         batches = case.batches_of(kind, precision)
         for batch in batches:
-            with noted_modules(model) as modules:
+            with noted_modules(model) as modules, choices(model, names_of(model)) as made:
                 loss = loss_of(forward(model.train(case.is_training), batch))
+            figures.chosen.setdefault(kind, []).append(made.once())
             figures.modules = figures.modules or modules
             model.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -292,14 +307,17 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
-        outputs = evaluate(model, silent)
+        names = names_of(model)
+        with choices(model, names, plain.chosen_in_evaluation[kind][group] if precision == "bf16" else {}):
+            outputs = evaluate(model, silent)
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
         seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
-        with noted_modules(model) as modules:
-            output = forward(model.train(case.is_training), case.batches_of(kind, "fp32")[group])
-            loss = loss_of(output)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with choices(model, names, plain.chosen[kind][group] if precision == "bf16" else {}):
+            with noted_modules(model) as modules:
+                output = forward(model.train(case.is_training), case.batches_of(kind, "fp32")[group])
+                loss = loss_of(output)
+            loss.backward()  # type: ignore[no-untyped-call]
         values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
         ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
         seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))

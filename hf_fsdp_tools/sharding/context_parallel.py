@@ -162,15 +162,10 @@ def _refusal(model: nn.Module, size: int) -> str:
 
 def _tried(model: nn.Module, size: int) -> str:
     """Why a model on meta that runs with whole rows does not run with parts of them; empty if it does."""
-    length = 4 * size
-    tokens = {
-        "input_ids": torch.zeros(1, length, dtype=torch.int64, device="meta"),
-        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool, device="meta"),  # made: no value is read
-        "use_cache": False,
-    }
+    tokens = tokens_without_values(4 * size)
     if not all(parameter.is_meta for parameter in model.parameters()):
         return ""
-    with torch.no_grad(), _experts_without_values(model):
+    with torch.no_grad(), experts_without_values(model):
         try:
             model(**tokens)
         except Exception:  # values decide what it computes (experts, images), so nothing can be said
@@ -189,8 +184,15 @@ def _tried(model: nn.Module, size: int) -> str:
     return ""
 
 
+def tokens_without_values(length: int) -> dict[str, Any]:
+    """Arguments with which a decoder runs on meta, where no value can be read: the mask is made."""
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+
+
 @contextmanager
-def _experts_without_values(model: nn.Module) -> Iterator[None]:
+def experts_without_values(model: nn.Module) -> Iterator[None]:
     """Let experts run on meta for a block: by the one implementation of transformers that reads no value."""
     configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
     former = {id(config): (config, getattr(config, "_experts_implementation_internal", None)) for config in configs}
@@ -239,11 +241,6 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
         model.register_forward_hook(partial(_after_model, rows=rows), with_kwargs=True),
         model.register_forward_hook(partial(_forget_loss, rows=rows), always_call=True),
     ]
-
-
-def is_sharing_rows(model: nn.Module) -> bool:
-    """Whether several ranks share the rows of a model."""
-    return _rows_of(model) is not None
 
 
 @contextmanager

@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hf_fsdp_tools.distributed.mesh import Axes, axes_of
+from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.sharding.context_parallel import experts_without_values, tokens_without_values
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 try:
@@ -33,6 +35,9 @@ except ImportError:  # before transformers 5.21
 
 DISPATCH = "ep_dispatch_experts"
 """transformers' name of the style that brings tokens to experts."""
+
+_SUMMED = "replicated_with_grad_allreduce"
+"""Its name of that of whole weights whose gradients each rank has a part of."""
 
 
 def parallelize_model(
@@ -73,6 +78,7 @@ def parallelize_model(
         return model
     rules = checked_rules(model, layers, experts, tp_plan, ep_plan, ep_implementation)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    whole = _tried(model, layers)
     with _ties_kept(model):
         for name, (kind, style) in rules.items():
             group = axes.experts if kind == "ep" else axes.layers
@@ -82,6 +88,8 @@ def parallelize_model(
                 ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
             else:
                 _add_style(model, name, style, group, axes.layers, ep_implementation)
+    if layers > 1 and whole is not None:
+        _sum_partial_gradients(model, whole, axes.layers)
     for module in model.modules():
         held = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
         if held:
@@ -193,7 +201,7 @@ def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: 
             length, size = parameter.shape[dim], kinds[kind]
             factor = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
             if length % (size * factor):
-                is_table = style.startswith("embedding") or getattr(model.get_submodule(name.rpartition(".")[0]), "out_features", 0) == length > 0 and "gather" in style
+                is_table = style.startswith("embedding") or (getattr(model.get_submodule(name.rpartition(".")[0]), "out_features", 0) == length > 0 and "gather" in style)
                 raise ConfigError(
                     f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. "
                     + (f"Add rows: from_pretrained(…, pad_to_multiple_of={size})." if is_table else f"Use another {kind}_size.")
@@ -269,7 +277,7 @@ def install_style(module: nn.Module) -> None:
 def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str) -> None:
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
-    elif style == "replicated_with_grad_allreduce":
+    elif style == _SUMMED:
         module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
@@ -305,6 +313,75 @@ def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh
         for name, way in note_of(module).parallel.items()
         if module._parameters.get(name) is not None
     }
+
+
+# ---- weights that the plans leave whole ----
+
+
+def _tried(model: nn.Module, tp_size: int) -> dict[str, torch.Size] | None:
+    """The shapes of what modules with whole weights take, by name, of a model on meta; None where it cannot be run."""
+    if tp_size == 1 or not all(parameter.is_meta for parameter in model.parameters()):
+        return None
+    try:
+        return _shapes_taken(model, tp_size)
+    except Exception:  # values decide what it computes (experts, images), so nothing can be said
+        return None
+
+
+def _shapes_taken(model: nn.Module, tp_size: int) -> dict[str, torch.Size]:
+    taken: dict[str, torch.Size] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str) -> None:
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
+        if first is not None:
+            taken.setdefault(name, first.shape)
+
+    handles = [
+        module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values())
+    ]
+    dispatched = [module for module in model.modules() if note_of(module).is_dispatched]
+    try:
+        for module in dispatched:  # where tokens go depends on values; what comes back has the shape of what went
+            module.forward = lambda hidden, *routing: hidden
+        with torch.no_grad(), experts_without_values(model), _without_communication():
+            model(**tokens_without_values(4 * tp_size))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in dispatched:
+            install_style(module)
+    return taken
+
+
+@contextmanager
+def _without_communication() -> Iterator[None]:
+    """A block in which torch's all-reduce leaves tensors as they are; those on meta have no values."""
+    former, dist.all_reduce = dist.all_reduce, lambda tensor, *args, **kwargs: None
+    try:
+        yield
+    finally:
+        dist.all_reduce = former
+
+
+def _sum_partial_gradients(model: nn.Module, whole: Mapping[str, torch.Size], group: DeviceMesh | None) -> None:
+    """Let whole weights that see a part of what they see in one process sum their gradients, where no rule says so.
+
+    Without it each rank would train its own (transformers 5.23: the activation function of Apertus).
+    """
+    assert group is not None
+    try:
+        taken = _shapes_taken(model, group.size())
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} does not run with tp_size {group.size()} ({first_line(error)}). Leave tp_size out, "
+            "or give rules that fit: tp_plan={…}."
+        ) from error
+    for name, shape in taken.items():
+        module = model.get_submodule(name)
+        if shape != whole.get(name, shape) and note_of(module).style is None:
+            _add_style(model, name, _SUMMED, group, group, "")
 
 
 def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:
