@@ -85,8 +85,9 @@ class ParallelDims:
         dp_shard_size = self.dp_shard_size or world_size // others
         if others * dp_shard_size != world_size:
             raise MeshError(
-                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}{self._further} "
-                f"does not make the {world_size} processes of this job. Choose degrees whose product is {world_size}."
+                f"dp_replicate_size {self.dp_replicate_size} x dp_shard_size {self.dp_shard_size or 'auto'}"
+                f"{self._further} does not make the {world_size} processes of this job. Choose degrees whose product "
+                f"is {world_size}."
             )
         if dp_shard_size * self.ranks_per_row % self.ep_size:
             raise MeshError(

@@ -185,8 +185,8 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     policy: HybridPolicy | None = field(default=None, metadata={"help": "What becomes a unit."})
     """What becomes a unit; None translates the other fields and variables, and means `HybridPolicy()` without any."""
 
-    ep_size: int | None = field(default=None, metadata={"help": "How many neighbouring processes share the experts."})
-    """How many neighbouring processes share the experts; None reads FSDP_EP_SIZE, and means 1 without it."""
+    ep_size: int = field(default=0, metadata={"help": "How many neighbouring processes share the experts."})
+    """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
@@ -338,7 +338,7 @@ def _read_version(version: int | None) -> tuple[int, bool]:
 
 
 def _read_size(value: Any, name: str, variable: str) -> int:
-    text = str(os.environ.get(variable) or 1 if value is None else value).strip()
+    text = str(value or os.environ.get(variable) or 1).strip()
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"{name} is {text!r}; it must be a whole number, 1 or more.")
     return int(text)

@@ -265,8 +265,8 @@ def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
     """Refuse DeepSpeed's sequence parallelism, and sizes that do not make the processes of this job; return them."""
     if config is not None and getattr(config, "sp_size", 1) > 1:
         raise ConfigError(
-            f"sp_size={config.sp_size}: only dp_replicate_size, dp_shard_size, cp_size and tp_size can be above 1 here. "
-            "Leave sp_size out of the parallelism config; cp_size exchanges heads as it does."
+            f"sp_size={config.sp_size}: only dp_replicate_size, dp_shard_size, cp_size and tp_size can be above 1 "
+            "here. Leave sp_size out of the parallelism config; cp_size exchanges heads as it does."
         )
     dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
     if plugin.proved is not None:

@@ -408,6 +408,10 @@ def _refuse_counted_again(trainer: Any) -> None:
             "and tp_size (transformers#45994). Use a newer one (5.23 is right), or a loop of your own."
         )
     if not trainer.args.average_tokens_across_devices:
-        raise ConfigError("With cp_size or tp_size, set average_tokens_across_devices=True: tokens are counted over all ranks.")
+        raise ConfigError(
+            "With cp_size or tp_size, set average_tokens_across_devices=True: tokens are counted over all ranks."
+        )
     if trainer.args.eval_use_gather_object:
-        raise ConfigError("With cp_size or tp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once.")
+        raise ConfigError(
+            "With cp_size or tp_size, leave eval_use_gather_object out: rows are gathered as tensors, each once."
+        )

@@ -52,7 +52,7 @@ class _Choosing(TorchFunctionMode):
         if indices is None or indices.shape != result[1].shape:
             return result
         dim = (kwargs or {}).get("dim", args[2] if len(args) > 2 else -1)
-        return torch.return_types.topk((args[0].gather(dim, indices), indices))  # type: ignore[attr-defined]
+        return torch.return_types.topk((args[0].gather(dim, indices), indices))
 
     def once(self) -> Choices:
         """What was noted of modules that were called once."""

@@ -140,8 +140,8 @@ INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_i
 
 
 def shrink(config: Any, level: str, tp_size: int = 1) -> Any:
-    """A configuration of the same class with smaller sizes, heads and words of which so many ranks divide where those of
-    the given one do; that one is not changed."""
+    """A configuration of the same class with smaller sizes, and heads and words that so many ranks divide where they
+    divide those of the given one, which is not changed."""
     if level == "default":
         return copy.deepcopy(config)
     sizes = _shrink(config.to_dict(), level, _Tokens(), tp_size)

@@ -8,6 +8,7 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.errors import ConfigError
@@ -38,6 +39,15 @@ DISPATCH = "ep_dispatch_experts"
 
 _SUMMED = "replicated_with_grad_allreduce"
 """Its name of that of whole weights whose gradients each rank has a part of."""
+
+
+_MISFITS = {
+    "gemma3n_text": "statistics of the units of an MLP are taken of a part of them",
+    "inkling2_text": "gates and values of fused experts are cut as one",
+    "glm5_next_text": "a projection of its attention gets a part of its input",
+    "t5gemma2_decoder": "its embeddings are written to in place",
+}
+"""Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`benchmarks/census.py`)."""
 
 
 def parallelize_model(
@@ -91,7 +101,7 @@ def parallelize_model(
     if layers > 1 and whole is not None:
         _sum_partial_gradients(model, whole, axes.layers)
     for module in model.modules():
-        held = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+        held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         if held:
             add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
     return model
@@ -140,10 +150,13 @@ def checked_rules(
                     f"{kind}_plan gives {rule!r} the style {style!r}, which transformers lacks"
                     f"{did_you_mean(style, list(ALL_PARALLEL_STYLES))}"
                 )
-        rules |= {name: (kind, style) for name, style in model._expand_parallel_plan(rule_of).items()}
-        if kind == "ep":
-            of_experts = tuple(f"{name}." for name, (axis, _) in rules.items() if axis == "ep")
-            rules = {n: rule for n, rule in rules.items() if rule[0] == "ep" or not n.startswith(of_experts)}
+        styles = model._expand_parallel_plan(rule_of)
+        if kind == "ep":  # some plans divide dense layers among the same ranks, which have other rows
+            experts = [name for name, style in styles.items() if style == DISPATCH]
+            below = tuple(f"{name}." for name in experts)
+            styles = {name: style for name, style in styles.items() if name in experts or name.startswith(below)}
+            rules = {name: rule for name, rule in rules.items() if name not in experts and not name.startswith(below)}
+        rules |= {name: (kind, style) for name, style in styles.items()}
     _drop_half_tied(model, rules)
     for kind, size in kinds.items():
         if not any(axis == kind for axis, _ in rules.values()) and given[kind] != {}:
@@ -151,6 +164,12 @@ def checked_rules(
                 f"The {kind}_plan of {type(model).__name__} names no module that this model has ({kind}_size {size}). "
                 f"Leave {kind}_size out, or give rules: {kind}_plan={{…}}."
             )
+    kind = getattr(model.config.get_text_config(), "model_type", "")
+    if tp_size > 1 and kind in _MISFITS and tp_plan is None:
+        raise ConfigError(
+            f"The tp_plan of {type(model).__name__} computes something else than one process: {_MISFITS[kind]}. Leave "
+            "tp_size out, or give rules: tp_plan={…}."
+        )
     if ep_size > 1:
         _check_implementation(ep_implementation, tp_size, ep_size)
     _check_heads(model, rules, tp_size)
@@ -201,10 +220,11 @@ def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: 
             length, size = parameter.shape[dim], kinds[kind]
             factor = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
             if length % (size * factor):
-                is_table = style.startswith("embedding") or (getattr(model.get_submodule(name.rpartition(".")[0]), "out_features", 0) == length > 0 and "gather" in style)
+                cure = f"Use another {kind}_size."
+                if style.startswith("embedding") or "gather" in style:
+                    cure = f"Add rows: from_pretrained(…, pad_to_multiple_of={size})."
                 raise ConfigError(
-                    f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. "
-                    + (f"Add rows: from_pretrained(…, pad_to_multiple_of={size})." if is_table else f"Use another {kind}_size.")
+                    f"{name} of shape {tuple(parameter.shape)} cannot be divided by {kind}_size {size}. {cure}"
                 )
 
 
@@ -262,7 +282,9 @@ def _add_style(
     module = model.get_submodule(name)
     if style == "mla_kv_a_proj":
         module.config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    install = partial(_install, style=style, group=group, layers=layers, by=implementation)
+    above = (model.get_submodule(name.rsplit(".", up)[0]) for up in (1, 2) if name.count(".") >= up)
+    is_written = any("add_" in inspect.unwrap(type(each).forward).__code__.co_names for each in above)
+    install = partial(_install, style=style, group=group, layers=layers, by=implementation, is_written=is_written)
     add_to_note(module, style=install, is_dispatched=style == DISPATCH)
     install(module)
 
@@ -274,13 +296,22 @@ def install_style(module: nn.Module) -> None:
         style(module)
 
 
-def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str) -> None:
+def _install(
+    module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str, is_written: bool
+) -> None:
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
     elif style == _SUMMED:
         module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
+    if is_written and style.startswith("rowwise"):  # what a style gives is a view that must not be written to
+        module.forward = partial(_in_new_memory, module.forward)
+
+
+def _in_new_memory(inner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    output: torch.Tensor = inner(*args, **kwargs)
+    return output.clone()
 
 
 def _with_summed_gradients(inner: Any, *args: Any, module: nn.Module, group: DeviceMesh, **kwargs: Any) -> Any:
@@ -308,11 +339,41 @@ def divide_by(experts: FSDPModule, ranks: int, *, is_reduced: bool) -> None:
 def parallel_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[DeviceMesh, Any]]:
     """(mesh, placements) of each parameter that was divided before it was sharded."""
     return {
-        module._parameters[name]: way
+        parameter: way
         for module in model.modules()
         for name, way in note_of(module).parallel.items()
-        if module._parameters.get(name) is not None
+        if (parameter := module._parameters.get(name)) is not None
     }
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse adapters on divided layers of which no rank could compute its part; nothing is changed."""
+    for name, wrapper in model.named_modules():
+        if not hasattr(wrapper, "get_base_layer") or not isinstance(base := wrapper.get_base_layer(), nn.Module):
+            continue
+        kind = type(wrapper).__name__
+        dora = " with DoRA" if any((getattr(wrapper, "use_dora", None) or {}).values()) else ""
+        if note_of(base).parallel and (kind not in ("Linear", "Embedding") or dora):
+            raise ConfigError(
+                f"{name}: a {kind} of PEFT{dora} cannot be divided among ranks as its base is (tp_size, ep_size). Use "
+                "LoRA on linear layers: LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'])."
+            )
+
+
+def divide_adapters(model: nn.Module) -> None:
+    """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
+    cut by columns the first. Its other matrix is whole on every rank."""
+    for wrapper in model.modules():
+        install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
+        is_by_rows = install is not None and install.keywords["style"].startswith("colwise")
+        if install is None or not (is_by_rows or install.keywords["style"].startswith("rowwise")):
+            continue
+        matrices: Any = wrapper.lora_B if is_by_rows else wrapper.lora_A
+        for matrix in matrices.values():
+            if note_of(matrix).style is None:
+                way = (install.keywords["group"], (Shard(0 if is_by_rows else 1),))
+                add_to_note(matrix, style=install, parallel={"weight": way})
+                install(matrix)
 
 
 # ---- weights that the plans leave whole ----
@@ -375,8 +436,8 @@ def _sum_partial_gradients(model: nn.Module, whole: Mapping[str, torch.Size], gr
         taken = _shapes_taken(model, group.size())
     except Exception as error:
         raise ConfigError(
-            f"{type(model).__name__} does not run with tp_size {group.size()} ({first_line(error)}). Leave tp_size out, "
-            "or give rules that fit: tp_plan={…}."
+            f"{type(model).__name__} does not run with tp_size {group.size()} ({first_line(error)}). Leave tp_size "
+            "out, or give rules that fit: tp_plan={…}."
         ) from error
     for name, shape in taken.items():
         module = model.get_submodule(name)

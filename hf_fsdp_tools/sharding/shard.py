@@ -314,7 +314,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
             ignored_params=replicated or None,
         )
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
-            divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)  # type: ignore[arg-type]
+            divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
     for parameter in replicated:
