@@ -47,8 +47,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 bf16, which rounds by 0.4 %, through some layers, and of each rank's part of a gradient)"""
 
 _OF_PARTS = 2.5
-"""How much larger they are in bf16 where ranks share layers: sums over a layer's inputs are rounded in parts.
-(assumed)"""
+"""How much larger they are in bf16 where ranks share layers or experts: sums over a layer's inputs, or over an expert's
+tokens, are rounded in parts. (assumed)"""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -307,7 +307,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     one, each with its problem. Of kinds of batches other than the first, the names begin with the kind.
     """
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
-    bound *= _OF_PARTS if precision == "bf16" and case.dims.tp_size > 1 else 1
+    bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""

@@ -67,8 +67,8 @@ class Rows:
     num_labels: Any = None
     """What the sum of this rank's losses is divided by."""
     loss_was_computed: bool = False
-    former_loss: Any = None
-    """A loss function that a user has set on the model."""
+    former_loss: tuple[Any] | None = None
+    """While a pass has labels: the loss function that a user, or a divided head, has set on the model, or None."""
     reached_blocks: bool = False
     """Whether the first block was run."""
     joins_outputs: bool = False
@@ -420,7 +420,7 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     accepted = inspect.signature(model.forward).parameters
     if "shift_labels" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
         given |= {"shift_labels": rows.labels, "num_items_in_batch": rows.num_labels}
-    rows.former_loss = model.__dict__.get("_loss_function")
+    rows.former_loss = (model.__dict__.get("_loss_function"),)
     model.loss_function = partial(_loss_of_part, model.loss_function, rows=rows)
     return (), given
 
@@ -524,6 +524,8 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
 
 def _forget_loss(model: Any, args: object, output: object, *, rows: Rows) -> None:
     """Give the model back its loss function, also after a pass that failed."""
-    model.__dict__.pop("_loss_function", None)
     if rows.former_loss is not None:
-        model.loss_function = rows.former_loss
+        model.__dict__.pop("_loss_function", None)
+        if rows.former_loss[0] is not None:
+            model.loss_function = rows.former_loss[0]
+        rows.former_loss = None

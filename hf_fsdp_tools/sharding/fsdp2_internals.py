@@ -24,6 +24,7 @@ from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
+from hf_fsdp_tools.sharding.parallel import install_style
 
 # ---- units and their parameters ----
 
@@ -228,6 +229,8 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin.__dict__.update(fresh)
     for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
         twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)
+    for each in twin.modules():
+        install_style(each)
     return twin
 
 

@@ -8,7 +8,6 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -282,11 +281,14 @@ def _add_style(
     module = model.get_submodule(name)
     if style == "mla_kv_a_proj":
         module.config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    above = (model.get_submodule(name.rsplit(".", up)[0]) for up in (1, 2) if name.count(".") >= up)
-    is_written = any("add_" in inspect.unwrap(type(each).forward).__code__.co_names for each in above)
-    install = partial(_install, style=style, group=group, layers=layers, by=implementation, is_written=is_written)
+    install = partial(_install, style=style, group=group, layers=layers, by=implementation)
     add_to_note(module, style=install, is_dispatched=style == DISPATCH)
     install(module)
+
+
+def style_named(name: str) -> Any:
+    """The style of transformers with this name."""
+    return ALL_PARALLEL_STYLES[name]
 
 
 def install_style(module: nn.Module) -> None:
@@ -296,22 +298,37 @@ def install_style(module: nn.Module) -> None:
         style(module)
 
 
-def _install(
-    module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str, is_written: bool
-) -> None:
+def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: DeviceMesh | None, by: str) -> None:
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
     elif style == _SUMMED:
         module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
-    if is_written and style.startswith("rowwise"):  # what a style gives is a view that must not be written to
-        module.forward = partial(_in_new_memory, module.forward)
+    module.forward = partial(_run, module.forward)
 
 
-def _in_new_memory(inner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    output: torch.Tensor = inner(*args, **kwargs)
-    return output.clone()
+def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
+    output = inner(*args, **kwargs)
+    is_view = isinstance(output, torch.Tensor) and not isinstance(output, DTensor) and output._is_view()
+    return as_no_view(output) if is_view and output.requires_grad else output
+
+
+def as_no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: what styles give are views of DTensors, to which nothing may be
+    written (Llama 4 does), and of which FSDP2 warns."""
+    made: torch.Tensor = _NoView.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
+    return made
+
+
+class _NoView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _with_summed_gradients(inner: Any, *args: Any, module: nn.Module, group: DeviceMesh, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_fsdp_tools.distributed.shards import as_dtensor
+from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, replicated_axes
 
 _REDUCED_ALONE = 2**22
 """Elements from which a gradient is reduced where it lies. Smaller ones are copied into one tensor, which takes 4 bytes
@@ -205,13 +205,28 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
     Every rank must call.
     """
     kinds = by_kind(parameter for parameter in parameters if parameter.grad is not None)
-    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None], order) for kind in kinds]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.as_subclass(torch.Tensor) for norm in norms]
+    norms = [_norm_of([p.grad for p in kind if p.grad is not None], order) for kind in kinds]
     norms = [norm.to(device) for norm in norms]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, order).to(device)
     for kind in kinds:
         nn.utils.clip_grads_with_norm_(kind, limit, total)
     return total
+
+
+def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of gradients of one kind, the same on all ranks of their mesh."""
+    first = gradients[0]
+    if not isinstance(first, DTensor) or sum(not each.is_replicate() for each in first.placements) < 2:
+        norm = nn.utils.get_total_norm(gradients, order)
+        return norm.full_tensor() if isinstance(norm, DTensor) else _plain(norm)
+    # Cut along several axes: torch would reduce one after the other too, of each gradient, and warn.
+    own = [local_tensor(each) for each in gradients if not any(index for _, index in replicated_axes(each))]
+    total = nn.utils.get_total_norm(own, order) if own else local_tensor(first).new_zeros(())
+    is_sum = not math.isinf(order)
+    total = total.pow(order) if is_sum else total
+    for group in first.device_mesh.get_all_groups():
+        dist.all_reduce(total, dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX, group=group)
+    return total.pow(1 / order) if is_sum else total
 
 
 def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:

@@ -42,6 +42,7 @@ from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
+from hf_fsdp_tools.sharding.vocabulary_parallel import divide_loss
 from hf_fsdp_tools.text import dtype_name
 
 
@@ -331,6 +332,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
+    add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     add_to_note(model, sharding=sharding)
