@@ -101,9 +101,10 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default config of a model type with every size made tiny, in its sub-configs too."""
-    return shrink(build_config(model_type), "tiny")
+def tiny_config(model_type: str, tp_size: int = 1) -> PreTrainedConfig:
+    """The default config of a model type with every size made tiny, in its sub-configs too; heads and words that so
+    many ranks divide."""
+    return shrink(build_config(model_type), "tiny", tp_size)
 
 
 def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:

@@ -29,7 +29,7 @@ from hf_fsdp_tools.distributed.mesh import (
     set_ranks_per_row,
     world_size,
 )
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
@@ -268,18 +268,19 @@ def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
             f"sp_size={config.sp_size}: only dp_replicate_size, dp_shard_size, cp_size and tp_size can be above 1 "
             "here. Leave sp_size out of the parallelism config; cp_size exchanges heads as it does."
         )
-    dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
+    try:
+        dims = ParallelDims(ep_size=plugin.ep_size) if config is None else dims_of(config, plugin.ep_size)
+        shared = [name for name in ("cp_size", "tp_size", "ep_size") if getattr(dims, name) > 1]
+        if shared or dims.dp_replicate_size > 1 < dist.get_world_size():
+            dims = dims.resolve(dist.get_world_size())
+    except MeshError as error:
+        raise ConfigError(f"{error} Or leave the parallelism config out: one copy over all processes.") from None
     if plugin.proved is not None:
         sizes = {name: size for name, size in vars(dims).items() if name != "dp_shard_size"}
         check_proved(plugin.proved, sizes | {"fsdp_version": plugin.fsdp_version})
-    if dist.get_world_size() == 1 or (config is None and plugin.ep_size == 1):
-        return dims
-    shared = [name for name in ("cp_size", "tp_size", "ep_size") if getattr(dims, name) > 1]
     if shared and plugin.fsdp_version == 1:
         raise ConfigError(f"{shared[0]} above 1 needs FSDP2; the plugin has fsdp_version 1. Leave one of them out.")
-    if shared or dims.dp_replicate_size > 1:
-        dims = dims.resolve(dist.get_world_size())
-    if dims.dp_replicate_size > 1 == dims.dp_shard_size and not shared:
+    if dims.dp_replicate_size > 1 == dims.dp_shard_size < dist.get_world_size() and not shared:
         raise ConfigError(
             f"dp_replicate_size {dims.dp_replicate_size} and dp_shard_size 1 shard nothing: each process would hold a "
             "whole model. Use a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that "

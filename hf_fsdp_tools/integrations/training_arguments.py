@@ -176,6 +176,7 @@ def _values_of_model(
         "cpu_offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
         "activation_checkpointing": sharding.activation_checkpointing,
         "mixed_precision_policy": sharding.mp_policy,
+        "ep_size": sharding.axes.dims.ep_size,
     }
     if plugin.fsdp_version == 2 and wanted_values[_UNITS[0]] != _DETECTED:
         plan_of_arguments = plan_with_adapters(root, plugin.policy_for(root))

@@ -216,7 +216,8 @@ def clip_norm(parameters: Iterable[torch.Tensor], limit: float, order: float, de
 def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     """The norm of gradients of one kind, the same on all ranks of their mesh."""
     first = gradients[0]
-    if not isinstance(first, DTensor) or sum(not each.is_replicate() for each in first.placements) < 2:
+    cuts = (sum(not at.is_replicate() for at in each.placements) for each in gradients if isinstance(each, DTensor))
+    if not isinstance(first, DTensor) or max(cuts) < 2:
         norm = nn.utils.get_total_norm(gradients, order)
         return norm.full_tensor() if isinstance(norm, DTensor) else _plain(norm)
     # Cut along several axes: torch would reduce one after the other too, of each gradient, and warn.

@@ -60,10 +60,14 @@ class Sharding:
     """Whether the shards live on the CPU between uses."""
     activation_checkpointing: bool
     """Whether the blocks recompute their activations in the backward pass."""
-    axes: Axes
-    """What the axes of the whole mesh are for."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
+    axes: Axes = None  # type: ignore[assignment]  # see `__post_init__`
+    """What the axes of the whole mesh are for; without one, all of `mesh` is for shards."""
+
+    def __post_init__(self) -> None:
+        if self.axes is None:
+            object.__setattr__(self, "axes", Axes(shards=self.mesh))
 
     @property
     def device(self) -> torch.device:

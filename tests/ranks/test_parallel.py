@@ -1,0 +1,329 @@
+"""Layers and experts that ranks share compute what one process does: losses, norms, steps, copies, adapters, hosts."""
+
+import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_fsdp_tools import (
+    FSDPTrainerMixin,
+    HybridFSDPPlugin,
+    ParallelDims,
+    build_meta_model,
+    from_pretrained,
+    make_accelerator,
+    make_wrap_plan,
+    parallelize_model,
+    save_pretrained,
+    shard_model,
+)
+from hf_fsdp_tools.distributed.mesh import axes_of
+from hf_fsdp_tools.distributed.shards import local_tensor, part_of
+from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
+from tests._checkpoints import refusal, tiny_config
+from tests._dist import run_cases, run_ranks
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
+
+PAIRS = [ParallelDims(tp_size=2), ParallelDims(ep_size=2)]
+FOURS = [
+    ParallelDims(tp_size=2, dp_shard_size=2),
+    ParallelDims(tp_size=2, ep_size=2),
+    ParallelDims(ep_size=2),
+    ParallelDims(ep_size=4, tp_size=2),
+    ParallelDims(dp_replicate_size=2, tp_size=2),
+    ParallelDims(dp_replicate_size=2, ep_size=2),
+    ParallelDims(tp_size=2, cp_size=2),
+    ParallelDims(ep_size=2, cp_size=2),
+]
+OPTIONS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}]
+
+
+@cache
+def folder_of(kind: str, parent: Path) -> Path:
+    """A checkpoint of four experts and four heads, two of keys; each rank calls, one writes."""
+    folder = parent / kind
+    if not (folder / "config.json").exists() and dist.get_rank() == 0:
+        config = tiny_config(kind, 2)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def rows(dims: ParallelDims, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all ranks, and those of this rank."""
+    replicas = dist.get_world_size() // dims.ranks_per_row
+    ids = torch.randint(3, 60, (replicas, 12), generator=torch.Generator().manual_seed(step))
+    own = dist.get_rank() // dims.ranks_per_row
+    return ids, ids[own : own + 1]
+
+
+def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
+    """How far this rank's part of a tensor is from that of a whole one."""
+    mine, theirs = local_tensor(found), part_of(whole, found) if isinstance(found, DTensor) else whole
+    return float((mine - theirs).abs().max()) if mine.numel() else 0.0
+
+
+def layouts_train(kinds, layouts, parent):
+    """Accumulation, clipping and steps of foreach and fused optimizers; every weight after three steps."""
+    step_kinds_apart()
+    for kind in kinds:
+        folder = folder_of(kind, parent)
+        for number, dims in enumerate(layouts):
+            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}).train()
+            plain = AutoModelForCausalLM.from_pretrained(folder).train()
+            settings = OPTIONS[number % 2]
+            ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
+            theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
+            what = f"{kind} {dims} {settings}"
+            for step in range(3):
+                for part in range(2):
+                    everyone, mine = rows(dims, 2 * step + part)
+                    loss = model(input_ids=mine, labels=mine, use_cache=False).loss
+                    loss.backward()
+                    losses = [plain(input_ids=each[None], labels=each[None]).loss for each in everyone]
+                    (sum(losses) / len(losses)).backward()
+                    own = losses[dist.get_rank() // dims.ranks_per_row]
+                    torch.testing.assert_close(loss.detach(), own.detach(), msg=lambda text, w=what: f"{w}: {text}")
+                norm = clip_norm(model.parameters(), 0.5, 2.0, torch.device("cpu"))
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0, msg=lambda text, w=what: f"{w}: {text}")
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            worst = max((apart(p, plain.get_parameter(name)), name) for name, p in model.named_parameters())
+            assert worst[0] < 2e-5, (what, worst)
+
+
+def copies_and_generation(kinds, layouts, parent):
+    for kind in kinds:
+        folder = folder_of(kind, parent)
+        plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+        for dims in layouts:
+            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False})
+            _, mine = rows(dims, 0)
+            options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+            assert torch.equal(model.generate(mine, **options), plain.generate(mine, **options)), (kind, dims)
+            twin = copy.deepcopy(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local_tensor(parameter).zero_()  # the copy has weights of its own, and computes with them
+                logits = twin.eval()(input_ids=mine).logits
+                torch.testing.assert_close(logits, plain(input_ids=mine).logits, rtol=1e-4, atol=1e-5)
+            twin.train()(input_ids=mine, labels=mine).loss.backward()
+            assert all(p.grad is None for p in model.parameters())
+
+
+def adapters_are_divided(parent):
+    """LoRA of a column- and a row-wise layer, of the head and of a table: as on one axis, and saved alike."""
+    folder = folder_of("llama", parent)
+    config = LoraConfig(target_modules=["q_proj", "o_proj", "lm_head", "embed_tokens"], init_lora_weights=False)
+    _, mine = rows(ParallelDims(tp_size=2), 0)
+    found = {}
+    for dims in (ParallelDims(), ParallelDims(tp_size=2)):
+        torch.manual_seed(0)
+        model = from_pretrained(folder, mesh=dims, peft_config=config, load_kwargs={"progress": False, "seed": 3})
+        loss = model.train()(input_ids=mine, labels=mine).loss
+        loss.backward()
+        save_pretrained(model, parent / f"adapter{dims.tp_size}")
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[dims.tp_size] = loss.detach(), gradients
+    torch.testing.assert_close(found[1][0], found[2][0])
+    assert found[1][1].keys() == found[2][1].keys()
+    for name, gradient in found[1][1].items():
+        assert apart(found[2][1][name], gradient.full_tensor()) < 1e-6, name
+    saved = [(parent / f"adapter{size}" / "adapter_model.safetensors").read_bytes() for size in (1, 2)]
+    assert saved[0] == saved[1]
+    said = refusal(
+        lambda: from_pretrained(
+            folder_of("qwen3_moe", parent),
+            mesh=PAIRS[1],
+            peft_config={"target_modules": "all-linear"},
+            load_kwargs={"progress": False},
+        )
+    )
+    assert "mlp.experts: a ParamWrapper of PEFT cannot be divided" in said
+
+
+def weights_that_see_a_part(parent):
+    """What a plan leaves whole though each rank sees its own part: the activation function of Apertus."""
+    folder = folder_of("apertus", parent)
+    model = from_pretrained(folder, mesh=PAIRS[0], load_kwargs={"progress": False}).train()
+    plain = AutoModelForCausalLM.from_pretrained(folder).train()
+    everyone, mine = rows(PAIRS[0], 0)
+    for _ in range(2):  # what has accumulated is not summed again
+        model(input_ids=mine, labels=mine).loss.backward()
+        plain(input_ids=everyone, labels=everyone).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "act_fn" in name:
+            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
+
+
+def logits_stay_in_parts(parent):
+    """In training with labels each rank has the logits of its words; in evaluation, and without labels, all."""
+    folder = folder_of("llama", parent)
+    model = from_pretrained(folder, mesh=PAIRS[0], load_kwargs={"progress": False})
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    _, mine = rows(PAIRS[0], 0)
+    labels = mine.clone()
+    labels[:, :3] = -100
+    expected = plain(input_ids=mine, labels=labels)
+    for is_training in (True, False):
+        output = model.train(is_training)(input_ids=mine, labels=labels)
+        torch.testing.assert_close(output.loss, expected.loss)
+        logits = output.logits
+        assert isinstance(logits, DTensor) == is_training
+        if is_training:
+            assert logits.to_local().shape[-1] == expected.logits.shape[-1] // 2
+            logits = logits.full_tensor()
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert not isinstance(model.train()(input_ids=mine).logits, DTensor)
+    counted = model(input_ids=mine, labels=labels, num_items_in_batch=torch.tensor(4)).loss
+    torch.testing.assert_close(counted, plain(input_ids=mine, labels=labels, num_items_in_batch=4).loss)
+
+
+def asked_as_transformers_does(parent):
+    from transformers.distributed import DistributedConfig
+
+    folder = folder_of("qwen3_moe", parent)
+    config = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.self_attn.q_proj": "replicate"}, fsdp_size=2)
+    config.tp_plan |= {f"model.layers.*.self_attn.{name}": "replicate" for name in ("k_proj", "v_proj", "o_proj")}
+    config.tp_plan |= {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_norm", "k_norm")}
+    model = from_pretrained(folder, distributed_config=config, load_kwargs={"progress": False})
+    assert model.model.layers[0].self_attn.q_proj.weight.device_mesh.ndim == 1
+    assert model.lm_head.weight.device_mesh.shape == (2, 2)
+    _, mine = rows(ParallelDims(tp_size=2), 0)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(model(input_ids=mine).logits, plain(input_ids=mine).logits, rtol=1e-4, atol=1e-5)
+    said = refusal(lambda: from_pretrained(folder, distributed_config={"pp_size": 2}))
+    assert "pipeline parallelism is not part of this package" in said
+
+
+def in_public_steps(parent):
+    folder = folder_of("qwen3_moe", parent)
+    mesh = ParallelDims(tp_size=2, ep_size=2).build_mesh()
+    model = build_meta_model(folder)
+    said = refusal(lambda: shard_model(model, make_wrap_plan(model), mesh=mesh))
+    assert "is not divided. Call parallelize_model(model, mesh) before make_wrap_plan" in said
+    parallelize_model(model, mesh)
+    plan = make_wrap_plan(model)
+    assert [unit.reason for unit in plan.units if unit.modules[0].endswith("mlp.experts")][0] == (
+        "experts that ranks share"
+    )
+    shard_model(model, plan, mesh=mesh)
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert experts.device_mesh.shape == (2, 2) and local_tensor(experts).shape[0] == 1  # of four: two ranks by two
+    assert axes_of(mesh).dims == ParallelDims(dp_shard_size=2, tp_size=2, ep_size=2)
+    assert "sharded already" in refusal(lambda: parallelize_model(model, mesh))
+
+
+def _losses(accelerator: Any, folder: Path, data: torch.Tensor) -> list[float]:
+    """Two epochs of a loop with Accelerate; the losses that all rows have together."""
+    model = from_pretrained(folder, accelerator=accelerator, load_kwargs={"progress": False})
+    loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in data], batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    found = []
+    for _ in range(2):
+        for batch in loader:
+            loss = model.train()(**batch, use_cache=False).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(accelerator.gather(loss.detach()).mean()))
+    return found
+
+
+def in_a_loop(parent, sizes, ep_size=1):
+    folder = folder_of("qwen3_moe", parent)
+    data = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
+    config = ParallelismConfig(**sizes) if sizes else None
+    plugin = HybridFSDPPlugin(ep_size=ep_size)
+    return _losses(make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config), folder, data)
+
+
+class MyTrainer(FSDPTrainerMixin, Trainer):
+    """The Trainer on our shards."""
+
+
+def in_a_trainer(parent, sizes, ep_size=1, world=2):
+    folder = folder_of("qwen3_moe", parent)
+    config = ParallelismConfig(**sizes) if sizes else None
+    replicas = 1 if sizes else world
+    arguments = TrainingArguments(
+        str(parent / f"run{ep_size}{len(sizes)}"),
+        per_device_train_batch_size=4 // replicas,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        parallelism_config=config,
+        fsdp=True,
+        fsdp_config={"ep_size": ep_size},
+        eval_strategy="no",
+    )
+    data = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
+    dataset = [{"input_ids": row, "labels": row} for row in data]
+    model = from_pretrained(folder, accelerator=make_accelerator(arguments), load_kwargs={"progress": False})
+    trainer = MyTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset[:6])
+    trainer.train()
+    history = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    return history, trainer.evaluate()["eval_loss"]
+
+
+def test_two_ranks_train_as_one_process(tmp_path):
+    kinds = ("llama", "qwen3_moe", "deepseek_v3")
+    cases = {
+        "layers": partial(layouts_train, kinds, PAIRS[:1]),
+        "experts": partial(layouts_train, (*kinds[1:], "gpt_oss", "mixtral"), PAIRS[1:]),
+        "copies": partial(copies_and_generation, ("qwen3_moe",), PAIRS),
+        "adapters": adapters_are_divided,
+        "parts": weights_that_see_a_part,
+        "logits": logits_stay_in_parts,
+    }
+    run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240.0)
+
+
+def test_four_ranks_train_as_one_process(tmp_path):
+    run_ranks(partial(layouts_train, ("qwen3_moe",)), 4, FOURS, tmp_path, timeout_s=240.0)
+
+
+def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
+    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps], tmp_path)
+
+
+def test_a_loop_of_accelerate_has_the_losses_of_one_axis(tmp_path):
+    plain = run_ranks(in_a_loop, 1, tmp_path, {})[0]
+    layers = run_ranks(in_a_loop, 2, tmp_path, {"tp_size": 2})
+    experts = run_ranks(in_a_loop, 2, tmp_path, {}, 2)
+    both = run_ranks(in_a_loop, 4, tmp_path, {"tp_size": 2, "dp_shard_size": 2}, 2)
+    assert layers[0] == pytest.approx(plain, rel=1e-5)
+    assert experts[0] == pytest.approx(run_ranks(in_a_loop, 2, tmp_path, {})[0], rel=1e-5)
+    assert both[0] == pytest.approx(experts[0], rel=1e-5)
+    with pytest.raises(AssertionError, match="ep_size 3 does not divide the 2 processes"):
+        run_ranks(in_a_loop, 2, tmp_path, {}, 3)
+
+
+def test_a_trainer_has_the_losses_and_norms_of_one_axis(tmp_path):
+    plain, evaluated = run_ranks(in_a_trainer, 1, tmp_path, {}, 1, 1)[0]
+    layers, of_layers = run_ranks(in_a_trainer, 2, tmp_path, {"tp_size": 2})[0]
+    experts, of_experts = run_ranks(in_a_trainer, 2, tmp_path, {}, 2)[0]
+    for found, loss in ((layers, of_layers), (experts, of_experts)):
+        assert [value for row in found for value in row] == pytest.approx([v for row in plain for v in row], rel=1e-4)
+        assert loss == pytest.approx(evaluated, rel=1e-4)
