@@ -73,7 +73,8 @@ class ParallelDims:
 
     def __str__(self) -> str:
         """The degrees above 1, as a launch file names them."""
-        return " x ".join(f"{name} {size}" for name, size in vars(self).items() if size not in (1, None))
+        above = [f"{name} {size}" for name, size in vars(self).items() if size not in (1, None)]
+        return " x ".join(above) or ("all processes" if self.dp_shard_size is None else "one process")
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """The same degrees with `dp_shard_size` filled in for `world_size` processes.

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.integrations.version1 import is_version1
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import METADATA, all_boxes, check_dcp, parse_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, Manifest, check_sums, read_manifest
@@ -170,7 +170,8 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
     try:
-        yield
+        with all_boxes():
+            yield
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
         raise CheckpointError(

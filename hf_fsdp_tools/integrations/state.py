@@ -280,7 +280,7 @@ def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
         check_proved(plugin.proved, sizes | {"fsdp_version": plugin.fsdp_version})
     if shared and plugin.fsdp_version == 1:
         raise ConfigError(f"{shared[0]} above 1 needs FSDP2; the plugin has fsdp_version 1. Leave one of them out.")
-    if dims.dp_replicate_size > 1 == dims.dp_shard_size < dist.get_world_size() and not shared:
+    if dims.dp_replicate_size > 1 and dims.dp_shard_size == 1 < dist.get_world_size() and not shared:
         raise ConfigError(
             f"dp_replicate_size {dims.dp_replicate_size} and dp_shard_size 1 shard nothing: each process would hold a "
             "whole model. Use a larger dp_shard_size, or plain Accelerate (DistributedDataParallel) with a model that "

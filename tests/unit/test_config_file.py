@@ -106,7 +106,7 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
             "fsdp_offload_params": True,
             "fsdp_backward_prefetch_policy": "BACKWARD_PRE",  # a name of 2023
         },
-        "parallelism_config": {"parallelism_config_dp_replicate": 2, "parallelism_config_tp_size": 2},
+        "parallelism_config": {"parallelism_config_dp_replicate": 2, "parallelism_config_sp_size": 2},
     }
     new, became = translate(tmp_path, file)
     assert new["fsdp_config"]["fsdp_offload_params"] is True
@@ -114,7 +114,7 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
     assert "did you mean fsdp_offload_params" in became["fsdp_offload_param"]
     assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
     assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
-    assert became["parallelism_config_tp_size"] == "left out: not part of this package"
+    assert became["parallelism_config_sp_size"] == "left out: not part of this package"
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
@@ -247,7 +247,7 @@ FOUND = [
         "error contradiction",
         "Set dp_shard_size to num_processes / dp_replicate_size.",
     ),
-    (text_of(parallelism_config={"parallelism_config_tp_size": 2}), "error refused", "Leave all but dp_replicate_size"),
+    (text_of(parallelism_config={"parallelism_config_sp_size": 2}), "error refused", "Leave it out."),
     (text_of(parallelism_config={"parallelism_config_cp_size": 3}), "error contradiction", "Use a divisor"),
     (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
     (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
@@ -274,7 +274,7 @@ def test_what_is_wrong_with_a_file_is_one_finding_with_its_cure(tmp_path, on_eig
 
 def test_all_that_is_wrong_is_found_at_once_errors_first(tmp_path, on_eight_gpus):
     both = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": True, "fsdp_offload": 1}
-    warning = text_of(fsdp=both, parallelism_config={"parallelism_config_tp_size": 2}, num_processes=16)
+    warning = text_of(fsdp=both, parallelism_config={"parallelism_config_sp_size": 2}, num_processes=16)
     found = check(tmp_path, warning)
     assert [f.code for f in found] == ["unknown-key", "refused", "only-fsdp1", "few-devices", "only-fsdp1"]
     assert "fsdp_forward_prefetch" in found[2].fact and "16 processes" in found[3].fact

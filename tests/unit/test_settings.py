@@ -82,10 +82,10 @@ def plugin_fields() -> set[str]:
 def test_the_table_is_that_of_the_sources():
     assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
     assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
-    assert set(VARIABLES) == launcher_variables()
-    assert set(YAML_KEYS) == launcher_options()
+    assert set(VARIABLES) - {"FSDP_EP_SIZE"} == launcher_variables()  # Accelerate has no word for experts
+    assert set(YAML_KEYS) - {"fsdp_ep_size"} == launcher_options()
     assert training_keys() <= set(TRAINING_KEYS)
-    assert {row.argument for row in SETTINGS if row.argument} == plugin_fields()
+    assert {row.argument for row in SETTINGS if row.argument} - {"ep_size"} == plugin_fields()
     for rows, names in ((YAML_KEYS, "key"), (VARIABLES, "variable")):
         assert len(rows) == len([row for row in SETTINGS if getattr(row, names)]), f"one row for each {names}"
 

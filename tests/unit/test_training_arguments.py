@@ -184,7 +184,7 @@ def test_all_differences_are_in_one_error():
     assert (
         "fsdp_config offload_params=True (the model: False); "
         "fsdp_config reshard_after_forward=False (the model: True); "
-        "parallelism_config of 2 x 4 ranks, cp_size 1 (the model: (1,), cp_size 1)" in str(stopped.value)
+        "parallelism_config of dp_replicate_size 2 x dp_shard_size 4 (the model: one process)" in str(stopped.value)
     )
 
 
