@@ -44,8 +44,8 @@ BUDGET = {
     "foresight": (5980, 5250, 26, 4),
     "fsdp1": (450, 350, 4, 3),
     "hub": (170, 150, 1, 0),
-    "integrations": (4430, 3720, 21, 5),
-    "loading": (5580, 4700, 28, 3),
+    "integrations": (4440, 3720, 21, 5),
+    "loading": (5630, 4750, 28, 3),
     "modeling": (1820, 1520, 10, 1),
     "planning": (1520, 1240, 9, 4),
     "plots": (610, 570, 5, 0),
@@ -53,7 +53,7 @@ BUDGET = {
     "proof": (1650, 1480, 8, 0),
     "saving": (2720, 2260, 14, 2),
     "scripting": (2180, 1740, 10, 12),
-    "sharding": (3770, 3160, 17, 4),
+    "sharding": (3770, 3170, 17, 5),
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
@@ -293,9 +293,13 @@ def test_private_names_of_torch_and_transformers_stand_in_one_place(home):
     assert {name: found for name, found in elsewhere.items() if found} == {}, f"these names belong in {home}"
 
 
-MOVING = {"distribute_module": set(), "distribute_tensor": set(), "from_local": {"distributed.shards"}}
-"""Functions that take what they are given to the mesh's device, unasked, and the modules in which they may stand. The
-one that has `from_local` gives it tensors on meta, which stay there."""
+MOVING = {
+    "distribute_module": set(),
+    "distribute_tensor": {"sharding.parallel"},
+    "from_local": {"distributed.shards", "sharding.vocabulary_parallel"},
+}
+"""Functions that take what they are given to the mesh's device, unasked, and the modules in which they may stand. These
+give them tensors on meta, which stay there, and logits, which are there."""
 
 
 @pytest.mark.parametrize("name", sorted(MOVING))

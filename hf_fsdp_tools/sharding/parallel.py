@@ -61,10 +61,6 @@ def parallelize_model(
 
     Call it between `build_meta_model` and `make_wrap_plan`; `from_pretrained` does. Without these axes it does nothing.
 
-        mesh = ParallelDims(tp_size=2, ep_size=4).build_mesh()
-        model = parallelize_model(build_meta_model(name), mesh)
-        model = shard_model(model, make_wrap_plan(model), mesh=mesh)
-
     Args:
         model: of transformers, on meta or with real weights that are equal on every rank, not sharded yet.
         mesh: of `ParallelDims`.
@@ -80,6 +76,11 @@ def parallelize_model(
     Raises:
         ConfigError: the model has no plan for an axis, a rule names what is not there, sizes of layers do not divide
             by the ranks, or this transformers is older than 5.21; the same on every rank, before anything is changed.
+
+    Example:
+        >>> mesh = ParallelDims(tp_size=1).build_mesh("cpu")  # with `torchrun --nproc-per-node=8`: tp_size=2, ep_size=4
+        >>> model = parallelize_model(build_meta_model("checkpoint"), mesh)
+        >>> model = shard_model(model, make_wrap_plan(model), mesh=mesh)
     """
     axes = axes_of(mesh)
     layers, experts = (group.size() if group else 1 for group in (axes.layers, axes.experts))

@@ -213,7 +213,7 @@ def test_arguments_without_a_precision_keep_what_is_in_force():
         ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
         (
             {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)},
-            r"dp_replicate_size, dp_shard_size, cp_size are \[2, 4, 1\] and were \[1, 1, 1\]",
+            r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]",
         ),
     ],
 )
