@@ -280,7 +280,7 @@ def in_a_trainer(parent, sizes, ep_size=1, world=2):
     data = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
     dataset = [{"input_ids": row, "labels": row} for row in data]
     model = from_pretrained(folder, accelerator=make_accelerator(arguments), load_kwargs={"progress": False})
-    trainer = MyTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset[:6])
+    trainer = MyTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset)
     trainer.train()
     history = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
     return history, trainer.evaluate()["eval_loss"]
