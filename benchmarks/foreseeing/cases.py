@@ -193,6 +193,10 @@ CASES = (
         ranks=4,
         settings=dict(cp_size=2, activation_checkpointing=True),
     ),
+    Case(name="shared layers", config=_llama, settings=dict(tp_size=2)),
+    Case(name="shared layers, 4 ranks", config=_llama, ranks=4, settings=dict(tp_size=2)),
+    Case(name="shared experts", config=_qwen3_moe, settings=dict(ep_size=2)),
+    Case(name="shared layers and experts, 4 ranks", config=_qwen3_moe, ranks=4, settings=dict(tp_size=2, ep_size=4)),
     Case(name="no reshard", config=_llama, settings=dict(reshard_after_forward=False)),
     Case(
         name="foreach AdamW, no clipping", config=_llama, settings=dict(optimizer="adamw_foreach", max_grad_norm=None)

@@ -9,12 +9,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
-from hf_fsdp_tools import ParallelDims, add_adapter, build_meta_model, make_wrap_plan, shard_model
+from hf_fsdp_tools import add_adapter, build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +29,7 @@ class Training:
         self.device = device
         self.model: Any = _model(case, SIZES[size], self.setup, device)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        step_kinds_apart()
         self.optimizer = _optimizer(self.setup, self.trained)
         base = self.model.get_base_model() if self.setup.lora_r else self.model
         plain, _ = build(case.config(SIZES[size]), self.setup, auto_class=case.auto_class)
@@ -44,7 +46,10 @@ class Training:
             del loss
         if self.setup.max_grad_norm is not None:
             with phase("clip"):
-                torch.nn.utils.clip_grad_norm_(self.trained, self.setup.max_grad_norm)
+                if self.setup.tp_size == self.setup.ep_size == 1:
+                    torch.nn.utils.clip_grad_norm_(self.trained, self.setup.max_grad_norm)
+                else:  # gradients of several meshes, as the Accelerator clips them
+                    clip_norm(self.trained, self.setup.max_grad_norm, 2.0, self.device)
         with phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -73,12 +78,13 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
 
 
 def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn.Module:
-    policy = setup.policy
+    mesh, policy = setup.dims.build_mesh(device.type), setup.policy
+    model = parallelize_model(model, mesh)
     if not setup.reshard_after_forward:
         policy = replace(policy, reshard_after_forward={"*": False})
     plan = make_wrap_plan(model, policy=policy)
     how: dict[str, Any] = {
-        "mesh": ParallelDims(dp_replicate_size=setup.dp_replicate_size, cp_size=setup.cp_size).build_mesh(device.type),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
         "activation_checkpointing": setup.activation_checkpointing,

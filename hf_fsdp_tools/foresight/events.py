@@ -11,9 +11,13 @@ from typing import Literal
 
 import torch
 
-Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "rows"]
+Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "exchange"]
 """The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), the copies of CPU offload, and what GPUs
-that share rows exchange, for which their computation waits."""
+that share rows, layers or experts exchange, for which their computation waits."""
+
+Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
+"""Ranks over which FSDP shards a weight, or an expert; ranks that hold the same shards; all; ranks that share rows
+(`cp_size`), layers (`tp_size`) or experts (`ep_size`)."""
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
@@ -90,6 +94,7 @@ class Work:
     again: bool = False  # Whether activation checkpointing computes it for the second time
     size: int = 0  # Of a matmul: the smallest of its three dimensions, on which its efficiency depends
     ranks: int = 1  # Of a collective: how many take part
+    axis: Axis = "shard"  # Of a collective: which ranks take part
     model_flops: float = 0.0
     """What it counts for in the usual count of a model's operations (PaLM, appendix B): attention in full also where it
     is causal, its backward pass twice its forward pass, and nothing that is computed again."""
@@ -166,10 +171,11 @@ class EventWriter:
         *,
         dtype_bytes: int = 2,
         ranks: int = 1,
+        axis: Axis = "shard",
     ) -> None:
         """A copy or a collective."""
         self.events.append(
-            Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks)
+            Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks, axis=axis)
         )
 
     def record(self, stream: Stream = "compute") -> int:

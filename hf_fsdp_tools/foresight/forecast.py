@@ -18,6 +18,7 @@ from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
@@ -76,11 +77,6 @@ class Forecast:
         return simulate(self.step.events, self.setup)
 
 
-_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
-"""Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
-
-_MOST_MODELS = 2  # How many models on meta are kept. (assumed)
-
 _Key: TypeAlias = tuple[object, ...]
 _models: dict[_Key, tuple[object, nn.Module, WrapPlan]] = {}
 _traces: dict[_Key, tuple[object, WrapPlan, Trace, TrainingSetup]] = {}
@@ -125,6 +121,10 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     """The model of a training on meta, and the plan of its units."""
     own = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if own is None else own
+    is_divided = max(setup.tp_size, setup.ep_size) > 1
+    if is_divided:
+        model = model if own is None else _on_meta(model)
+        mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:
         model = model if own is None else _on_meta(model)
         _image_encoder(model).requires_grad_(False)
@@ -142,6 +142,8 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
             "less, or give a configuration with more positions."
         )
     plan = plan_with_adapters(base, setup.policy)
+    if is_divided:
+        cut_parts(model)
     if setup.wrapping != "hybrid":
         root = replace(
             plan.units[-1],

@@ -251,6 +251,8 @@ def _workspace(gpu: Gpu) -> int:
 def _outside(setup: TrainingSetup) -> dict[str, int]:
     """What the driver and NCCL take."""
     is_replicated = setup.dp_replicate_size > 1 or (setup.wrapping == "none" and setup.num_gpus > 1)
-    groups = (setup.dp_shard_size > 1) + is_replicated + (setup.cp_size > 1)
+    sizes = [setup.dp_shard_size, setup.cp_size, setup.tp_size, setup.ep_size]
+    sizes += [setup.expert_shard_size] if setup.ep_size > 1 else []
+    groups = is_replicated + sum(size > 1 for size in sizes)
     nccl = {"NCCL's buffers": groups * 2 * _NCCL_CHANNELS * _NCCL_CHANNEL} if groups else {}
     return {"CUDA context": _CONTEXT, **nccl}

@@ -71,7 +71,11 @@ class Space:
         # A copy takes few whole machines, one, or part of one, so that gathers stay on fast links.
         node = min(setup.gpus_per_node, setup.num_gpus)
         sizes = [4 * node, 2 * node, node, node // 2] if setup.num_gpus > node else [node // 2, node // 4]
-        sizes = [size for size in sizes if 1 < size < setup.num_gpus and size % setup.cp_size == 0]
+        sizes = [
+            size
+            for size in sizes
+            if 1 < size < setup.num_gpus and size % setup.dims.ranks_per_row == size % setup.ep_size == 0
+        ]
         copies = [setup.num_gpus // size for size in sizes if setup.num_gpus % size == 0]
         accumulation = _batches(setup, fixed, global_batch_size)
         is_accumulated = is_sharded and max(accumulation.values()) > 1
@@ -200,7 +204,7 @@ class Search:
         return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]
 
     def _sequences(self, point: Point) -> float:
-        return point.batch_size * self.space.accumulation[point.batch_size] / self.space.base.cp_size
+        return point.batch_size * self.space.accumulation[point.batch_size] / self.space.base.dims.ranks_per_row
 
     def _climb(self, family: list[Point]) -> None:
         """Price micro-batches of one family, from that of the fastest point so far: doubled while that is faster and

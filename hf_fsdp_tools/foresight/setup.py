@@ -47,8 +47,13 @@ class TrainingSetup:
     """Copies of the sharded model (HSDP)."""
     cp_size: int = 1
     """GPUs that share each row (context parallelism), neighbours; weights are sharded over them too."""
+    tp_size: int = 1
+    """GPUs that share each layer, and the rows (tensor parallelism), neighbours."""
+    ep_size: int = 1
+    """GPUs of a copy that share the experts (expert parallelism), neighbours."""
     batch_size: int = 1
-    """Sequences per GPU, or group of GPUs that share rows, and micro-step (`per_device_train_batch_size`)."""
+    """Sequences per GPU, or group of GPUs that share rows (`cp_size`, `tp_size`), and micro-step
+    (`per_device_train_batch_size`)."""
     seq_len: int = 4096
     """Tokens per sequence."""
     images: int | None = None
@@ -128,9 +133,9 @@ class TrainingSetup:
             raise ConfigError(f"lora_dropout is {self.lora_dropout:g}; give a share from 0 to below 1.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
-        ParallelDims(dp_replicate_size=self.dp_replicate_size, cp_size=self.cp_size).resolve(self.num_gpus)
-        if self.cp_size > 1 and self.wrapping == "none":
-            raise ConfigError("cp_size shares rows among GPUs that share the weights; leave it or wrapping='none' out.")
+        self.dims.resolve(self.num_gpus)
+        if max(self.cp_size, self.tp_size, self.ep_size) > 1 and self.wrapping == "none":
+            raise ConfigError("cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
         if self.seq_len < self.cp_size:
             raise ConfigError(f"seq_len {self.seq_len} is shorter than cp_size {self.cp_size}; use fewer GPUs per row.")
 
@@ -158,16 +163,37 @@ class TrainingSetup:
         )
 
     @property
-    def dp_shard_size(self) -> int:
-        """GPUs that share one copy of the model, those that share rows among them."""
+    def dims(self) -> ParallelDims:
+        """The degrees of parallelism."""
+        return ParallelDims(
+            dp_replicate_size=self.dp_replicate_size,
+            cp_size=self.cp_size,
+            tp_size=self.tp_size,
+            ep_size=self.ep_size,
+        )
+
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs that share one copy of the model."""
         return 1 if self.wrapping == "none" else self.num_gpus // self.dp_replicate_size
+
+    @property
+    def dp_shard_size(self) -> int:
+        """GPUs over which FSDP shards a weight, those that share rows among them."""
+        return self.gpus_per_copy // self.tp_size
+
+    @property
+    def expert_shard_size(self) -> int:
+        """GPUs over which FSDP shards an expert."""
+        return self.gpus_per_copy // self.ep_size
 
     @property
     def rows_at_once(self) -> int:
         """GPUs, or groups of those that share rows: each has a micro-batch of its own."""
-        return self.num_gpus // self.cp_size
+        return self.num_gpus // self.dims.ranks_per_row
 
     @property
     def row_words(self) -> str:
         """What has a micro-batch of its own, in words: "8 GPUs", "4 groups of 2 GPUs"."""
-        return f"{self.num_gpus} GPUs" if self.cp_size == 1 else f"{self.rows_at_once} groups of {self.cp_size} GPUs"
+        shared = self.dims.ranks_per_row
+        return f"{self.num_gpus} GPUs" if shared == 1 else f"{self.rows_at_once} groups of {shared} GPUs"

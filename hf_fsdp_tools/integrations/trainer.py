@@ -208,9 +208,20 @@ class FSDPTrainerMixin(PushingMixin):
             self.model.zero_grad()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies."""
+        """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies.
+
+        Its groups are those of one process: transformers (5.23) parts them by mesh, so that a state would not go on in
+        another layout. `step_kinds_apart` parts them for the time of a step.
+        """
         reshard_units(self.model)
-        return super().create_optimizer(*args, **kwargs)
+        asked = getattr(transformers.trainer, "has_mixed_dtensor", None)
+        if asked is None:  # before transformers 5.21
+            return super().create_optimizer(*args, **kwargs)
+        transformers.trainer.has_mixed_dtensor = lambda tensors: False
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            transformers.trainer.has_mixed_dtensor = asked
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
         """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""

@@ -88,12 +88,16 @@ def add_blocks(draft: PlanDraft) -> None:
                 draft.add_unit(_runnable(block), True, f"block {class_name(block.module)}")
 
 
+SHARED_EXPERTS = "experts that ranks share"
+"""Reason of units of `ep_size`, which are sharded over fewer ranks."""
+
+
 def add_experts(draft: PlanDraft) -> None:
     """Inside blocks, make experts a unit where they are large: a fused module, or the list of experts as a whole; those
     that ranks share (`parallelize_model`) are always units, of fewer ranks."""
     for node in draft.tree:
         if note_of(node.module).is_dispatched:
-            draft.add_unit([node], True, "experts that ranks share")
+            draft.add_unit([node], True, SHARED_EXPERTS)
     large = draft.policy.expert_unit_params
     for block in (block for stack in draft.stacks for block in stack if draft.unit_at(block)):
         if block.extent < large or _mixes_dtypes(draft, block):

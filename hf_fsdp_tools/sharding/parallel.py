@@ -215,7 +215,7 @@ def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: 
     """Refuse parameters that the ranks cannot divide evenly, of which FSDP2 would shard uneven parts."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         kind, style = rules.get(name, ("", ""))
-        dims = [dim for dim in _divided_dims(style, name, parameter.dim()) if dim < parameter.dim()]
+        dims = [dim for dim in divided_dims(style, name, parameter.dim()) if dim < parameter.dim()]
         for dim in dims if kind else ():
             length, size = parameter.shape[dim], kinds[kind]
             factor = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
@@ -228,7 +228,7 @@ def _check_sizes(model: nn.Module, rules: Mapping[str, tuple[str, str]], kinds: 
                 )
 
 
-def _divided_dims(style: str, name: str, ndim: int) -> list[int]:
+def divided_dims(style: str, name: str, ndim: int) -> list[int]:
     """The dimension that a style of transformers divides, if any."""
     if style in ("embedding_rowwise", "grouped_gemm"):
         return [0]
@@ -248,7 +248,7 @@ def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None
         places.setdefault(parameter, []).append(name)
     for parameter, names in places.items():
         ways = {
-            (kind, tuple(_divided_dims(style, name, parameter.dim())))
+            (kind, tuple(divided_dims(style, name, parameter.dim())))
             for name in names
             for kind, style in [rules.get(name, ("", ""))]
         }

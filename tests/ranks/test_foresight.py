@@ -1,17 +1,23 @@
 """What is foreseen of a training's memory is what the training takes: each allocation of real ranks is counted."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.foreseeing.cases import SIZES, case_named
 from benchmarks.foreseeing.memory import foreseen_on_cpus, measured_on_cpus, requested
+from benchmarks.foreseeing.training import Training
 from hf_fsdp_tools.foresight.events import Alloc, Work
 from tests._dist import run_ranks
 
 CASES = ("tied", "root only, checkpointing", "VLM, LLaVA")
 SHARED = "shared rows"
+DIVIDED = ("shared layers", "shared experts")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +27,33 @@ def real() -> list[dict[str, Any]]:
 
 
 def measure_all() -> dict[str, Any]:
-    return {name: measured_on_cpus(name, "tiny") for name in (*CASES, SHARED)}
+    found = {name: measured_on_cpus(name, "tiny") for name in (*CASES, SHARED, *DIVIDED)}
+    return found | {name: found[name] | {"exchanged": exchanged(name)} for name in DIVIDED}
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts what is sent of tensors of 16 bits: counts of tokens and norms have more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, float]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.replace("_", "")
+        kind = next((kind for kind in ("all_to_all", "all_reduce") if name.startswith(kind.replace("_", ""))), "")
+        sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if kind and sent[-1].element_size() == 2:
+            self.found[kind, float(sent[-1].nbytes)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged(name: str) -> Counter[tuple[str, float]]:
+    """What this rank sends in one step, by operation and bytes."""
+    training = Training(case_named(name), "tiny", num_gpus=2, device=torch.device("cpu"))
+    training.step(lambda phase: nullcontext())
+    with Exchanges() as exchanges:
+        training.step(lambda phase: nullcontext())
+    return exchanges.found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,11 +77,35 @@ def test_what_ranks_that_share_rows_exchange_is_foreseen():
     """Queries and outputs of this rank's tokens, and keys and values of half as many heads, in both passes in bf16."""
     step, size = foreseen_on_cpus(case_named(SHARED), "tiny", 2), SIZES["tiny"]
     exchanged = [event for event in step.events if isinstance(event, Work) and event.operation == "all_to_all"]
-    assert {(work.stream, work.ranks) for work in exchanged} == {("rows", 2)}
+    assert {(work.axis, work.ranks) for work in exchanged} == {("rows", 2)}
     of_head = 2 * size.batch_size * size.seq_len // 2 * size.head_dim
     each_way = of_head * 2 * (size.heads + size.key_heads)
     assert sum(work.num_bytes for work in exchanged) == 2 * size.layers * each_way
     assert len(exchanged) == 2 * 4 * size.layers
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_foreseen(real, name):
+    """Bytes, of layers exactly; memory but for indices of tokens, and what DTensors of autograd hold a moment longer."""
+    step = foreseen_on_cpus(case_named(name), "tiny", 2)
+    works = [event for event in step.events if isinstance(event, Work) and event.stream == "exchange"]
+    foreseen = Counter({(work.operation, work.num_bytes): 0 for work in works})
+    foreseen.update((work.operation, work.num_bytes) for work in works)
+    size = SIZES["tiny"]
+    hidden = 2 * size.batch_size * size.seq_len * size.hidden
+    if name == "shared layers":  # of each layer 2 outputs and 5 gradients of inputs; embedding and head
+        assert foreseen == {("all_reduce", hidden): 7 * size.layers + 2}
+    else:  # to 2 experts for each token, and back, in both passes
+        assert foreseen == {("all_to_all", 2 * hidden): 4 * size.layers}
+    for rank in real:
+        found = rank[name]["exchanged"]
+        if name == "shared layers":
+            assert found == foreseen
+        assert found.total() == foreseen.total()  # what comes back depends on how many tokens an expert has got
+        sent, expected = (sum(n * count for (_, n), count in each.items()) for each in (found, foreseen))
+        assert sent == pytest.approx(expected, rel=5e-2)
+        assert rank[name]["held"] == pytest.approx(requested(step)[0], rel=5e-2)
+        assert rank[name]["peak"] == pytest.approx(requested(step)[1], rel=2e-2)
 
 
 def test_memory_left_out_is_what_gloo_copies(real):

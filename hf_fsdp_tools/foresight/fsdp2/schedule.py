@@ -215,21 +215,21 @@ class Fsdp2Schedule:
         if unit.partly_event is not None:
             writer.wait(unit.partly_event, "copy_in", "all_gather")
             unit.partly_event = None
-        ranks = int(unit.reshard) if unit.partly else self._setup.dp_shard_size
+        ranks = int(unit.reshard) if unit.partly else unit.shards[0].ranks
         if ranks == 1:
             unit.pending = _Gather((), writer.record(), 1)
             return
         apart = unit.state in ("forward", "pre_backward")  # `get_all_gather_streams`
         copy_in: Stream = "copy_in" if apart else "compute"
         stream: Stream = "all_gather" if apart else "compute"
-        ratio = self._setup.dp_shard_size // ranks
+        ratio = unit.shards[0].ranks // ranks
         own_bytes = ratio * sum(shard.gathered_bytes for shard in unit.shards)
         inputs = list(self._gather_inputs(unit, copy_in, ratio))
         output = writer.take(own_bytes * ranks, "gather buffers", copy_in)
         writer.work("memory", 2 * own_bytes, copy_in)
         if apart:
             writer.wait_stream(stream, copy_in)
-        writer.work("all_gather", own_bytes * ranks, stream, ranks=ranks)
+        writer.work("all_gather", own_bytes * ranks, stream, ranks=ranks, axis=unit.shards[0].axis)
         unit.pending = _Gather((output,), writer.record(stream), ranks)
         writer.free(*inputs)
 
@@ -284,7 +284,7 @@ class Fsdp2Schedule:
 
     def _copy_out(self, unit: _Unit) -> list[int]:
         """`foreach_all_gather_copy_out`: parameters that are split along another dimension are copied twice."""
-        writer, ranks = self._writer, self._setup.dp_shard_size
+        writer, ranks = self._writer, unit.shards[0].ranks
         gathered, copies = [], []
         for shard in unit.shards:
             gathered.append(writer.take(shard.gathered_bytes * ranks, "gathered parameters"))

@@ -7,9 +7,10 @@ from functools import cached_property
 
 import torch
 
-from hf_fsdp_tools.foresight.events import EventWriter, Parameter, Stream, TensorSize
+from hf_fsdp_tools.foresight.events import Axis, EventWriter, Parameter, Stream, TensorSize
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
+from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
 from hf_fsdp_tools.sharding.placement import split_dim
 
 BEFORE_2_15 = torch.__version__ < "2.15"
@@ -25,6 +26,8 @@ class Shard(TensorSize):
 
     parameter: Parameter
     dim: int  # The dimension that is split
+    ranks: int  # Over which it is split
+    axis: Axis  # Which ranks these are
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -65,21 +68,25 @@ def split_parameters(parameters: Sequence[Parameter], plan: WrapPlan, setup: Tra
     return tuple(
         UnitShards(
             unit=unit,
-            shards=tuple(_shard(parameter, setup) for _, _, parameter in sorted(members[unit], key=lambda m: m[:2])),
+            shards=tuple(
+                _shard(parameter, setup, unit) for _, _, parameter in sorted(members[unit], key=lambda m: m[:2])
+            ),
         )
         for unit in order
     )
 
 
-def _shard(parameter: Parameter, setup: TrainingSetup) -> Shard:
-    ranks, shape = setup.dp_shard_size, parameter.shape
+def _shard(parameter: Parameter, setup: TrainingSetup, unit: WrapUnit) -> Shard:
+    is_dispatched = setup.ep_size > 1 and unit.reason == SHARED_EXPERTS
+    ranks, shape = setup.expert_shard_size if is_dispatched else setup.dp_shard_size, parameter.shape
     dtype = parameter.dtype
     is_loaded_as_trained = setup.freeze_vision_tower and setup.lora_r is None  # LoRA's base is loaded in `precision`
     if (parameter.requires_grad or is_loaded_as_trained) and dtype.is_floating_point:
         dtype = DTYPES[setup.master_dtype]
     dim = split_dim(shape, parameter.numel * dtype.itemsize, ranks)
     own = (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
-    return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own)
+    axis: Axis = "expert_shard" if is_dispatched else "shard"
+    return Shard(parameter=parameter, dtype=dtype, dim=dim, shape=own, ranks=ranks, axis=axis)
 
 
 def _modules_above(fqn: str) -> list[str]:
@@ -157,7 +164,7 @@ class Reducer:
 
     def reduce(self, gradients: Sequence[tuple[Shard, int]], *, is_partial: bool = False) -> None:
         """Reduce the gradients of the unit that the writer is at, and free them."""
-        writer, ranks = self._writer, self._setup.dp_shard_size
+        writer, ranks = self._writer, gradients[0][0].ranks
         unit = writer.unit
         self._wait_for_last(unit)
         late: set[int] = set()
@@ -175,7 +182,10 @@ class Reducer:
         output = writer.take(numel * size, "gradients" if is_kept else "reduce buffers", "reduce_scatter")
         self._divide(numel * ranks * size, "reduce_scatter")
         if ranks > 1:
-            writer.work("reduce_scatter", numel * ranks * size, "reduce_scatter", dtype_bytes=size, ranks=ranks)
+            axis = gradients[0][0].axis
+            writer.work(
+                "reduce_scatter", numel * ranks * size, "reduce_scatter", dtype_bytes=size, ranks=ranks, axis=axis
+            )
         else:
             writer.work("memory", 2 * numel * size, "reduce_scatter")
         self._inputs.append((buffer, writer.record("reduce_scatter")))
@@ -205,7 +215,7 @@ class Reducer:
         for at, (shard, block) in enumerate(gradients):
             if shard.dim:
                 writer.free(*copied)
-                num_bytes = shard.gathered_bytes * self._setup.dp_shard_size
+                num_bytes = shard.gathered_bytes * shard.ranks
                 result[at] = (shard, writer.take(num_bytes, "reduce buffers"))
                 writer.work("memory", 2 * num_bytes)
                 copied = {block}
@@ -226,7 +236,8 @@ class Reducer:
             return "reduce_scatter"
         writer = self._writer
         writer.wait_stream("all_reduce", "reduce_scatter")
-        writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=self._dtype.itemsize, ranks=replicas)
+        size = self._dtype.itemsize
+        writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=size, ranks=replicas, axis="replicate")
         self._all_reduced[unit] = (output, writer.record("all_reduce"))
         return "all_reduce"
 

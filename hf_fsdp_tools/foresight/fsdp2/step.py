@@ -123,12 +123,12 @@ def _write_micro_steps(
                     replicated.gradient(event.parameter, block)
                 continue
             is_renamed = at in taken and not is_last
-            is_of_rows = type(event) is Work and event.stream == "rows"
-            if is_of_rows:
-                writer.wait_stream("rows", "compute")
+            is_exchange = type(event) is Work and event.stream == "exchange"
+            if is_exchange:
+                writer.wait_stream("exchange", "compute")
             writer.events.append(replace(event, block=renamed[event.block]) if is_renamed else event)
-            if is_of_rows:
-                writer.wait_stream("compute", "rows")
+            if is_exchange:
+                writer.wait_stream("compute", "exchange")
             if type(event) is Mark and schedule is not None:
                 schedule.mark(event)
         writer.phase = "backward"
@@ -187,7 +187,8 @@ class _AveragedGradients(_Gradients):
         small = [each for each in pending if each.numel < _REDUCED_ALONE]
         for each in pending:
             if each.numel >= _REDUCED_ALONE:
-                writer.work("all_reduce", each.num_bytes, dtype_bytes=each.dtype.itemsize, ranks=ranks)
+                size = each.dtype.itemsize
+                writer.work("all_reduce", each.num_bytes, dtype_bytes=size, ranks=ranks, axis="all")
                 writer.work("memory", 2 * each.num_bytes)
         if not small:
             return
@@ -196,7 +197,7 @@ class _AveragedGradients(_Gradients):
         joined = writer.take(num_bytes, "reduce buffers")
         writer.work("memory", 2 * num_bytes)
         writer.free(*copies)
-        writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks)
+        writer.work("all_reduce", num_bytes, dtype_bytes=4, ranks=ranks, axis="all")
         writer.work("memory", 4 * num_bytes)
         writer.free(joined)
 
@@ -258,7 +259,7 @@ class _BucketedGradients(_Gradients):
             num_bytes = self._bytes_of(self._buckets[bucket])
             writer.wait_stream("all_reduce", "compute")
             size = kept // self._parameters[name].numel
-            writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=size, ranks=self._ranks)
+            writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=size, ranks=self._ranks, axis="all")
 
     def end_backward(self) -> None:
         """The compute stream waits for the reductions; copies of frozen parameters are freed."""

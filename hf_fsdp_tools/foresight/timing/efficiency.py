@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Operation, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Axis, Operation, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, Gpu
 
@@ -109,9 +109,6 @@ def efficiency_of(gpu: Gpu) -> Efficiency:
 
 # ---- collectives ----
 
-Axis = Literal["shard", "replicate", "rows"]
-"""Ranks that share one copy of the model, ranks that hold the same shards, and ranks that share rows."""
-
 _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
 on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
@@ -167,15 +164,19 @@ def group_of(
 ) -> Group:
     """The group of a rank along an axis of the mesh.
 
-    Ranks fill machines one after another. Those that share a copy of the model, or rows, are neighbours; those that
-    hold the same shards are `setup.dp_shard_size` apart, so that a machine holds ranks of several such groups, which
-    communicate at the same time and share its network.
+    Ranks fill machines one after another: those that share layers are neighbours, and groups of these share rows or
+    experts. Those that hold the same shards are `setup.gpus_per_copy` apart, so that a machine holds ranks of several
+    such groups, which communicate at the same time and share its network.
     """
-    replicas = setup.num_gpus // setup.dp_shard_size
+    replicas = setup.num_gpus // setup.gpus_per_copy
     sizes = {
-        "shard": (setup.dp_shard_size, 1),
-        "replicate": (replicas, setup.dp_shard_size),
-        "rows": (setup.cp_size, 1),
+        "shard": (setup.dp_shard_size, setup.tp_size),
+        "expert_shard": (setup.expert_shard_size, setup.ep_size),
+        "replicate": (replicas, setup.gpus_per_copy),
+        "all": (setup.num_gpus, 1),
+        "rows": (setup.cp_size, setup.tp_size),
+        "layers": (setup.tp_size, 1),
+        "experts": (setup.ep_size, 1),
     }
     all_ranks, apart = sizes[axis]
     ranks = all_ranks if ranks is None else ranks
@@ -315,6 +316,5 @@ class Durations:
         return work.num_bytes * _COLLECTIVE_TRAFFIC[work.operation] / self._memory / seconds if seconds else 0.0
 
     def group(self, work: Work) -> Group:
-        """Who takes part in a collective. FSDP2 reduces over replicas on a stream of its own."""
-        axis: Axis = "rows" if work.stream == "rows" else "replicate" if work.stream == "all_reduce" else "shard"
-        return group_of(axis, self._setup, self._gpu, self._efficiency.network, work.ranks)
+        """Who takes part in a collective."""
+        return group_of(work.axis, self._setup, self._gpu, self._efficiency.network, work.ranks)

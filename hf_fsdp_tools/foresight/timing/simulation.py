@@ -168,7 +168,7 @@ def _alone(index: int, work: Work, seconds: float, durations: Durations, tickets
         group = durations.group(work)
         task.host_seconds = task.lead = _HOST_COLLECTIVE_SECONDS
         if group.ranks > 1:
-            task.group = {"all_reduce": "replicate", "rows": "rows"}.get(work.stream, "shard")
+            task.group = work.axis
             task.link = "network" if group.nodes > 1 else "node"
             task.ticket = tickets[task.group] = tickets.get(task.group, 0) + 1
             task.memory_share = durations.memory_share(work, seconds)

@@ -23,6 +23,7 @@ from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
+from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
@@ -110,7 +111,7 @@ def _trace(
         parameters=parameters,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
-        tokens=setup.batch_size * setup.seq_len // setup.cp_size,
+        tokens=setup.batch_size * setup.seq_len // setup.dims.ranks_per_row,
         repeated=sum(stack.left_out for stack in stacks),
         notes=tuple(notes),
     )
@@ -130,7 +131,8 @@ def _dry_run(
         plan = cut_plan(plan, stacks)
         give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
-        recorder = Recorder(units, on_cuda=device == "cuda", cp_size=setup.cp_size)
+        sizes = {"rows": setup.cp_size, "layers": setup.tp_size, "experts": setup.ep_size}
+        recorder = Recorder(units, on_cuda=device == "cuda", sizes=sizes)
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)
@@ -190,6 +192,7 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     for config in configs_of(model):  # a copy's own
         if hasattr(config, "use_cache"):
             config.use_cache = False
+    follow_parts(model)
     if setup.activation_checkpointing:
         checkpoint_activations(model)
     modules = dict(model.named_modules(remove_duplicate=False))

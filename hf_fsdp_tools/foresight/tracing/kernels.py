@@ -195,7 +195,8 @@ def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     """What bounds an operation, the floating-point operations that a GPU does for it, and those of the usual count."""
     name = func.overloadpacket.__name__
     if func.namespace.startswith("_c10d_functional"):
-        return ("all_to_all" if "all_to_all" in name else "all_reduce"), 0.0, 0.0
+        kinds: dict[str, Operation] = {"all_to_all": "all_to_all", "all_gather": "all_gather"}
+        return next((kind for begin, kind in kinds.items() if name.startswith(begin)), "all_reduce"), 0.0, 0.0
     if "attention" in name:
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         return ("attention", *_attention_flops(arguments, is_backward="backward" in name))

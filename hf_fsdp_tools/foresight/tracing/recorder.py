@@ -3,7 +3,7 @@
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -38,7 +38,7 @@ class _Block:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every operation while it is active; the events are in `events`, in the order of their issue."""
 
-    def __init__(self, units: dict[str, str], *, on_cuda: bool = True, cp_size: int = 1) -> None:
+    def __init__(self, units: dict[str, str], *, on_cuda: bool = True, sizes: Mapping[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         _holders_of_a_sum()
         self.events: list[Event] = []
@@ -48,7 +48,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
-        self._on_cuda, self._cp_size = on_cuda, cp_size
+        self._on_cuda = on_cuda
+        self._sizes = sizes or {}  # Of the groups whose ranks exchange what they compute, by name
         self._root = _Pass("", "")
         self._passes = [self._root]
         self._blocks: dict[int, _Block] = {}  # By address of the storage
@@ -138,10 +139,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
         read = _tensors((args, kwargs))
-        if operation in COLLECTIVES:  # of ranks that share rows
-            num_bytes = float(read[0].numel() * read[0].element_size())
-            unit, phase = self._passes[-1].unit, self.phase
-            self.events.append(Work(operation, 0.0, num_bytes, unit, phase, "rows", ranks=self._cp_size))
+        if operation in COLLECTIVES:
+            axis = next(each for each in reversed(args) if each in self._sizes)
+            whole = made if operation == "all_gather" else read
+            num_bytes, unit = float(whole[0].numel() * whole[0].element_size()), self._passes[-1].unit
+            ranks, phase = self._sizes[axis], self.phase
+            self.events.append(Work(operation, 0.0, num_bytes, unit, phase, "exchange", ranks=ranks, axis=axis))
             return
         # an autograd function of a model runs without gradients, also where its module is computed again
         again = self.phase == "backward" and (self.again or bool(self.modules) or torch.is_grad_enabled())

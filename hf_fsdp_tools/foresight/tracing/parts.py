@@ -1,0 +1,238 @@
+"""Layers and experts that ranks share (`tp_size`, `ep_size`), on tensors without data: this rank's part of each weight,
+and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`), which `sharding.parallel`
+installs in a real run. Of tokens each rank's experts get as many as those of any other.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.sharding.parallel import DISPATCH, checked_rules, divided_dims, install_style
+
+_TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts")
+"""Styles whose input is whole, so that each rank has a part of its gradient."""
+
+_GIVE_SUMS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise", "moe_tp_experts", "all_reduce")
+"""Styles whose output is a sum over ranks."""
+
+_GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
+"""Styles whose output is gathered."""
+
+_AS_IT_IS = ("packed_rowwise", "grouped_gemm", "local_params", "moe_identity_expert", "replicate")
+"""Styles that exchange nothing."""
+
+
+def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
+    """Note on the modules of a model on meta which of them ranks share, and how. A model without a plan, and sizes that
+    do not divide, are a `ConfigError`."""
+    sizes = {"tp": setup.tp_size, "ep": setup.ep_size}
+    rules = checked_rules(model, setup.tp_size, setup.ep_size)
+    modules = dict(model.named_modules())
+    for name, (kind, style) in rules.items():
+        if name in modules:
+            if style == "sequence_parallel":
+                raise ConfigError(f"{type(model).__name__} is not foreseen with tp_size: {name} divides rows.")
+            if style == "mla_kv_a_proj":
+                modules[name].config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+            add_to_note(
+                modules[name], style=partial(_follow, style=style, setup=setup), is_dispatched=style == DISPATCH
+            )
+            continue
+        owner, _, own = name.rpartition(".")
+        dims = divided_dims(style, name, modules[owner]._parameters[own].dim())
+        if dims:
+            parallel = {**note_of(modules[owner]).parallel, own: (dims[0], sizes[kind])}
+            add_to_note(modules[owner], parallel=parallel)
+
+
+def cut_parts(model: nn.Module) -> None:
+    """Give a marked model on meta this rank's parts of its parameters, and of LoRA's on divided layers."""
+    for wrapper in model.modules():  # as `sharding.parallel.divide_adapters` does it
+        base = getattr(wrapper, "base_layer", None)
+        style = note_of(base).style.keywords if isinstance(base, nn.Module) and note_of(base).style else {}
+        by_rows = style.get("style", "").startswith("colwise")
+        if by_rows or style.get("style", "").startswith("rowwise"):
+            matrices: Any = wrapper.lora_B if by_rows else wrapper.lora_A
+            for matrix in matrices.values():
+                add_to_note(matrix, parallel={"weight": (0 if by_rows else 1, style["setup"].tp_size)})
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, (dim, size) in note_of(module).parallel.items():
+            whole = module._parameters[name]
+            if whole is None:
+                continue
+            if whole not in parts:
+                part = torch.empty_like(whole.chunk(size, dim)[0], memory_format=torch.contiguous_format)
+                parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            module._parameters[name] = parts[whole]
+            if note_of(module).is_dispatched:
+                module.num_experts = parts[whole].shape[0]  # type: ignore[assignment]
+
+
+def follow_parts(model: Any) -> None:
+    """Let a copy of a cut model compute as on a rank that has these parts."""
+    for module in model.modules():
+        install_style(module)
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if isinstance(head, nn.Module) and note_of(head).style is not None and hasattr(model, "loss_function"):
+        # `sharding.vocabulary_parallel` computes the loss of this rank's words
+        head.forward = partial(_taking_whole, head.__dict__.pop("forward").args[0])
+        model.loss_function = partial(_loss_of_part, model.loss_function)
+
+
+def _loss_of_part(inner: Callable[..., Any], logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+    return inner(logits, labels, logits.shape[-1], **kwargs)
+
+
+def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
+    inner = module.forward
+    if style == DISPATCH:
+        module.forward = partial(_dispatched, inner, experts=module, setup=setup)
+    elif style == "replicated_with_grad_allreduce":
+        module.forward = partial(_summing_weights, inner, module=module)
+    elif style == "mla_kv_a_proj":
+        module.forward = partial(_summing_rotary, inner, width=module.config.qk_rope_head_dim)
+    elif style not in _AS_IT_IS:
+        module.forward = partial(_exchanging, inner, style=style, size=setup.tp_size)
+
+
+def _taking_whole(inner: Callable[..., Any], first: torch.Tensor) -> Any:
+    return inner(_summed_back(first))
+
+
+def _exchanging(
+    inner: Callable[..., Any], first: torch.Tensor, *rest: Any, style: str, size: int, **kwargs: Any
+) -> Any:
+    if style == "rowwise_split_input":
+        first = first.chunk(size, -1)[0]
+    if style in _TAKE_WHOLE:
+        first = _summed_back(first)
+        rest = tuple(_summed_back(each) if _needs_gradient(each) else each for each in rest)
+    output = inner(first, *rest, **kwargs)
+    if style in _GIVE_SUMS:
+        output = _summed(output)
+    if style in _GATHER:
+        output = _Gathered.apply(output, -1, size)  # type: ignore[no-untyped-call]  # torch's own
+    return output
+
+
+def _summing_weights(inner: Callable[..., Any], *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+    own = dict(module._parameters)
+    summed = {name: _summed_back(parameter) for name, parameter in own.items() if parameter is not None}
+    module._parameters.update(summed)  # type: ignore[arg-type]
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        module._parameters.update(own)
+
+
+def _summing_rotary(inner: Callable[..., Any], *args: Any, width: int, **kwargs: Any) -> Any:
+    latent, rotary = (output := inner(*args, **kwargs)).split([output.shape[-1] - width, width], dim=-1)
+    return torch.cat([latent, _summed_back(rotary)], dim=-1)
+
+
+def _dispatched(
+    inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: Any, *, experts: Any, setup: Any
+) -> Any:
+    """Experts of this rank on tokens of all ranks of the group.
+
+    As `AllReduceEP` where the group is the one that shares layers, of as many routes as reach this rank; otherwise as
+    `AllToAllEP`, where each rank of those that share rows sends a part of them.
+    """
+    if setup.ep_size == setup.tp_size:
+        tokens, chosen = index.shape
+        routes = -(-chosen // setup.ep_size)
+        rows = max(1, tokens * chosen // (setup.ep_size * routes))
+        whole, weights = _summed_back(hidden), _summed_back(weights)
+        output = inner(whole[:rows], index[:rows, :routes], weights[:rows, :routes])
+        return _summed(functional.pad(output, (0, 0, 0, tokens - rows)))
+    if setup.tp_size > 1:
+        hidden, index, weights = (_Part.apply(each, setup.tp_size) for each in (hidden, index, weights))  # type: ignore[no-untyped-call]
+    tokens, routes = index.shape
+    order = index.reshape(-1).argsort()
+    sent = hidden[order // routes]
+    received = _sent(sent, setup.ep_size)
+    output = inner(received, order.new_zeros((tokens * routes, 1)), weights.new_ones((tokens * routes, 1)))
+    returned = _sent(output, setup.ep_size)
+    sorted_back = torch.empty_like(returned)
+    sorted_back[order] = returned
+    result = (sorted_back.view(tokens, routes, -1) * weights.unsqueeze(-1)).sum(dim=1)
+    return _Gathered.apply(result, 0, setup.tp_size) if setup.tp_size > 1 else result  # type: ignore[no-untyped-call]
+
+
+def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
+    counts = [rows.shape[0] // size + (rank < rows.shape[0] % size) for rank in range(size)]
+    exchanged: torch.Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(rows, counts, counts, "experts")
+    return exchanged
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _Summed.apply(tensor, True)  # type: ignore[no-untyped-call]  # torch's own
+    return made
+
+
+def _summed_back(tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _Summed.apply(tensor, False)  # type: ignore[no-untyped-call]  # torch's own
+    return made
+
+
+def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", "layers"))  # type: ignore[no-any-return]
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    ops: Any = torch.ops._c10d_functional
+    gathered = ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), size, "layers"))
+    return gathered if dim == 0 else torch.cat(gathered.chunk(size, 0), dim)
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over ranks, in the forward pass or of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, is_forward: bool) -> torch.Tensor:
+        ctx.is_forward = is_forward
+        return _all_reduce(tensor) if is_forward else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (gradient if ctx.is_forward else _all_reduce(gradient)), None
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks, joined; of the gradient this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        ctx.dim, ctx.size = dim, size
+        return _all_gather(tensor, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.chunk(ctx.size, ctx.dim)[0].contiguous(), None, None
+
+
+class _Part(torch.autograd.Function):
+    """This rank's rows; the gradients of all are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size, ctx.rows = size, tensor.shape[0]
+        return tensor.chunk(size, 0)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_gather(gradient, 0, ctx.size)[: ctx.rows], None
