@@ -128,6 +128,8 @@ _TITLES = {
     "sync_each_batch": "reduction in every micro-step",
     "dp_replicate_size": "copies of the model",
     "cp_size": "GPUs that share a row",
+    "tp_size": "GPUs that share a layer",
+    "ep_size": "GPUs that share experts",
     "offload": "offload",
     "compile": "torch.compile",
     "reduce_dtype": "reduction in",
@@ -174,8 +176,9 @@ def recommend_config(
 
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
     otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
-    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; for long rows, and where
-    nothing fits without, GPUs of a machine that share rows (`cp_size`), and then CPU offload. LoRA or all parameters,
+    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, and
+    where GPUs wait for gathers during a quarter of a step, GPUs that share experts (`ep_size`), and those of a machine
+    that share layers (`tp_size`); there, and for long rows, those that share rows (`cp_size`); and then CPU offload. LoRA or all parameters,
     precision, optimizer and sequence length (unless it is None) are never searched. Faster settings that change how
     numbers are rounded are named (`Recommendation.proposals`).
 
@@ -219,7 +222,7 @@ def recommend_config(
         lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
         place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length, cp_size=most))
         job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
-    search, sharing = _over_rows(job, global_batch_size)
+    search, sharing = _over_layouts(job, global_batch_size)
     best: Point | None = None
     while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
         best = found
@@ -242,63 +245,86 @@ def recommend_config(
     )
 
 
-def _row_sizes(job: Job) -> list[int]:
-    """How many GPUs may share rows, ascending: powers of two inside a machine."""
-    setup = job.setup
-    most = min(setup.gpus_per_node, setup.num_gpus)
-    group = setup.num_gpus // (setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1)
-    if setup.cp_size > 1 or "cp_size" in job.fixed or setup.wrapping == "none":
-        return [setup.cp_size]
-    return [1, *(size for power in range(1, 10) if (size := 2**power) <= most and group % size == 0)]
+_LAYOUTS = ("ep_size", "cp_size", "tp_size")
+"""Degrees that are searched, in the order in which they are tried."""
+
+_WAITING = 0.25
+"""Part of a step from which GPUs that wait for gathers share experts or layers where that is faster, and not only where
+nothing else fits. (assumed)"""
+
+
+def _sizes(job: Job, name: str, setup: TrainingSetup) -> list[int]:
+    """How many GPUs may share rows, layers or experts, ascending: powers of two, of rows and layers inside a machine."""
+    own: int = getattr(setup, name)
+    copies = setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1
+    node, group = min(setup.gpus_per_node, setup.num_gpus), setup.num_gpus // copies
+    if own > 1 or name in job.fixed or setup.wrapping == "none":
+        return [own]
+    others = setup.dims.ranks_per_row
+    if name == "ep_size":
+        return [1, *(size for power in range(1, 12) if others <= (size := 2**power) <= group and group % size == 0)]
+    most = min(node // others, setup.ep_size // others if setup.ep_size > 1 else node)
+    return [1, *(size for power in range(1, 10) if (size := 2**power) <= most and group % (size * others) == 0)]
 
 
 def _most_per_row(job: Job) -> int:
     """How many GPUs may share rows at most; 1 for a model that cannot."""
     try:
-        job.fits(cp_size=(most := _row_sizes(job)[-1]))
+        job.fits(cp_size=(most := _sizes(job, "cp_size", job.setup)[-1]))
     except ConfigError:
         return job.setup.cp_size
     return most
 
 
-def _over_rows(job: Job, global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
-    """The search with the number of GPUs per row that is fastest, ascending until a larger one is not faster; and why.
+def _over_layouts(job: Job, global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
+    """The search with the fastest degrees, and why: of each the sizes are tried in turn until a larger one is not
+    faster. Rows, layers and experts are shared before anything is offloaded."""
+    search = Search(Space.of(job.setup, job.fixed, global_batch_size), job.priced, job.usable_bytes)
+    reasons: dict[str, tuple[str, ...]] = {}
+    for name in _LAYOUTS:
+        search, lines = _along(job, name, search, global_batch_size)
+        reasons |= {name: lines} if lines else {}
+    return search, reasons
 
-    Rows are shared before anything is offloaded.
-    """
-    sizes = _row_sizes(job)
-    searches: dict[int, tuple[Search, Point]] = {}
-    first = chosen = Search(Space.of(job.setup, job.fixed, global_batch_size), job.priced, job.usable_bytes)
-    rate = 0.0
-    for size in sizes:
-        without = frozenset() if size == sizes[0] else {"offload"}
-        space = Space.of(replace(job.setup, cp_size=size), job.fixed | without, global_batch_size)
-        search = first if size == sizes[0] else Search(space, job.priced, job.usable_bytes)
+
+def _along(job: Job, name: str, before: Search, global_batch_size: int | None) -> tuple[Search, tuple[str, ...]]:
+    """The search with the fastest size of one degree, and why."""
+    setup, best = before.space.base, before.best()
+    is_last_resort = best is not None and best.offload and "offload" not in job.fixed
+    is_wanted = best is None or is_last_resort
+    if not is_wanted and best is not None:
+        cost = before.cost(best)
+        is_waiting = cost.floor_seconds < (1 - _WAITING) * cost.step_seconds
+        is_wanted = setup.seq_len >= LONG if name == "cp_size" else is_waiting
+    chosen, rate, tried = before, 0.0 if best is None or is_last_resort else before.rate(best), list[int]()
+    found: dict[int, tuple[Search, Point]] = {} if best is None else {1: (before, best)}
+    for size in _sizes(job, name, setup)[1:] if is_wanted else ():
         try:
+            space = Space.of(replace(setup, **{name: size}), job.fixed | {"offload"}, global_batch_size)
+            search = Search(space, job.priced, job.usable_bytes)
             point = search.best()
         except ConfigError:
-            if search is first:
-                raise
-            break  # the model cannot share rows
-        if point is not None:
-            searches[size] = search, point
-            is_last_resort = point.offload and "offload" not in job.fixed
-            if search.rate(point) > rate * (1 + GAIN):
-                chosen, rate = search, 0.0 if is_last_resort else search.rate(point)
-            elif rate:
-                break
-        if rate and job.setup.seq_len < LONG:
+            break  # the model cannot share so, or not among so many
+        tried.append(size)
+        if point is None:
+            continue
+        found[size] = search, point
+        if search.rate(point) > rate * (1 + GAIN):
+            chosen, rate = search, search.rate(point)
+        elif rate:
             break
-    if len(searches) < 2 and chosen is first:
-        return chosen, {}
+        if name == "cp_size" and setup.seq_len < LONG:
+            break
+    if not tried:
+        return chosen, ()
     lines = []
-    for size, (search, point) in searches.items():
+    for size, (search, point) in found.items():
         if search is not chosen:
-            slower = 1 - search.rate(point) / chosen.rate(searches[chosen.space.base.cp_size][1])
+            slower = 1 - search.rate(point) / rate if rate else 0.0
             speed = "as fast" if slower < GAIN else f"but {_percent(slower)} slower"
             lines.append(f"{size}: fits{' with offload' * point.offload}, {speed}")
-    lines += [f"{size}: fits at no setting" for size in sizes[: sizes.index(max(searches)) + 1] if size not in searches]
-    return chosen, {"cp_size": tuple(lines) or ("nothing else to choose from",)}
+    lines += [f"{size}: fits at no setting" for size in (1, *tried) if size not in found]
+    return chosen, tuple(lines) or ("nothing else to choose from",)
 
 
 def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: float) -> Evaluate:
@@ -396,7 +422,9 @@ def _proposals(job: Job, search: Search, best: Point) -> Iterator[str]:
         changes_to_try.append({"reduce_dtype": "bf16"})
     # What fits in the smallest part of a machine may fit on one GPU.
     most = max(search.space.values["dp_replicate_size"])
-    if setup.cp_size == 1 < most and any(point.dp_replicate_size == most for point in search.fitting()):
+    if setup.dims.ranks_per_row == setup.ep_size == 1 < most and any(
+        point.dp_replicate_size == most for point in search.fitting()
+    ):
         changes_to_try.append({"wrapping": "none", "dp_replicate_size": 1, "offload": False})
     for changes in changes_to_try:
         if any(getattr(setup, name) != changes[name] for name in changes.keys() & job.fixed):
@@ -415,8 +443,7 @@ def _nothing_fits(job: Job) -> str:
     return (
         f"{job.model}, {_training_words(setup)}, fits on {setup.num_gpus} x {setup.gpu} at no setting: it takes "
         f"{show_bytes(job.least_bytes())} per GPU at least, and {most} may be used ({free} stays free). "
-        + (f"What fits: {fitting}. " if fitting else "Take a smaller model. ")
-        + "Expert parallelism is not in this package."
+        + (f"What fits: {fitting}." if fitting else "Take a smaller model.")
     )
 
 

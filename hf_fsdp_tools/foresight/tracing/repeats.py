@@ -259,10 +259,11 @@ class _Expansion:
             raise _NotAlikeError
         self._segment_at = {start: key for key, (start, _) in self._spans.items()}
         self._home: dict[int, tuple[_Segment, int]] = {}
-        """Of memory that a period takes: the segment, and how many it took before."""
+        """Of memory that a period takes: the segment, and its place counted from the end, since the first block may
+        begin otherwise (hidden states in fp32 are cast by the others)."""
         for key, (start, end) in self._spans.items():
             taken = [event.block for event in events[start:end] if isinstance(event, Alloc)]
-            self._home.update({block: (key, place) for place, block in enumerate(taken)})
+            self._home.update({block: (key, place - len(taken)) for place, block in enumerate(taken)})
         self._numbers: dict[object, int] = {}
 
     def _find_spans(self, stack: Stack, bounds: Bounds) -> None:
