@@ -17,6 +17,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.load import load_weights, rolled_back
 from hf_fsdp_tools.loading.opening import Checkpoint, open_checkpoint
+from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.configs import set_generation_config
@@ -52,6 +53,7 @@ def from_pretrained(
     num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
+    dequantize: bool = True,
     allow_pickle: bool = False,
     output_loading_info: bool = False,
     trust_remote_code: bool = False,
@@ -106,6 +108,9 @@ def from_pretrained(
             the same for any number of ranks; fewer tokens drop rows.
         pad_to_multiple_of: round the number of rows up, of `num_tokens` or of the vocabulary as it is.
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
+        dequantize: False keeps the weights of a quantised checkpoint (FP8, MXFP4, NVFP4, 4 and 8-bit compressed-tensors)
+            as they are stored, frozen: each rank holds and FSDP2 gathers their bytes, and each weight is dequantised
+            when it is multiplied, in the forward and again in the backward pass. For adapters (`peft_config`).
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)` in place of the model.
         trust_remote_code: run model code that comes with the checkpoint, or with the base of an adapter.
@@ -163,6 +168,7 @@ def from_pretrained(
             num_tokens=num_tokens,
             pad_to_multiple_of=pad_to_multiple_of,
             mean_resizing=mean_resizing,
+            dequantize=dequantize,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
             load_kwargs={name: value for name, value in load_kwargs.items() if name not in own},
@@ -196,6 +202,8 @@ def from_pretrained(
                 **model_kwargs,
             )
             set_generation_config(model, checkpoint.generation_config)
+            if not dequantize:
+                keep_stored(model, checkpoint.index)
             if num_tokens is not None or pad_to_multiple_of is not None:
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)
                 load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs

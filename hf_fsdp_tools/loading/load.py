@@ -36,6 +36,7 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
@@ -175,7 +176,8 @@ def load_weights(
                 index.refuse_changed()
             initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
             set_conversions(model, match.load_map)
-            forget_quantization(model)
+            if not packed_parameters(model):
+                forget_quantization(model)
             if added_tokens is not None:
                 fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, filled, watch, seconds)

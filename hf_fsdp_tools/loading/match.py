@@ -11,12 +11,14 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.quantized.keep import with_bytes
 from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, part_packed
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.packed import as_plain, packed_parameters
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _REASONS = {
@@ -163,11 +165,19 @@ def match_checkpoint(
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     index, dequantized = with_floats(index.of_model(state), quantization, state)
-    load_map = map_loading(model, state, index.tensors, is_model_state=index.is_model_state)
+    forms = packed_parameters(model)
+    parts = {part for key, form in forms.items() for part in form.parts(key)}
+    is_packed = bool(forms) and parts.isdisjoint(index.tensors)  # a training state has the parts under their own names
+    wanted = as_plain(model, state) if is_packed else state
+    load_map = map_loading(model, wanted, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
+    is_known = dequantized is not None
+    if is_packed:
+        index, load_map = with_bytes(model, index, load_map)
+        dequantized = dequantized.of(index) if dequantized else None
     layers = packed_linears(model) if getattr(model, "hf_quantizer", None) is not None else {}
     load_map, weights_4bit = part_packed(layers, state, load_map, index) if layers else (load_map, None)
-    refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=dequantized is not None)
+    refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=is_known)
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:

@@ -41,6 +41,8 @@ class PieceTensor(torch.Tensor):
     """Boxes of this tensor, disjoint and complete, each a view of a named input; None when opaque."""
     sources: frozenset[str]
     """Names of all inputs that any element may depend on."""
+    look: tuple[torch.dtype, tuple[int, ...]] | None = None
+    """Of bytes: dtype and shape that a file says for them."""
 
     @staticmethod
     def __new__(

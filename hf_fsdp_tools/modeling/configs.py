@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -198,6 +199,19 @@ def forget_quantization(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
         set_aside_quantization(config)
+
+
+@contextmanager
+def with_stored_quantization(model: Any) -> Iterator[None]:
+    """A block in which the config of a model with packed weights says how they are quantised."""
+    stored = note_of(model).stored_quantization
+    if stored is not None:
+        model.config.quantization_config = dict(stored)
+    try:
+        yield
+    finally:
+        if stored is not None:
+            del model.config.quantization_config
 
 
 def _parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:

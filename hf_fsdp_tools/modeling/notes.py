@@ -21,6 +21,12 @@ class Note:
     """Whether `use_cache` was turned off in the config for training."""
     packing: Any = None
     """Of a linear layer with 4-bit weights: its `Packing`."""
+    packed: Mapping[str, Any] = field(default_factory=dict)
+    """Of a module whose weights stay quantised: the `PackedForm` of each."""
+    compute_dtype: Any = None
+    """Of such a module: the dtype in which it computes, if it is not that of the plain weights."""
+    deltas: Mapping[str, Any] = field(default_factory=dict)
+    """Of such a module: by parameter, calls that give what adapters add to it now."""
     rows: Any = None
     """Of an attention module whose rows several ranks share: their `Rows`."""
     parallel: Mapping[str, Any] = field(default_factory=dict)

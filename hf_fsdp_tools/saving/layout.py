@@ -105,7 +105,8 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
             f"{unnamed[0]!r} is {dtype_name(unknown)}, for which safetensors files have no name; so are {len(unnamed)} "
             f"of {len(dtypes)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
         )
-    blanks = {k: torch.empty(t.shape, dtype=dtypes[k], device="meta") for k, t in tensors.items()}
+    looks = {k: t.look or (dtypes[k], tuple(t.shape)) for k, t in tensors.items()}
+    blanks = {k: torch.empty(shape, dtype=look, device="meta") for k, (look, shape) in looks.items()}
     try:
         pattern = WEIGHTS.replace(".", "{suffix}.")
         split = split_torch_state_dict_into_shards(blanks, filename_pattern=pattern, max_shard_size=max_shard_size)
@@ -116,13 +117,13 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
     sizes: dict[str, int] = {}
     for file, keys in split.filename_to_tensors.items():
         # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
-        order = sorted(keys, key=lambda k: (-dtypes[k].itemsize, k))
+        order = sorted(keys, key=lambda k: (-looks[k][0].itemsize, k))
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for key in order:
             offsets = [position, position + blanks[key].nbytes]
             entries[key] = {
-                "dtype": _DTYPE_NAMES[dtypes[key]], "shape": list(blanks[key].shape), "data_offsets": offsets
+                "dtype": _DTYPE_NAMES[looks[key][0]], "shape": list(blanks[key].shape), "data_offsets": offsets
             }  # fmt: skip
             position = offsets[1]
         text = json.dumps(entries, separators=(",", ":")).encode()

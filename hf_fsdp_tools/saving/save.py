@@ -17,14 +17,15 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
-from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_group, saved_tensors
+from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_whole, saved_tensors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import whole_generation_config
+from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
@@ -284,9 +285,9 @@ def _refuse_unready(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
             "load_weights or from_pretrained before it is saved; after a failed load, load it again."
         )
-    if dtype is not None and (packed := packed_linears(model)):
+    if dtype is not None and (packed := packed_linears(model) or packed_parameters(model)):
         raise CheckpointError(
-            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds 4-bit values, which a cast destroys. "
+            f"dtype={dtype} cannot be honoured: {min(packed)!r} holds quantised values, which a cast destroys. "
             "Leave dtype out."
         )
 
@@ -328,7 +329,7 @@ def _stage_configs(model: nn.Module, hidden: HiddenFolder, dtype: torch.dtype | 
             with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
                 if model.is_remote_code():
                     custom_object_save(model, hidden.new, config=model.config)
-            with with_cache_as_found(model):
+            with with_cache_as_found(model), with_stored_quantization(model):
                 model.config.save_pretrained(hidden.new)
             if model.can_generate():
                 whole_generation_config(model).save_pretrained(hidden.new)
@@ -358,7 +359,7 @@ def _gather(
         whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
         try:
             if failure is None and rank_and_size()[0] == 0:
-                result = revert_group(model, {name: t for name, t in whole.items() if t is not None})[key]
+                result = revert_whole(model, {name: t for name, t in whole.items() if t is not None})[key]
                 use(replace(place.transfer(result), file=folder / place.file))
         except Exception as error:  # the other ranks go on sending
             failure = error

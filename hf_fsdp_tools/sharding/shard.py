@@ -326,6 +326,9 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
+    for module in model.modules():
+        if note_of(module).packed:
+            add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
     mark_for_transformers(model)
     add_hooks(
         model,

@@ -118,7 +118,7 @@ class QuantizedTensor:
     scales: Mapping[str, BlockScales]
     """What the rule takes beside the values, by the rule's names."""
     rule: str
-    """How values and scales become floats (`quantized.float_rules`)."""
+    """How values and scales become floats (`modeling.float_rules`)."""
     shape: tuple[int, ...]
     """Shape of the tensor, dequantised."""
     columns: int

@@ -46,6 +46,16 @@ class Dequantized:
     """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
     """
 
+    def of(self, index: CheckpointIndex) -> "Dequantized | None":
+        """The same of an index in which some weights stay as they are stored; None where all do."""
+        rest = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
+        return replace(self, **_counts_of(rest)) if rest else None
+
+
+def _counts_of(tensors: Collection[QuantizedTensor]) -> dict[str, int]:
+    num_values = sum(math.prod(tensor.shape) for tensor in tensors)
+    return {"stored_bytes": sum(tensor.num_bytes for tensor in tensors), "num_values": num_values}
+
 
 def method_of(quantization: Mapping[str, Any] | None) -> str | None:
     """The name of the method in a quantisation config."""
@@ -81,9 +91,8 @@ def with_floats(
     tensors = dict(sorted((plain | tensors_by_key).items()))
     dequantized = Dequantized(
         method=method or Counter(map(_method_by_rule, finder.quantized)).most_common(1)[0][0],
-        stored_bytes=sum(tensor.num_bytes for tensor in tensors_by_key.values()),
-        num_values=sum(math.prod(tensor.shape) for tensor in tensors_by_key.values()),
         other_blocks=tuple(finder.other_blocks),
+        **_counts_of(tensors_by_key.values()),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
 

@@ -1,0 +1,203 @@
+"""Quantised weights that stay as they are stored: which parameters can, and the stored bytes that fill them.
+
+A conversion that only moves data (stacking experts, joining gate and up) moves the bytes of values as it moves the
+values, and those of scales as it moves blocks. So transformers' own conversion is run once more for each: on tensors
+whose elements are bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.conversion import (
+    ConversionGroup,
+    LoadMap,
+    convert_group,
+    map_loading,
+    persistent_tensors,
+)
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.quantized.recognize import with_floats
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.configs import stored_quantization
+from hf_fsdp_tools.modeling.packed import (
+    PackedForm,
+    PackedPart,
+    check_experts,
+    is_packable,
+    pack,
+    packed_parameters,
+    part_name,
+)
+from hf_fsdp_tools.text import listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A parameter that stays packed, and the bytes that fill it."""
+
+    form: PackedForm
+    bytes_of: Mapping[str, PieceTensor]
+    """By the fqns of its parts; their sources are stored tensors seen as bytes."""
+    members: tuple[QuantizedTensor, ...]
+    """The stored tensors that it is made of."""
+
+
+def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
+    """Let the quantised weights of a checkpoint stay as they are stored in a model on meta, in place, and freeze all.
+
+    Weights that have no form of their own in the model (tables, what a conversion computes, blocks that conversions cut
+    through) are dequantised when they are read, as without it. No rank communicates.
+
+    Raises:
+        ConfigError: nothing of the checkpoint can stay quantised.
+    """
+    state = persistent_tensors(model)
+    quantization = stored_quantization(model)
+    floats, dequantized = with_floats(index.of_model(state), quantization, state)
+    load_map = map_loading(model, state, floats.tensors, is_model_state=floats.is_model_state)
+    owners = {f"{fqn}.{name}".lstrip("."): module for fqn, module in model.named_modules() for name in module._parameters}
+    tied = {id(t) for t in state.values() if sum(each is t for each in state.values()) > 1} if dequantized else set()
+    wanted = [
+        key
+        for key, tensor in state.items()
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in tied and is_packable(owners[key], tensor)
+    ]
+    kept = kept_parameters(model, floats, load_map, {key: state[key] for key in wanted})
+    if not kept:
+        held = "plain values" if dequantized is None else f"weights ({dequantized.method}) of which none can"
+        raise ConfigError(
+            f"dequantize=False: {index.name!r} holds {held} stay quantised in {type(model).__name__}. Leave dequantize "
+            "out."
+        )
+    shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
+    pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
+    check_experts(model)
+    model.requires_grad_(False)
+
+
+def kept_parameters(
+    model: nn.Module, index: CheckpointIndex, load_map: LoadMap, plain: Mapping[str, torch.Tensor]
+) -> dict[str, Kept]:
+    """The parameters among `plain` (by fqn, with the plain shape and dtype) that can stay packed."""
+    found: dict[str, Kept] = {}
+    traced: dict[str, Mapping[str, Mapping[str, PieceTensor]]] = {}
+    for key, tensor in plain.items():
+        members = _members(index, load_map, key)
+        if not members or any(_look_of(each) != _look_of(members[0]) for each in members):
+            continue
+        group, scales = load_map.groups[key], members[0].scales
+        if group.target not in traced:
+            traced[group.target] = {name: _traced(model, group, members, name) for name in ("packed", *scales)}
+        bytes_of = {
+            part_name(key, name): parts[key]
+            for name, parts in traced[group.target].items()
+            if key in parts
+        }
+        form = _form(members[0], tensor)
+        if bytes_of.keys() == form.parts(key).keys() and _fits(form, list(bytes_of.values()), members):
+            found[key] = Kept(form=form, bytes_of=bytes_of, members=tuple(members))
+    return found
+
+
+def with_bytes(model: nn.Module, index: CheckpointIndex, load_map: LoadMap) -> tuple[CheckpointIndex, LoadMap]:
+    """Index and load map (of plain parameters) in which a model's packed parameters are filled with stored bytes."""
+    forms = packed_parameters(model)
+    plain = {key: torch.empty(form.shape, dtype=form.dtype, device="meta") for key, form in forms.items()}
+    kept = kept_parameters(model, index, load_map, plain)
+    wrong = [key for key, form in forms.items() if key not in kept or kept[key].form != form]
+    if wrong:
+        raise CheckpointError(
+            f"{index.name!r} does not hold {listed(wrong)} in the quantised form in which this model has "
+            f"{'them' if len(wrong) > 1 else 'it'}. Load the checkpoint that the model was built for."
+        )
+    tensors: dict[str, Stored] = dict(index.tensors)
+    pieces = {key: tensor for key, tensor in load_map.tensors.items() if key not in forms}
+    for each in kept.values():
+        pieces |= each.bytes_of
+        for member in each.members:
+            tensors |= {(stored := _as_bytes(member, name)).key: stored for name in ("packed", *member.scales)}
+    index = replace(index, tensors=MappingProxyType(tensors))
+    return index, replace(load_map, tensors=pieces)
+
+
+def _members(index: CheckpointIndex, load_map: LoadMap, key: str) -> list[QuantizedTensor]:
+    """The stored tensors that make a parameter, if all of them are quantised."""
+    if (group := load_map.groups.get(key)) is None:
+        return []
+    names = [name for name, _ in group.members[: None if group.transform is not None else 1]]
+    found = [stored for name in names if isinstance(stored := index.tensors[name], QuantizedTensor)]
+    return found if len(found) == len(names) else []
+
+
+def _traced(
+    model: nn.Module, group: ConversionGroup, members: Sequence[QuantizedTensor], name: str
+) -> Mapping[str, PieceTensor]:
+    """What a group's conversion makes of the bytes of values or of scales, by model key; nothing if it fails."""
+    symbols = {each.key: PieceTensor.stored(_as_bytes(each, name), torch.uint8) for each in members}
+    try:
+        return convert_group(model, group, symbols)  # type: ignore[return-value]  # of symbols, symbols
+    except Exception:  # a conversion may do anything; what it does to floats need not fit bytes, and then none is kept
+        return {}
+
+
+def _look_of(tensor: QuantizedTensor) -> object:
+    """What tensors that go into one parameter must have in common."""
+    scales = {name: (s.stored.dtype, len(s.stored.shape), s.block, s.bits) for name, s in tensor.scales.items()}
+    return tensor.rule, tensor.is_transposed, tensor.packed, tensor.values.dtype, len(tensor.values.shape), scales
+
+
+def _form(tensor: QuantizedTensor, plain: torch.Tensor) -> PackedForm:
+    def part(stored: StoredTensor, **look: Any) -> PackedPart:
+        name = stored.key.removeprefix(tensor.key)
+        name = name if stored.key.startswith(tensor.key) else f".{stored.key.rpartition('.')[2]}"
+        return PackedPart(name=name, dtype=stored.dtype, ndim=len(stored.shape), **look)
+
+    values = tensor.values
+    return PackedForm(
+        shape=tuple(plain.shape),
+        dtype=plain.dtype,
+        rule=tensor.rule,
+        is_transposed=tensor.is_transposed,
+        values=part(values, block=(1, values.shape[-1])),
+        scales={name: part(s.stored, block=s.block, bits=s.bits) for name, s in tensor.scales.items()},
+    )
+
+
+def _as_bytes(tensor: QuantizedTensor, name: str) -> StoredTensor:
+    """Values ("packed") or scales of a quantised tensor as bytes, (…, rows, bytes): its matrices, and those of its blocks."""
+    scales = tensor.scales.get(name)
+    stored = tensor.values if scales is None else scales.stored
+    outer = tensor.shape[:-2]
+    width = _width(tensor) if scales is None else scales.columns * stored.dtype.itemsize
+    rows = stored.num_bytes // max(1, width * math.prod(outer))
+    return replace(stored, dtype=torch.uint8, shape=(*outer, rows, width))
+
+
+def _width(tensor: QuantizedTensor) -> int:
+    """Bytes of a row of values."""
+    return tensor.columns // tensor.packed * tensor.values.dtype.itemsize
+
+
+def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[QuantizedTensor]) -> bool:
+    """Whether the bytes have the form's rows, columns and blocks, and no conversion has cut through a block."""
+    rows, columns, outer = form.rows, form.columns, form.shape[:-2]
+    first = members[0]
+    shapes = [(*outer, rows, _width(first) * columns // first.columns)]
+    for part in form.scales.values():
+        high, wide = part.block
+        blocks = -(-rows // high), -(-columns // wide)
+        shapes.append((*outer, blocks[0], blocks[1] * part.dtype.itemsize))
+        for each in members:
+            own_rows = math.prod(each.shape[:-1]) // max(1, math.prod(each.shape[:-2]))
+            own_rows = each.shape[-1] if each.is_transposed else own_rows
+            if (own_rows % high and own_rows != rows) or (each.columns % wide and each.columns != columns):
+                return False
+    return all(part.pieces is not None and part.shape == shape for part, shape in zip(parts, shapes, strict=True))

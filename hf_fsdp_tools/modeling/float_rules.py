@@ -1,0 +1,78 @@
+"""How low-precision values and their scales become floats, by the names that stored forms have for the rules.
+
+A rule takes each value with its scale alone, so a part of a block depends on nothing outside it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+Rule = Callable[[torch.Tensor, Mapping[str, torch.Tensor], torch.dtype], torch.Tensor]
+"""(stored values, [rows, stored elements]; what belongs to the blocks of each row, [rows, blocks] each; dtype) to the
+floats of that dtype, [rows, values]."""
+
+
+def _scaled_in_fp32(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Fine-grained FP8, and 4-bit values two to a byte: times the scale in float32."""
+    floats = Fp8Dequantize(None)._dequantize_one(values, scales["scale"], dtype)
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _mxfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """MXFP4 as gpt-oss stores it: blocks of 32 values that share an exponent."""
+    exponents = scales["scale"].unsqueeze(0)
+    blocks = values.view(*exponents.shape, -1)
+    floats = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
+def _scaled(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Values of compressed-tensors: less the zero point and times the scale, in the dtype of the scale."""
+    scale = scales["scale"]
+    floats = values.to(scale.dtype).view(*scale.shape, -1)
+    if "zero point" in scales:
+        floats = floats - scales["zero point"].to(scale.dtype).unsqueeze(2)
+    return (floats * scale.unsqueeze(2)).to(dtype).view(values.shape)
+
+
+def unpacked(words: torch.Tensor, first_bits: torch.Tensor, bits: int) -> torch.Tensor:
+    """The signed integers of so many bits that begin at these bits of int32 words, stored less their smallest value."""
+    return (((words >> first_bits) & ((1 << bits) - 1)) - (1 << bits - 1)).to(torch.int8)
+
+
+def _packed(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, bits: int) -> torch.Tensor:
+    """Integers of compressed-tensors, side by side in int32 words, the first one in the lowest bits."""
+    first_bits = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
+    return _scaled(unpacked(values.unsqueeze(2), first_bits, bits).flatten(1), scales, dtype)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The 4-bit floats of the OCP Microscaling formats, by their codes; bit 3 is the sign."""
+
+
+def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """4-bit floats two to a byte: times the scale of their group over the weight's own, by way of bfloat16."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=values.device)
+    floats = table[torch.stack([values & 15, values >> 4], -1).flatten(1).int()]
+    scale = scales["scale"].to(torch.float32) / scales["global scale"]
+    floats = floats.view(*scale.shape, -1) * scale.unsqueeze(2)
+    return floats.to(torch.bfloat16).to(dtype).flatten(1)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "mxfp4": _mxfp4,
+        "nvfp4": _nvfp4,
+        "packed int4": partial(_packed, bits=4),
+        "packed int8": partial(_packed, bits=8),
+        "scaled": _scaled,
+        "scaled in fp32": _scaled_in_fp32,
+    }
+)
+"""Rules by the names that `QuantizedTensor` has for them."""
