@@ -26,7 +26,7 @@ class Note:
     compute_dtype: Any = None
     """Of such a module: the dtype in which it computes, if it is not that of the plain weights."""
     deltas: Mapping[str, Any] = field(default_factory=dict)
-    """Of such a module: by parameter, calls that give what adapters add to it now."""
+    """Of such a module: what adapters add to parameters in this pass (`packed.with_added`)."""
     rows: Any = None
     """Of an attention module whose rows several ranks share: their `Rows`."""
     parallel: Mapping[str, Any] = field(default_factory=dict)

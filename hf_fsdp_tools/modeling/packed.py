@@ -10,6 +10,7 @@ FSDP2 frees and gathers again as it does with any weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.text import listed
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
@@ -201,13 +201,42 @@ def _packed_weight(module: nn.Module, name: str) -> "PackedWeight":
     form = note_of(module).packed[name]
     parts = [module._parameters[part] for part in form.parts(name)]
     assert all(part is not None for part in parts)
-    added = [delta for factors in note_of(module).deltas.get(name, ()) for delta in [factors()] if delta is not None]
-    return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, added=tuple(added))
+    return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     weight = _packed_weight(module, "weight")
     return _multiplied("linear", hidden, weight, bias=module.bias)
+
+
+@contextmanager
+def with_added(module: nn.Module, name: str, added: Sequence["Factors"]) -> Iterator[None]:
+    """A block in which a module computes with more than a packed parameter holds: with what adapters add to it."""
+    former = note_of(module).deltas
+    add_to_note(module, deltas={**former, name: (*former.get(name, ()), *added)})
+    try:
+        yield
+    finally:
+        add_to_note(module, deltas=former)
+
+
+@contextmanager
+def listed_as_parameters(model: nn.Module) -> Iterator[None]:
+    """A block in which each module with packed parameters lists their floats too: PEFT looks for them among its own."""
+    packed = [module for module in model.modules() if note_of(module).packed]
+
+    def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
+        yield from listed(*args, recurse=recurse, **kwargs)
+        if not recurse:
+            yield from ((name, getattr(module, name)) for name in note_of(module).packed)
+
+    for module in packed:
+        module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)
+    try:
+        yield
+    finally:
+        for module in packed:
+            del module.__dict__["named_parameters"]
 
 
 # ---- weights ----
@@ -430,7 +459,3 @@ _OWN: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.T.__get__: _flip,  # type: ignore[attr-defined]
 }
 
-
-def names_of_parts(model: nn.Module) -> str:
-    """Some packed parameters, for messages."""
-    return listed(packed_parameters(model))

@@ -22,6 +22,7 @@ from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.packed import listed_as_parameters, packed_parameters, with_added
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
 from hf_fsdp_tools.text import first_lines
@@ -46,6 +47,7 @@ def guard_injection() -> None:
     if "peft" not in sys.modules:
         return
     from peft import PeftModel
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner
 
     make, add = BaseTuner.__init__, PeftModel.add_adapter
@@ -63,7 +65,21 @@ def guard_injection() -> None:
         with _guarded(outer, peft_config):
             add(outer, adapter_name, peft_config, *args, **kwargs)
 
+    activate = ParamWrapper._activate_lora
+
+    @contextmanager
+    def activate_lora(wrapper: Any, active: list[str]) -> Iterator[None]:
+        base, name = wrapper.get_base_layer(), wrapper.parameter_name
+        if name not in note_of(base).packed:
+            with activate(wrapper, active):
+                yield
+            return
+        added = [wrapper.get_delta_factors(adapter) for adapter in active if adapter in wrapper.lora_A]
+        with with_added(base, name, added):
+            yield
+
     BaseTuner.__init__, PeftModel.add_adapter = make_tuner, add_adapter
+    ParamWrapper._activate_lora = activate_lora
 
 
 @contextmanager
@@ -79,7 +95,7 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
     else:
         around = _one_axis(root)
-    with errors_of_peft(config), around, implicit_replication():  # DoRA: whole adapters and shards together
+    with errors_of_peft(config), around, listed_as_parameters(root), implicit_replication():  # DoRA: whole adapters and shards together
         yield
 
 
@@ -95,10 +111,10 @@ def refuse_for_any(config: Any) -> None:
 def refuse_for_shards(config: Any, model: nn.Module) -> None:
     """Refuse an adapter that cannot be made on a model that is sharded already."""
     refuse_for_any(config)
-    if getattr(config, "use_dora", False) and packed_linears(model):
+    if getattr(config, "use_dora", False) and (packed_linears(model) or packed_parameters(model)):
         raise ConfigError(
-            "DoRA takes norms over whole rows of the base, and a shard of 4-bit weights holds runs of bytes. Use "
-            "use_dora=False, or load the base without quantization_config."
+            "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
+            "use_dora=False, or load the base without quantization_config and dequantize=False."
         )
     start = getattr(config, "init_lora_weights", None)
     needs = {

@@ -24,7 +24,7 @@ from hf_fsdp_tools.loading.conversion import (
 )
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, Stored, StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.quantized.recognize import with_floats
+from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.packed import (
@@ -63,6 +63,7 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     quantization = stored_quantization(model)
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
     load_map = map_loading(model, state, floats.tensors, is_model_state=floats.is_model_state)
+    floats = scaled_as_converted(floats, load_map)
     owners = {f"{fqn}.{name}".lstrip("."): module for fqn, module in model.named_modules() for name in module._parameters}
     tied = {id(t) for t in state.values() if sum(each is t for each in state.values()) > 1} if dequantized else set()
     wanted = [
