@@ -1,0 +1,208 @@
+"""Bases that stay quantised: losses and gradients of adapters bit for bit those of the dequantised base."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools import ParallelDims, from_pretrained, save_pretrained
+from hf_fsdp_tools.modeling import packed
+from hf_fsdp_tools.modeling.packed import packed_parameters
+from tests._checkpoints import QUANTIZED, make_quantized, refusal
+from tests._dist import run_cases, run_ranks
+
+EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
+LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "q_a_proj"], "init_lora_weights": False}
+OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+PRECISIONS: list[dict[str, Any]] = [
+    {"dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float32, "mp_policy": "bf16"},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    for kind in QUANTIZED:
+        make_quantized(kind, folder / kind)
+    return folder
+
+
+def loaded(kind: str, folder: Path, *, dequantize: bool, **options: Any) -> Any:
+    lora = LORA | (OF_EXPERTS if kind in EXPERTS else {})
+    kwargs = {"progress": False, "seed": 1}
+    return from_pretrained(folder / kind, dequantize=dequantize, load_kwargs=kwargs, **{"peft_config": lora, **options})
+
+
+def one_pass(model: Any, *, train: bool = True) -> dict[str, torch.Tensor]:
+    """Loss, logits, and the whole gradient of each adapter."""
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.set_grad_enabled(train):
+        output = model.train(train)(input_ids=ids, labels=ids, use_cache=False)
+    found = {"loss": output.loss.detach(), "logits": output.logits.detach()}
+    if train:
+        output.loss.backward()
+        found |= {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    return found
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: object) -> None:
+    assert ours.keys() == theirs.keys(), what
+    assert len(ours) > 2 or "loss" in ours
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), (what, name, float((ours[name] - tensor).abs().max()))
+
+
+def every_kind(folder: Path) -> None:
+    for kind in QUANTIZED:
+        for options in PRECISIONS:
+            options = options | ({"experts_implementation": "grouped_mm"} if kind in EXPERTS and options["dtype"] == torch.bfloat16 else {})
+            ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
+            assert packed_parameters(ours), kind
+            for train in (True, False):
+                assert_equal(one_pass(ours, train=train), one_pass(theirs, train=train), (kind, options, train))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, ranks):
+    run_ranks(every_kind, ranks, checkpoints, timeout_s=240)
+
+
+# ---- what works on plain shards ----
+
+
+def recomputed_offloaded_and_copied(folder: Path, tmp: Path) -> None:
+    for kind, options in (
+        ("mxfp4", {"activation_checkpointing": True}),
+        ("fp8 experts", {"activation_checkpointing": True, "experts_implementation": "grouped_mm"}),
+        ("compressed int4", {"offload_policy": True}),
+        ("fp8", {"mesh": ParallelDims(dp_replicate_size=2)}),
+    ):
+        ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
+        assert_equal(one_pass(ours), one_pass(theirs), (kind, options))
+
+
+def generated_and_copied(folder: Path, tmp: Path) -> None:
+    ours, theirs = (loaded("mxfp4", folder, dequantize=dequantize).eval() for dequantize in (False, True))
+    ids = torch.arange(3, 9)[None]
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(ours.generate(input_ids=ids, **options), theirs.generate(input_ids=ids, **options))
+    twin = copy.deepcopy(ours)
+    assert_equal(one_pass(twin, train=False), one_pass(ours, train=False), "copy")
+
+
+def compiled(folder: Path, tmp: Path) -> None:
+    """Compiled blocks compute the same up to rounding."""
+    ours, theirs = (
+        loaded("fp8", folder, dequantize=dequantize, compile={"backend": "aot_eager"}) for dequantize in (False, True)
+    )
+    found, expected = one_pass(ours), one_pass(theirs)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+# ---- bytes ----
+
+
+@contextmanager
+def dequantised_at_once() -> Iterator[list[int]]:
+    """Values that are dequantised and alive together, each time a weight is dequantised."""
+    alive: list[int] = []
+    made: list[Any] = []
+    plain = packed.PackedForm.floats
+
+    def floats(*args: Any) -> torch.Tensor:
+        result = plain(*args)
+        import weakref
+
+        made.append(weakref.ref(result.untyped_storage()))
+        alive.append(sum(1 for each in made if each() is not None))
+        return result
+
+    packed.PackedForm.floats = floats  # type: ignore[method-assign]
+    try:
+        yield alive
+    finally:
+        packed.PackedForm.floats = plain  # type: ignore[method-assign]
+
+
+def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
+    """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
+    for kind in ("fp8 of 128 x 128", "mxfp4", "compressed nvfp4", "compressed int4 experts"):
+        model = loaded(kind, folder, dequantize=False, peft_config=None)
+        forms = packed_parameters(model)
+        stored = sum(
+            tensor.nbytes
+            for file in (folder / kind).glob("*.safetensors")
+            for key, tensor in load_file(file).items()
+            if key.endswith(("_blocks", "_scales", "_packed", "weight_scale_inv", "weight_scale", "global_scale"))
+            or tensor.dtype == torch.float8_e4m3fn
+        )
+        parts = [model.get_parameter(name) for key, form in forms.items() for name in form.parts(key)]
+        assert all(isinstance(part, DTensor) and part.dtype == torch.uint8 for part in parts)
+        gathered = sum(
+            -(-part.shape[part.placements[-1].dim] // dist.get_world_size())
+            * dist.get_world_size()
+            * (part.numel() // part.shape[part.placements[-1].dim])
+            for part in parts
+        )
+        assert gathered <= 1.02 * stored, (kind, gathered, stored)
+        model = loaded(kind, folder, dequantize=False)
+        with dequantised_at_once() as alive:
+            one_pass(model)
+        assert max(alive) == 1 and len(alive) >= 2 * len(forms), (kind, alive)
+
+
+# ---- out ----
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
+    return {
+        key: (t.dtype, tuple(t.shape), bytes(t.reshape(-1).view(torch.uint8).tolist())) for key, t in tensors.items()
+    }
+
+
+def saved_as_stored(folder: Path, tmp: Path) -> None:
+    for kind in QUANTIZED:
+        model = loaded(kind, folder, dequantize=False, peft_config=None)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        save_pretrained(model, tmp / kind)
+        before, after = stored_bytes(folder / kind), stored_bytes(tmp / kind)
+        assert after == {key: before[key] for key in after}, kind
+        again = loaded(kind, tmp, dequantize=False)
+        assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
+
+
+def refused(folder: Path, tmp: Path) -> None:
+    said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
+    assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
+    said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))
+    assert "DoRA takes norms over whole rows of the base" in said
+    said = refusal(lambda: save_pretrained(loaded("fp8", folder, dequantize=False, peft_config=None), tmp / "x", dtype="bf16"))
+    assert "holds quantised values, which a cast destroys" in said
+
+
+CASES = [
+    recomputed_offloaded_and_copied,
+    generated_and_copied,
+    compiled,
+    bytes_of_a_unit,
+    saved_as_stored,
+    refused,
+]
+
+
+def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path):
+    cases = {case.__name__: partial(case, checkpoints) for case in CASES}
+    run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240)
