@@ -200,13 +200,17 @@ def _seen_as_floats(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
 def _packed_weight(module: nn.Module, name: str) -> "PackedWeight":
     form = note_of(module).packed[name]
     parts = [module._parameters[part] for part in form.parts(name)]
-    assert all(part is not None for part in parts)
     return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    weight = _packed_weight(module, "weight")
-    return _multiplied("linear", hidden, weight, bias=module.bias)
+    """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
+    note = note_of(module)
+    form = note.packed["weight"]
+    look = _Look(form, note.compute_dtype or form.dtype, False, ())
+    parts = [module._parameters[part] for part in form.parts("weight")]
+    output: torch.Tensor = _Product.apply("linear", look, hidden, module.bias, None, *parts)  # type: ignore[no-untyped-call]
+    return output
 
 
 @contextmanager
@@ -315,12 +319,22 @@ def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, a
     return floats.transpose(-2, -1) if is_flipped else floats
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What the product knows of a weight beside its tensors."""
+
+    form: PackedForm
+    dtype: torch.dtype
+    is_flipped: bool
+    scalings: tuple[float, ...]
+
+
 def _multiplied(
     how: str, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, offs: Any = None
 ) -> torch.Tensor:
     factors = [each for lhs, rhs, _ in weight.added for each in (lhs, rhs)]
     scalings = tuple(scaling for *_, scaling in weight.added)
-    look = (weight.form, weight.dtype, weight.is_flipped, scalings)
+    look = _Look(weight.form, weight.dtype, weight.is_flipped, scalings)
     result: torch.Tensor = _Product.apply(how, look, x, bias, offs, *factors, *weight.parts)  # type: ignore[no-untyped-call]
     return result
 
@@ -329,8 +343,8 @@ class _Product(torch.autograd.Function):
     """The product of activations and a packed weight, which is dequantised in either direction."""
 
     @staticmethod
-    def forward(ctx: Any, how: str, look: Any, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
-        factors, parts = tensors[: 2 * len(look[3])], tensors[2 * len(look[3]) :]
+    def forward(ctx: Any, how: str, look: _Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
+        factors, parts = tensors[: 2 * len(look.scalings)], tensors[2 * len(look.scalings) :]
         ctx.how, ctx.look, ctx.dtype = how, look, x.dtype
         output = _FORWARD[how](x, _weight_of(look, factors, parts), bias, offs)
         is_used = any(each.requires_grad for each in factors)
@@ -340,8 +354,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, offs, *tensors = ctx.saved_tensors
-        *_, is_flipped, scalings = ctx.look
-        count = 2 * len(scalings)
+        count = 2 * len(ctx.look.scalings)
         factors, parts = tensors[:count], tensors[count:]
         of_x = of_bias = None
         if ctx.needs_input_grad[2]:
@@ -353,18 +366,17 @@ class _Product(torch.autograd.Function):
         of_factors: list[torch.Tensor | None] = [None] * count
         if x is not None:
             of_weight = _OF_WEIGHT[ctx.how](x.to(gradient.dtype), gradient, offs)
-            of_weight = of_weight.transpose(-2, -1) if is_flipped else of_weight
-            for i, scaling in enumerate(scalings):
+            of_weight = of_weight.transpose(-2, -1) if ctx.look.is_flipped else of_weight
+            for i, scaling in enumerate(ctx.look.scalings):
                 lhs, rhs = factors[2 * i : 2 * i + 2]
                 of_factors[2 * i] = scaling * (of_weight.to(rhs.dtype) @ rhs.transpose(-2, -1))
                 of_factors[2 * i + 1] = scaling * (lhs.transpose(-2, -1) @ of_weight.to(lhs.dtype))
         return None, None, of_x, of_bias, None, *of_factors, *(None for _ in parts)
 
 
-def _weight_of(look: Any, factors: Any, parts: Any) -> torch.Tensor:
-    form, dtype, is_flipped, scalings = look
-    added = [(factors[2 * i], factors[2 * i + 1], scaling) for i, scaling in enumerate(scalings)]
-    return _value(form, dtype, is_flipped, parts, added)
+def _weight_of(look: _Look, factors: Any, parts: Any) -> torch.Tensor:
+    added = [(factors[2 * i], factors[2 * i + 1], scaling) for i, scaling in enumerate(look.scalings)]
+    return _value(look.form, look.dtype, look.is_flipped, parts, added)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
