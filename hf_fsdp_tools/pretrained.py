@@ -203,6 +203,10 @@ def from_pretrained(
             )
             set_generation_config(model, checkpoint.generation_config)
             if not dequantize:
+                if "quantization_config" in model_kwargs:
+                    raise ConfigError(
+                        "dequantize=False keeps a quantised base, quantization_config quantises a plain one. Give one."
+                    )
                 keep_stored(model, checkpoint.index)
             if num_tokens is not None or pad_to_multiple_of is not None:
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)

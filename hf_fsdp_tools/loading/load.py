@@ -243,10 +243,10 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _refuse_other_dtype(model: nn.Module, match: Match, dtype: torch.dtype | None) -> None:
-    """Refuse a dtype for 4-bit weights, and for parameters that have storage already."""
-    if dtype and match.weights_4bit:
+    """Refuse a dtype for quantised weights, and for parameters that have storage already."""
+    if dtype and (kept := match.weights_4bit.layers if match.weights_4bit else packed_parameters(model)):
         raise ConfigError(
-            f"dtype={dtype} cannot be honoured: {min(match.weights_4bit.layers)!r} holds 4-bit values, which have the "
+            f"dtype={dtype} cannot be honoured: {min(kept)!r} holds quantised values, which have the "
             "dtype of their storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
         )
     for name, parameter in model.named_parameters():

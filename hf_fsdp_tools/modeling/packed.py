@@ -447,7 +447,18 @@ def _grouped(x: Any, weight: Any, *, offs: Any = None, **others: Any) -> Any:
 
 
 def _looks() -> Iterator[Any]:
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta", "layout", "is_leaf", "grad", "is_cuda"):
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_meta",
+        "layout",
+        "is_leaf",
+        "grad",
+        "is_cuda",
+    ):
         yield getattr(torch.Tensor, name).__get__
     for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__"):
         yield getattr(torch.Tensor, name)
@@ -470,4 +481,3 @@ _OWN: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.mT.__get__: _flip,  # type: ignore[attr-defined]
     torch.Tensor.T.__get__: _flip,  # type: ignore[attr-defined]
 }
-

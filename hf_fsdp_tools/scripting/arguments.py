@@ -26,7 +26,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and three more.
+    """What is trained, and how long: TRL's own options and four more.
 
     Example:
         >>> from dataclasses import dataclass
@@ -40,6 +40,12 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
 
     merge_adapters: bool = field(
         default=False, metadata={"help": "Write a checkpoint with the adapter merged in, beside the adapter (merged/)."}
+    )
+    dequantize: bool = field(
+        default=True,
+        metadata={
+            "help": "false: a base that is stored quantised (FP8, MXFP4, NVFP4, int4, int8) stays so (--use_peft)."
+        },
     )
     early_stopping_patience: int | None = field(
         default=None,
@@ -309,9 +315,13 @@ def _check(parsed: tuple[Any, ...]) -> None:
         return _value(parsed, name)
 
     adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
+    stays = get("dequantize") is False
     mistakes = (
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
+        (stays and not adapts, "--dequantize false freezes the base, so there is nothing to train: add --use_peft."),
+        (stays and four_bits, "--load_in_4bit quantises a plain base, --dequantize false keeps a quantised one."),
+        (stays and merges, "--merge_adapters needs floats: merge later, by hf-fsdp export BASE OUT --adapter ADAPTER."),
         (four_bits and merges, "--merge_adapters would round merged weights to 4 bits: merge into the plain base."),
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
         (

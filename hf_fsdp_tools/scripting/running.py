@@ -64,6 +64,7 @@ def load_model(
         "accelerator": accelerator,
         "peft_config": get_peft_config(model_args),
         "dtype": model_args.dtype,
+        "dequantize": model_args.dequantize,
         **hub_options(model_args, training),
         "load_kwargs": {"seed": training.seed},
         **({"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}),

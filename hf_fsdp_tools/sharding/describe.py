@@ -1,5 +1,7 @@
 """Describe the sharding of a model as text: its plan, mesh and precisions, and this rank's memory."""
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -7,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.shard import sharding_of
 from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
 
@@ -33,8 +36,16 @@ def describe_sharding(model: nn.Module) -> str:
     sharding = sharding_of(model)
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
-    packed = {module.weight: packing_of(module).numel for module in packed_linears(model).values()}
+    packed = {module.weight: (packing_of(module).numel, "4-bit") for module in packed_linears(model).values()}
+    for fqn, form in packed_parameters(model).items():
+        for name, part in form.parts(fqn).items():
+            count = math.prod(form.shape) if part is form.values else 0
+            packed[model.get_parameter(name)] = count, dtype_name(part.dtype)
     parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
+
+    def count(parameter: nn.Parameter) -> int:
+        return packed[parameter][0] if parameter in packed else parameter.numel()
+
     groups = {
         "frozen": [p for p in parameters if not p.requires_grad],
         "trained": [p for p in parameters if p.requires_grad],
@@ -52,8 +63,9 @@ def describe_sharding(model: nn.Module) -> str:
         f"mesh         {axes} on {sharding.mesh.device_type}",
     ]
     for name, group in groups.items():
-        dtypes = " and ".join(sorted({f"{'4-bit in ' * (p in packed)}{dtype_name(p.dtype)}" for p in group}))
-        share = sum(packed.get(p, p.numel()) for p in group) / sum(packed.get(p, p.numel()) for p in parameters)
+        looks = {f"{packed[p][1]} in {dtype_name(p.dtype)}" if p in packed else dtype_name(p.dtype) for p in group}
+        dtypes = " and ".join(sorted(looks))
+        share = sum(count(p) for p in group) / sum(count(p) for p in parameters)
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
         num_bytes = sum(local_tensor(p).nbytes for p in group)
         lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")

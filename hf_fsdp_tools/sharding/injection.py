@@ -95,7 +95,12 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
     else:
         around = _one_axis(root)
-    with errors_of_peft(config), around, listed_as_parameters(root), implicit_replication():  # DoRA: whole adapters and shards together
+    with (
+        errors_of_peft(config),
+        around,
+        listed_as_parameters(root),
+        implicit_replication(),
+    ):  # DoRA: whole adapters and shards together
         yield
 
 

@@ -24,6 +24,7 @@ from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.context_parallel import experts_without_values, tokens_without_values
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
@@ -125,6 +126,8 @@ def checked_rules(
     what = " and ".join(f"{kind}_size {size}" for kind, size in kinds.items())
     if ALL_PARALLEL_STYLES is None:
         raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
+    if packed_parameters(model):
+        raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
     if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
     names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}

@@ -64,7 +64,9 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
     load_map = map_loading(model, state, floats.tensors, is_model_state=floats.is_model_state)
     floats = scaled_as_converted(floats, load_map)
-    owners = {f"{fqn}.{name}".lstrip("."): module for fqn, module in model.named_modules() for name in module._parameters}
+    owners = {
+        f"{fqn}.{name}".lstrip("."): module for fqn, module in model.named_modules() for name in module._parameters
+    }
     tied = {id(t) for t in state.values() if sum(each is t for each in state.values()) > 1} if dequantized else set()
     wanted = [
         key
@@ -97,11 +99,7 @@ def kept_parameters(
         group, scales = load_map.groups[key], members[0].scales
         if group.target not in traced:
             traced[group.target] = {name: _traced(model, group, members, name) for name in ("packed", *scales)}
-        bytes_of = {
-            part_name(key, name): parts[key]
-            for name, parts in traced[group.target].items()
-            if key in parts
-        }
+        bytes_of = {part_name(key, name): parts[key] for name, parts in traced[group.target].items() if key in parts}
         form = _form(members[0], tensor)
         if bytes_of.keys() == form.parts(key).keys() and _fits(form, list(bytes_of.values()), members):
             found[key] = Kept(form=form, bytes_of=bytes_of, members=tuple(members))
