@@ -189,7 +189,7 @@ def check_experts(model: nn.Module) -> None:
 
 
 @cache
-def _seen_as_floats(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _seen_as_floats(cls: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """A class like `cls` whose instances give the floats of these parameters."""
     content: dict[str, Any] = {name: property(partial(_packed_weight, name=name)) for name in names}
     if cls.forward is nn.Linear.forward:
@@ -441,24 +441,14 @@ def _addmm(bias: Any, x: Any, weight: Any, **factors: Any) -> Any:
 
 
 def _grouped(x: Any, weight: Any, *, offs: Any = None, **others: Any) -> Any:
-    if others or offs is None or not isinstance(weight, PackedWeight):
+    is_other = offs is None or any(option is not None for option in others.values())
+    if is_other or isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
         return NotImplemented
     return _multiplied("grouped", x, weight, offs=offs)
 
 
 def _looks() -> Iterator[Any]:
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_meta",
-        "layout",
-        "is_leaf",
-        "grad",
-        "is_cuda",
-    ):
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta", "is_cuda", "layout", "is_leaf"):
         yield getattr(torch.Tensor, name).__get__
     for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__"):
         yield getattr(torch.Tensor, name)
@@ -468,7 +458,7 @@ _LOOKS = frozenset(_looks())
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _linear_of,
-    functional.grouped_mm: _grouped,
+    torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
     torch.addmm: _addmm,
     torch.matmul: partial(_on_the_right, "matmul"),
     torch.mm: partial(_on_the_right, "matmul"),

@@ -39,8 +39,8 @@ def describe_sharding(model: nn.Module) -> str:
     packed = {module.weight: (packing_of(module).numel, "4-bit") for module in packed_linears(model).values()}
     for fqn, form in packed_parameters(model).items():
         for name, part in form.parts(fqn).items():
-            count = math.prod(form.shape) if part is form.values else 0
-            packed[model.get_parameter(name)] = count, dtype_name(part.dtype)
+            held = math.prod(form.shape) if part is form.values else 0
+            packed[model.get_parameter(name)] = held, dtype_name(part.dtype)
     parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
 
     def count(parameter: nn.Parameter) -> int:

@@ -95,12 +95,8 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
     else:
         around = _one_axis(root)
-    with (
-        errors_of_peft(config),
-        around,
-        listed_as_parameters(root),
-        implicit_replication(),
-    ):  # DoRA: whole adapters and shards together
+    # DoRA: whole adapters and shards together.
+    with errors_of_peft(config), around, listed_as_parameters(root), implicit_replication():
         yield
 
 

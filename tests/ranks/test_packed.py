@@ -66,11 +66,8 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
 def every_kind(folder: Path) -> None:
     for kind in QUANTIZED:
         for options in PRECISIONS:
-            options = options | (
-                {"experts_implementation": "grouped_mm"}
-                if kind in EXPERTS and options["dtype"] == torch.bfloat16
-                else {}
-            )
+            is_grouped = kind in EXPERTS and options["dtype"] == torch.bfloat16
+            options = options | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
             ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
             assert packed_parameters(ours), kind
             for train in (True, False):
@@ -194,9 +191,8 @@ def refused(folder: Path, tmp: Path) -> None:
     assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
     said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))
     assert "DoRA takes norms over whole rows of the base" in said
-    said = refusal(
-        lambda: save_pretrained(loaded("fp8", folder, dequantize=False, peft_config=None), tmp / "x", dtype="bf16")
-    )
+    model = loaded("fp8", folder, dequantize=False, peft_config=None)
+    said = refusal(lambda: save_pretrained(model, tmp / "x", dtype=torch.bfloat16))
     assert "holds quantised values, which a cast destroys" in said
 
 

@@ -6,6 +6,7 @@ whose elements are bytes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -64,16 +65,14 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
     load_map = map_loading(model, state, floats.tensors, is_model_state=floats.is_model_state)
     floats = scaled_as_converted(floats, load_map)
-    owners = {
-        f"{fqn}.{name}".lstrip("."): module for fqn, module in model.named_modules() for name in module._parameters
-    }
-    tied = {id(t) for t in state.values() if sum(each is t for each in state.values()) > 1} if dequantized else set()
-    wanted = [
-        key
+    names = Counter(map(id, state.values()))  # tied tensors have several, and stay plain
+    owners = {key: model.get_submodule(key.rpartition(".")[0]) for key in state}
+    plain = {
+        key: tensor
         for key, tensor in state.items()
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in tied and is_packable(owners[key], tensor)
-    ]
-    kept = kept_parameters(model, floats, load_map, {key: state[key] for key in wanted})
+        if isinstance(tensor, nn.Parameter) and names[id(tensor)] == 1 and is_packable(owners[key], tensor)
+    }
+    kept = kept_parameters(model, floats, load_map, plain)
     if not kept:
         held = "plain values" if dequantized is None else f"weights ({dequantized.method}) of which none can"
         raise ConfigError(
@@ -171,7 +170,7 @@ def _form(tensor: QuantizedTensor, plain: torch.Tensor) -> PackedForm:
 
 
 def _as_bytes(tensor: QuantizedTensor, name: str) -> StoredTensor:
-    """Values ("packed") or scales of a quantised tensor as bytes, (…, rows, bytes): its matrices, and those of its blocks."""
+    """Values ("packed") or scales of a quantised tensor as bytes, (…, rows, bytes)."""
     scales = tensor.scales.get(name)
     stored = tensor.values if scales is None else scales.stored
     outer = tensor.shape[:-2]

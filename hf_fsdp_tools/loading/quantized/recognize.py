@@ -49,12 +49,15 @@ class Dequantized:
     def of(self, index: CheckpointIndex) -> "Dequantized | None":
         """The same of an index in which some weights stay as they are stored; None where all do."""
         rest = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
-        return replace(self, **_counts_of(rest)) if rest else None
+        return replace(self, stored_bytes=_bytes_of(rest), num_values=_values_of(rest)) if rest else None
 
 
-def _counts_of(tensors: Collection[QuantizedTensor]) -> dict[str, int]:
-    num_values = sum(math.prod(tensor.shape) for tensor in tensors)
-    return {"stored_bytes": sum(tensor.num_bytes for tensor in tensors), "num_values": num_values}
+def _bytes_of(tensors: Iterable[QuantizedTensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def _values_of(tensors: Iterable[QuantizedTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
 def method_of(quantization: Mapping[str, Any] | None) -> str | None:
@@ -92,7 +95,8 @@ def with_floats(
     dequantized = Dequantized(
         method=method or Counter(map(_method_by_rule, finder.quantized)).most_common(1)[0][0],
         other_blocks=tuple(finder.other_blocks),
-        **_counts_of(tensors_by_key.values()),
+        stored_bytes=_bytes_of(tensors_by_key.values()),
+        num_values=_values_of(tensors_by_key.values()),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
 
