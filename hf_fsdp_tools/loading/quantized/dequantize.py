@@ -18,6 +18,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import BlockScales
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
+from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 
 P = TypeVar("P")
@@ -131,10 +132,26 @@ def unpacked(words: torch.Tensor, first_bits: torch.Tensor, bits: int) -> torch.
     return (((words >> first_bits) & ((1 << bits) - 1)) - (1 << bits - 1)).to(torch.int8)
 
 
-def _packed(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, bits: int) -> torch.Tensor:
-    """Integers of compressed-tensors, side by side in int32 words, the first one in the lowest bits."""
-    first_bits = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
-    return _scaled(unpacked(values.unsqueeze(2), first_bits, bits).flatten(1), scales, dtype)
+def _packed(
+    values: torch.Tensor,
+    scales: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    first_bits: Sequence[int],
+    plus: int = 0,
+) -> torch.Tensor:
+    """Integers side by side in int32 words, at these bits, or one by one; `plus` is added to words of zero points.
+
+    For compressed-tensors; for GPTQ as in GPTQModel (`PackableQuantLinear.dequantize_weight`, and
+    `convert_gptq_v1_to_v2_format_module` for what is added, with carries); for AWQ as in AutoAWQ (`dequantize_gemm`).
+    """
+    bits = torch.tensor(first_bits, dtype=torch.int32, device=values.device)
+
+    def one_by_one(of: torch.Tensor) -> torch.Tensor:
+        return unpacked(of.unsqueeze(2), bits, 32 // len(first_bits)).flatten(1) if of.dtype == torch.int32 else of
+
+    beside = {name: one_by_one(each + plus) if name == "zero point" else each for name, each in scales.items()}
+    return _scaled(one_by_one(values), beside, dtype)
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -152,10 +169,13 @@ def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torc
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        "awq int4": partial(_packed, first_bits=(0, 16, 4, 20, 8, 24, 12, 28)),
+        "gptq int4": partial(_packed, first_bits=range(0, 32, 4), plus=0x11111111),
+        "gptq int8": partial(_packed, first_bits=range(0, 32, 8), plus=0x01010101),
         "mxfp4": _mxfp4,
         "nvfp4": _nvfp4,
-        "packed int4": partial(_packed, bits=4),
-        "packed int8": partial(_packed, bits=8),
+        "packed int4": partial(_packed, first_bits=range(0, 32, 4)),
+        "packed int8": partial(_packed, first_bits=range(0, 32, 8)),
         "scaled": _scaled,
         "scaled in fp32": _scaled_in_fp32,
     }
@@ -193,7 +213,8 @@ def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
     count = max(1, length * many // size) if is_regular else length // 2
     # Cuts between neighbouring rows are cuts between blocks where these are smaller, so that no scale is read twice.
     is_rows = view.strides[dim] == columns
-    high = max((s.block[0] for s in part.tensor.scales.values() if is_rows and s.block[0] <= count), default=1)
+    grids = part.tensor.grids.values()
+    high = max((grid.block[0] for grid in grids if is_rows and grid.block[0] <= count), default=1)
     i = 0
     while i < length:
         taken = min(count // high * high - (view.offset // columns + i) % high, length - i)
@@ -242,6 +263,19 @@ class _Slab:
 
     def begin(self) -> Iterator[Transfer]:
         """Make memory for values and scales; yield the transfers that fill it."""
+        tensor = self.part.tensor
+        if not tensor.is_packed_down:
+            yield self._of_values()
+        self.grids = {name: _ScalesOfRows(self, grid) for name, grid in tensor.grids.items()}
+        for grid in self.grids.values():
+            yield grid.transfer()
+        self.groups = None
+        if tensor.groups is not None and not self.part.view.offset:  # the one part that has the first value
+            self.groups = torch.empty(tensor.groups.shape, dtype=tensor.groups.dtype)
+            yield transfer_of(tensor.groups, View(offset=0, length=tensor.groups.shape, strides=(1,)), self.groups)
+
+    def _of_values(self) -> Transfer:
+        """The transfer that reads values of rows, and memory for it."""
         tensor, device = self.part.tensor, self.part.memory.device
         stored, size, packed = tensor.values, tensor.values.dtype.itemsize, tensor.packed
         width = (self.end_at - self.begin_at) // packed * size
@@ -254,19 +288,23 @@ class _Slab:
             strides=(*(step * row * size for step in self.rows.strides), 1),
         )
         memory = self.values.narrow(-1, low * size - self.begin_at // packed * size, (high - low) * size)
-        yield Transfer(
+        return Transfer(
             file=stored.file, start=stored.offset + view.offset, dtype=torch.uint8, strides=view.strides, memory=memory
         )
-        self.scales = {name: _ScalesOfRows(self, scales) for name, scales in tensor.scales.items()}
-        for scales in self.scales.values():
-            yield scales.transfer()
 
     def finish(self) -> None:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
-        values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        scales_of_rows = {name: scales.of_each_row() for name, scales in self.scales.items()}
-        floats = RULES[tensor.rule](values, scales_of_rows, memory.dtype).contiguous()
+        if tensor.groups is not None and self.groups is not None:
+            own = torch.arange(len(self.groups)) // tensor.scales["scale"].block[0]
+            if not torch.equal(self.groups, own.to(self.groups)):
+                raise CheckpointError(f"{tensor.groups.file}: {tensor.groups.key!r} {BY_ACTIVATION}.")
+        of_rows = {name: grid.of_each_row() for name, grid in self.grids.items()}
+        if tensor.is_packed_down:
+            values = of_rows.pop("values")
+        else:
+            values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
+        floats = RULES[tensor.rule](values, of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]
