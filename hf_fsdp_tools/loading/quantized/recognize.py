@@ -266,21 +266,16 @@ class _Finder:
             raise _DoesNotFit(f"{shapes} are not of one matrix of [{rows}, {columns}] integers of {bits:g} bits")
         size = config.get("group_size") or 0
         if type(size) is not int or size < -1:
-            raise _DoesNotFit(
-                f"the config's group_size is {quoted(size)}, expected a number above 0, or -1 for one group"
-            )
+            raise _DoesNotFit(f"the config's group_size is {quoted(size)}, expected -1 or a number above 0")
         block = (rows if size < 0 else size, 1)
         scale = _grid((rows, columns), scales, block if size else (), 1, config_first=True)
         if config.get("desc_act") and not is_awq and scale.block[0] < rows:
             raise _DoesNotFit(f"the config's desc_act {BY_ACTIVATION}")
-        block = (scale.block[0], packed)
+        zero = BlockScales(stored=_row_major(zeros), columns=zeros.shape[1], block=(scale.block[0], packed))
         return QuantizedTensor(
             key=f"{module}.weight",
             values=_row_major(values),
-            scales={
-                "scale": scale,
-                "zero point": BlockScales(stored=_row_major(zeros), columns=zeros.shape[1], block=block),
-            },
+            scales={"scale": scale, "zero point": zero},
             rule=rules[bits],
             shape=(columns, rows),
             columns=columns,
