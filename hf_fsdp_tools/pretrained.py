@@ -98,8 +98,8 @@ def from_pretrained(
         dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
             computation is in a lower precision (`mp_policy.param_dtype`, or the accelerator's mixed precision), else
             the checkpoint's dtype, which "auto" means always. For a base with an adapter, which is frozen, None means
-            the checkpoint's dtype; adapters are float32. Quantised weights (FP8, MXFP4, 8-bit compressed-tensors) are
-            dequantised straight to it; of such a checkpoint, the config's dtype is meant.
+            the checkpoint's dtype; adapters are float32. Quantised weights (FP8, MXFP4, GPTQ, AWQ, …) are dequantised
+            straight to it; of such a checkpoint, the config's dtype is meant.
         mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` (or True) keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass; None: as the plugin says.

@@ -2,10 +2,10 @@
 
     python recipes/dequantize.py CHECKPOINT OUT [--dtype bfloat16] [--device cuda]
 
-For methods that cannot be dequantised shard by shard while they are loaded (GPTQ, AWQ, AQLM, HQQ, …). Fine-grained FP8,
-MXFP4, and compressed-tensors of 8 bits, packed integers and NVFP4 need no such step. The whole model is in memory;
-the method's library must be installed, and many methods need a GPU. Where transformers cannot dequantise a method, each
-quantised linear layer tells its own weight: its outputs for the unit vectors.
+For methods that cannot be dequantised shard by shard while they are loaded (AQLM, HQQ, GPTQ with activation order, …).
+Fine-grained FP8, MXFP4, other GPTQ, AWQ, and compressed-tensors of 8 bits, packed integers and NVFP4 need no such step.
+The whole model is in memory; the method's library must be installed, and many methods need a GPU. Where transformers
+cannot dequantise a method, each quantised linear layer tells its own weight: its outputs for the unit vectors.
 """
 
 import argparse

@@ -54,8 +54,9 @@ def _mixtral(sizes: dict[str, int] = _SIZES) -> PreTrainedModel:
     return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
 
 
-def _qwen3_moe() -> PreTrainedModel:
-    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**_SIZES, **_MOE, head_dim=12, decoder_sparse_step=1))
+def _qwen3_moe(inner: int = 67, of_experts: int = 22) -> PreTrainedModel:
+    sizes = _SIZES | _MOE | {"intermediate_size": inner, "moe_intermediate_size": of_experts}
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, head_dim=12, decoder_sparse_step=1))
 
 
 def _qwen2_moe() -> PreTrainedModel:
@@ -257,6 +258,47 @@ def _nvfp4(key: str, weight: torch.Tensor) -> Tensors:
     return stored | {f"{key.removesuffix('weight')}input_global_scale": torch.ones(1)}
 
 
+def _zero_points(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+    """4-bit integers of the transposed weight, zero points and float16 scales of groups of its rows, and the groups."""
+    matrix, groups = weight.float().t(), torch.arange(weight.shape[1], dtype=torch.int32) // group
+    low, high = (torch.stack([getattr(part, name)(0) for part in matrix.split(group)]) for name in ("amin", "amax"))
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(1, 15)
+    return (matrix / scales.float()[groups] + zeros[groups]).round().clamp(0, 15), zeros, scales, groups
+
+
+def _gptq(key: str, weight: torch.Tensor, *, is_v2: bool = False) -> Tensors:
+    """Integers packed along the rows of the transposed weight, zero points along its columns: in v1 less 1."""
+    integers, zeros, scales, groups = _zero_points(weight, 32)
+    stored = {"qweight": _in_words(integers.t()).t(), "qzeros": _in_words(zeros if is_v2 else zeros - 1)}
+    stored |= {"scales": scales} | ({} if is_v2 else {"g_idx": groups})
+    return {key.replace("weight", name): tensor for name, tensor in stored.items()}
+
+
+def _awq(key: str, weight: torch.Tensor) -> Tensors:
+    """Integers and zero points packed along the columns of the transposed weight, those of even places first."""
+    integers, zeros, scales, _ = _zero_points(weight, 16)
+    order = torch.arange(len(weight)).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    stored = {"qweight": _in_words(integers[:, order]), "qzeros": _in_words(zeros[:, order]), "scales": scales}
+    return {key.replace("weight", name): tensor for name, tensor in stored.items()}
+
+
+def _plain_of(stored: Tensors, config: dict[str, Any], dtype: torch.dtype) -> Tensors:
+    """The tensors of a checkpoint of GPTQ or AWQ with whole weights, by the formulas of GPTQModel and AutoAWQ."""
+    is_awq, size = config["quant_method"] == "awq", config["group_size"]
+    plain = {key: t for key, t in stored.items() if not key.endswith(("qweight", "qzeros", "scales", "g_idx"))}
+    shifts = torch.arange(0, 32, 4)[[0, 4, 1, 5, 2, 6, 3, 7] if is_awq else slice(None)]
+    for module in (key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")):
+        words, zeros, scales = (stored[f"{module}.{name}"] for name in ("qweight", "qzeros", "scales"))
+        zeros = zeros + 0x11111111 if config.get("checkpoint_format") == "gptq" else zeros
+        points = ((zeros.unsqueeze(2) >> shifts) & 15).flatten(1)
+        across, down = words.unsqueeze(2) >> shifts, words.unsqueeze(1) >> shifts.unsqueeze(1)
+        integers = (across.flatten(1) if is_awq else down.flatten(0, 1)) & 15
+        group = torch.arange(len(integers)) // size
+        plain[f"{module}.weight"] = (scales[group] * (integers - points[group])).t().to(dtype)
+    return plain
+
+
 def _gpt_oss() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
     config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
@@ -269,6 +311,8 @@ def _qwen3_of_whole_blocks() -> PreTrainedModel:
 
 
 _even_llama, _even_mixtral = partial(_llama, _EVEN), partial(_mixtral, _EVEN)
+_even_qwen3_moe = partial(_qwen3_moe, 80, 32)
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 _FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -315,6 +359,9 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
         _nvfp4,
         _compressed_packed("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
     ),
+    "gptq": (_even_llama, _gptq, _GPTQ | {"checkpoint_format": "gptq"}),
+    "gptq experts": (_even_qwen3_moe, partial(_gptq, is_v2=True), _GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "awq experts": (_even_qwen3_moe, _awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
 }
 """Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts
 alone (mxfp4)."""
@@ -345,9 +392,15 @@ def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> 
     """What transformers makes of it with `dequantize=True`, on the CPU.
 
     It leaves tensors that are stored plain in their stored dtype, whatever dtype was asked for (5.23). Scales that 5.17
-    leaves in the model beside the weights are taken away.
+    leaves in the model beside the weights are taken away. For GPTQ and AWQ, which it does not dequantise, the plain
+    checkpoint of the weights that their libraries compute with.
     """
     method = QUANTIZED[kind][2]["quant_method"]
+    if method in ("gptq", "awq"):
+        plain = _plain_of(stored_tensors(folder), QUANTIZED[kind][2], dtype)
+        config = hf.AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        return type(QUANTIZED[kind][0]()).from_pretrained(None, config=config, state_dict=plain, dtype=dtype)
     asked = {"fp8": hf.FineGrainedFP8Config, "mxfp4": hf.Mxfp4Config, "compressed-tensors": hf.CompressedTensorsConfig}
     config = asked[method](dequantize=True)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")

@@ -345,5 +345,5 @@ def _stored_parts(tensor: Stored) -> list[StoredTensor]:
     if isinstance(tensor, ChunkedTensor):
         return [chunk.stored for chunk in tensor.chunks]
     if isinstance(tensor, QuantizedTensor):
-        return [tensor.values, *(scales.stored for scales in tensor.scales.values())]
+        return list(tensor.parts)
     return [tensor]

@@ -3,7 +3,7 @@
 A rule takes each value with its scale alone, so a part of a block depends on nothing outside it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -46,10 +46,21 @@ def unpacked(words: torch.Tensor, first_bits: torch.Tensor, bits: int) -> torch.
     return (((words >> first_bits) & ((1 << bits) - 1)) - (1 << bits - 1)).to(torch.int8)
 
 
-def _packed(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, bits: int) -> torch.Tensor:
-    """Integers of compressed-tensors, side by side in int32 words, the first one in the lowest bits."""
-    first_bits = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
-    return _scaled(unpacked(values.unsqueeze(2), first_bits, bits).flatten(1), scales, dtype)
+def _packed(
+    values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, at: Sequence[int], plus: int = 0
+) -> torch.Tensor:
+    """Integers side by side in int32 words, at these bits, or one by one; `plus` is added to words of zero points.
+
+    For compressed-tensors; for GPTQ as in GPTQModel (`PackableQuantLinear.dequantize_weight`, and
+    `convert_gptq_v1_to_v2_format_module` for what is added, with carries); for AWQ as in AutoAWQ (`dequantize_gemm`).
+    """
+    first_bits = torch.tensor(at, dtype=torch.int32, device=values.device)
+
+    def one_by_one(of: torch.Tensor) -> torch.Tensor:
+        return unpacked(of.unsqueeze(2), first_bits, 32 // len(at)).flatten(1) if of.dtype == torch.int32 else of
+
+    beside = {name: one_by_one(each + plus) if name == "zero point" else each for name, each in scales.items()}
+    return _scaled(one_by_one(values), beside, dtype)
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -67,10 +78,13 @@ def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torc
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        "awq int4": partial(_packed, at=(0, 16, 4, 20, 8, 24, 12, 28)),
+        "gptq int4": partial(_packed, at=range(0, 32, 4), plus=0x11111111),
+        "gptq int8": partial(_packed, at=range(0, 32, 8), plus=0x01010101),
         "mxfp4": _mxfp4,
         "nvfp4": _nvfp4,
-        "packed int4": partial(_packed, bits=4),
-        "packed int8": partial(_packed, bits=8),
+        "packed int4": partial(_packed, at=range(0, 32, 4)),
+        "packed int8": partial(_packed, at=range(0, 32, 8)),
         "scaled": _scaled,
         "scaled in fp32": _scaled_in_fp32,
     }

@@ -85,6 +85,27 @@ def as_nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, dt
     return (floats * each).bfloat16().to(dtype)
 
 
+def as_gptq(
+    bits: int, plus: int, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """What GPTQModel computes: the zero points of its older format are stored less 1, which it adds to whole words."""
+    *g_idx, dtype = rest
+    group = (g_idx[0] if g_idx else torch.arange(len(words) * 32 // bits) // 64).long()
+    shifts, most = torch.arange(0, 32, bits), 2**bits - 1
+    points = (((zeros + plus).unsqueeze(2) >> shifts) & most).reshape(scales.shape)
+    integers = ((words.unsqueeze(1) >> shifts.unsqueeze(1)) & most).reshape(-1, words.shape[1])
+    return (scales[group] * (integers - points[group])).t().to(dtype)
+
+
+def as_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What AutoAWQ computes: unpack, put into order, mask, subtract, multiply."""
+    integers, points = (t.unsqueeze(2).bitwise_right_shift(torch.arange(0, 32, 4)).flatten(1) for t in (words, zeros))
+    order = torch.arange(integers.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
+    size = len(words) // len(scales)
+    points, each = ((points[:, order] & 15).repeat_interleave(size, 0), scales.repeat_interleave(size, 0))
+    return (((integers[:, order] & 15).to(torch.int8) - points.to(torch.int8)) * each).t().to(dtype)
+
+
 def integers_of(words: torch.Tensor, bits: int) -> torch.Tensor:
     """One integer after the other, from the bytes of the words."""
     data = words.contiguous().view(torch.uint8)
@@ -97,7 +118,25 @@ def pack_quantized(bits: int) -> dict[str, Any]:
     return COMPRESSED | {"format": "pack-quantized", "config_groups": groups}
 
 
+def words_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    return bytes_of(*shape[:-1], 4 * shape[-1], seed=seed).view(torch.int32)
+
+
+def gptq(bits: int, **more: torch.Tensor | None) -> Tensors:
+    """A weight of 40 x 96 in groups of 64 and 32."""
+    parts = {
+        "a.qweight": words_of(96 * bits // 32, 40),
+        "a.qzeros": words_of(2, 40 * bits // 32, seed=2),
+        "a.scales": scales_of(2, 40).half(),
+        "a.g_idx": torch.arange(96, dtype=torch.int32) // 64,
+    }
+    given = {f"a.{name}": tensor for name, tensor in more.items()}
+    return {key: tensor for key, tensor in (parts | given).items() if tensor is not None}
+
+
 FP8: dict[str, Any] = {"quant_method": "fp8"}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "group_size": 64, "checkpoint_format": "gptq", "desc_act": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM"}
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 WEIGHTS_IN_BLOCKS = {"weights": {"strategy": "block", "block_structure": [16, 16]}}
 BLOCKS_8_16 = FP8 | {"weight_block_size": [8, 16]}
@@ -158,6 +197,24 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         COMPRESSED,
         as_nvfp4,
     ),
+    "gptq": (gptq(4), GPTQ, partial(as_gptq, 4, 0x11111111)),
+    "gptq of 8 bits": (gptq(8), GPTQ, partial(as_gptq, 8, 0x01010101)),
+    "gptq_v2": (gptq(4, g_idx=None), GPTQ | {"checkpoint_format": "gptq_v2"}, partial(as_gptq, 4, 0)),
+    "gptq_v2 of 8 bits": (
+        gptq(8, scales=scales_of(2, 40).bfloat16()),
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        partial(as_gptq, 8, 0),
+    ),
+    "gptq of one group": (
+        gptq(4, qzeros=words_of(1, 5), scales=scales_of(1, 40).half(), g_idx=torch.zeros(96, dtype=torch.int32)),
+        GPTQ | {"group_size": -1, "desc_act": True},
+        partial(as_gptq, 4, 0x11111111),
+    ),
+    "awq": (
+        {"a.qweight": words_of(96, 5), "a.qzeros": words_of(3, 5, seed=2), "a.scales": scales_of(3, 40).half()},
+        AWQ,
+        as_awq,
+    ),
 }
 """Tensors, quantization_config, and the rule for the whole weight: of values, scales and dtype."""
 
@@ -214,10 +271,10 @@ def moved(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
 def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
     """For every exponent, whether a loop takes it in a vector or alone."""
     exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 3)
-    has_floats = rule == "scaled" or "packed" in rule
+    has_floats = rule == "scaled" or "int" in rule
     scales = (exponents.float() - 127).exp2() if has_floats else exponents
     values = bytes_of(255, 48) if rule == "mxfp4" else fp8_of(255, 48)
-    values = values.view(torch.int32) if "packed" in rule else values.view(torch.uint8) if rule == "nvfp4" else values
+    values = values.view(torch.int32) if "int" in rule else values.view(torch.uint8) if rule == "nvfp4" else values
     beside = {"scale": scales} | ({"global scale": torch.full((255, 1), 0.3)} if rule == "nvfp4" else {})
     for dtype in (torch.bfloat16, torch.float32):
         whole = RULES[rule](values, beside, dtype)
@@ -355,6 +412,44 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         pack_quantized(4),
         r"'a\.weight_g_idx' orders its columns by activation, so that no block .* recipes/dequantize\.py",
     ),
+    "gptq of 3 bits": (
+        gptq(3, qweight=words_of(9, 32), qzeros=words_of(2, 3), scales=scales_of(2, 32).half()),
+        GPTQ,
+        r"mean integers of 3 bits, expected 4 or 8; make a plain .* recipes/dequantize\.py",
+    ),
+    "awq of 8 bits": (gptq(8), AWQ, r"mean integers of 8 bits, expected 4; make a plain .* recipes/dequantize\.py"),
+    "gptq for marlin": (
+        gptq(4),
+        GPTQ | {"checkpoint_format": "marlin"},
+        r"format is 'marlin', expected gptq or gptq_v2; make a plain .* recipes/dequantize\.py",
+    ),
+    "awq for gemv": (gptq(4), AWQ | {"version": "gemv"}, r"format is 'gemv', expected gemm; make a plain"),
+    "awq of llm-awq": (gptq(4), AWQ | {"backend": "llm-awq"}, r"format is 'llm-awq', expected gemm; make a plain"),
+    "gptq without scales": (gptq(4, scales=None), GPTQ, r"'a\.qweight' \(.*\): it has no 'a\.scales' beside it"),
+    "gptq without zero points": (gptq(4, qzeros=None), GPTQ, r"'a\.qweight' \(.*\): it has no 'a\.qzeros' beside it"),
+    "gptq without values": (gptq(4, qweight=None), GPTQ, r"'a\.qzeros' .* what it scales, 'a\.qweight', is no such"),
+    "awq packed as gptq": (gptq(4), AWQ, r"'a\.qweight': \[12, 40\], .* not of one matrix of \[12, 320\] integers"),
+    "gptq of other groups": (
+        gptq(4, g_idx=torch.zeros(48, dtype=torch.int32)),
+        GPTQ,
+        r"'a\.g_idx': \[48\]\} are not of one matrix of \[96, 40\] integers of 4 bits",
+    ),
+    "gptq of no matrix": (
+        gptq(4, scales=scales_of(40).half()),
+        GPTQ,
+        r"expected three matrices, .*'a\.scales': \[40\]",
+    ),
+    "gptq of short groups": (
+        gptq(4, qzeros=words_of(5, 5), scales=scales_of(5, 40).half()),
+        GPTQ,
+        r"its scales 'a\.scales' \[5, 40\] lie on no blocks of it, nor on blocks of 64 x 1 as the config says",
+    ),
+    "gptq of groups of words": (gptq(4), GPTQ | {"group_size": "64"}, r"group_size is '64', expected -1 or a number"),
+    "gptq ordered by activation": (
+        gptq(4),
+        GPTQ | {"desc_act": True},
+        r"desc_act orders its columns by activation, so that no block .* recipes/dequantize\.py",
+    ),
     "blocks of no size": (
         good_but(),
         FP8 | {"weight_block_size": [0, 0]},
@@ -379,7 +474,11 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [("gptq", "packs values with zero points per group"), ("torchao", "no rule is known"), (7, "no rule is known")],
+    [
+        ("auto-round", "packs values with zero points per group"),
+        ("torchao", "no rule is known"),
+        (7, "no rule is known"),
+    ],
 )
 def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, method, reason):
     """Whatever the files hold; and the script that makes a plain checkpoint is there."""

@@ -124,9 +124,13 @@ class QuantizedTensor:
     columns: int
     """Values in a row of the matrix."""
     packed: int = 1
-    """Values in one stored element of a row."""
+    """Values in one stored element: of a row, or with `is_packed_down` of a column."""
+    is_packed_down: bool = False
+    """Whether an element packs values of rows that follow each other, the first one in the lowest bits."""
     is_transposed: bool = False
     """Whether the last two dimensions of the tensor are those of the matrix exchanged."""
+    groups: StoredTensor | None = None
+    """The number of the group of each row, where a file says it: as `scales` have it, which its values must show."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,9 +148,25 @@ class QuantizedTensor:
         return self.values.offset
 
     @property
+    def grids(self) -> Mapping[str, BlockScales]:
+        """The scales, and values that are packed down, which lie like such."""
+        if not self.is_packed_down:
+            return self.scales
+        bits = 8 * self.values.dtype.itemsize // self.packed
+        return {
+            "values": BlockScales(stored=self.values, columns=self.columns, block=(self.packed, 1), bits=bits),
+            **self.scales,
+        }
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Everything that is stored of it."""
+        return (self.values, *(s.stored for s in self.scales.values()), *([self.groups] if self.groups else []))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of values and scales as they are stored."""
-        return self.values.num_bytes + sum(scales.stored.num_bytes for scales in self.scales.values())
+        return sum(part.num_bytes for part in self.parts)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import BlockScales
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
+from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 
@@ -123,7 +124,8 @@ def _cut(part: QuantizedPart, many: int) -> Iterator[QuantizedPart]:
     count = max(1, length * many // size) if is_regular else length // 2
     # Cuts between neighbouring rows are cuts between blocks where these are smaller, so that no scale is read twice.
     is_rows = view.strides[dim] == columns
-    high = max((s.block[0] for s in part.tensor.scales.values() if is_rows and s.block[0] <= count), default=1)
+    grids = part.tensor.grids.values()
+    high = max((grid.block[0] for grid in grids if is_rows and grid.block[0] <= count), default=1)
     i = 0
     while i < length:
         taken = min(count // high * high - (view.offset // columns + i) % high, length - i)
@@ -172,6 +174,19 @@ class _Slab:
 
     def begin(self) -> Iterator[Transfer]:
         """Make memory for values and scales; yield the transfers that fill it."""
+        tensor = self.part.tensor
+        if not tensor.is_packed_down:
+            yield self._of_values()
+        self.grids = {name: _ScalesOfRows(self, grid) for name, grid in tensor.grids.items()}
+        for grid in self.grids.values():
+            yield grid.transfer()
+        self.groups = None
+        if tensor.groups is not None and not self.part.view.offset:  # the one part that has the first value
+            self.groups = torch.empty(tensor.groups.shape, dtype=tensor.groups.dtype)
+            yield transfer_of(tensor.groups, View(offset=0, length=tensor.groups.shape, strides=(1,)), self.groups)
+
+    def _of_values(self) -> Transfer:
+        """The transfer that reads values of rows, and memory for it."""
         tensor, device = self.part.tensor, self.part.memory.device
         stored, size, packed = tensor.values, tensor.values.dtype.itemsize, tensor.packed
         width = (self.end_at - self.begin_at) // packed * size
@@ -184,19 +199,23 @@ class _Slab:
             strides=(*(step * row * size for step in self.rows.strides), 1),
         )
         memory = self.values.narrow(-1, low * size - self.begin_at // packed * size, (high - low) * size)
-        yield Transfer(
+        return Transfer(
             file=stored.file, start=stored.offset + view.offset, dtype=torch.uint8, strides=view.strides, memory=memory
         )
-        self.scales = {name: _ScalesOfRows(self, scales) for name, scales in tensor.scales.items()}
-        for scales in self.scales.values():
-            yield scales.transfer()
 
     def finish(self) -> None:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
-        values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
-        scales_of_rows = {name: scales.of_each_row() for name, scales in self.scales.items()}
-        floats = RULES[tensor.rule](values, scales_of_rows, memory.dtype).contiguous()
+        if tensor.groups is not None and self.groups is not None:
+            own = torch.arange(len(self.groups)) // tensor.scales["scale"].block[0]
+            if not torch.equal(self.groups, own.to(self.groups)):
+                raise CheckpointError(f"{tensor.groups.file}: {tensor.groups.key!r} {BY_ACTIVATION}.")
+        of_rows = {name: grid.of_each_row() for name, grid in self.grids.items()}
+        if tensor.is_packed_down:
+            values = of_rows.pop("values")
+        else:
+            values = self.values.view(-1, self.values.shape[-1]).view(tensor.values.dtype)
+        floats = RULES[tensor.rule](values, of_rows, memory.dtype).contiguous()
         steps = [0] * memory.dim()
         for d, step in zip(self.row_dims, row_major_strides(self.rows.length), strict=True):
             steps[d] = step * floats.shape[1]

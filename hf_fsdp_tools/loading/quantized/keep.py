@@ -93,7 +93,7 @@ def kept_parameters(
     traced: dict[str, Mapping[str, Mapping[str, PieceTensor]]] = {}
     for key, tensor in plain.items():
         members = _members(index, load_map, key)
-        if not members or any(_look_of(each) != _look_of(members[0]) for each in members):
+        if not members or any(each.is_packed_down or _look_of(each) != _look_of(members[0]) for each in members):
             continue
         group, scales = load_map.groups[key], members[0].scales
         if group.target not in traced:

@@ -19,6 +19,15 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _FINE_GRAINED, _MXFP4, _COMPRESSED = ("fp8", "mxfp8"), ("mxfp4",), ("compressed-tensors",)
+_OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
+    "awq": {"gemm": {4: "awq int4"}},
+    "gptq": {"gptq": {4: "gptq int4", 8: "gptq int8"}, "gptq_v2": {4: "packed int4", 8: "packed int8"}},
+}
+"""Of methods that quantise linear layers: rules by their formats, and the bits of integers."""
+
+_DO_ONCE = "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
+BY_ACTIVATION = f"orders its columns by activation, so that no block of columns has one scale; {_DO_ONCE}"
+"""What is said of columns that lie in groups of another order than the file's."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +82,7 @@ def with_floats(
     Methods are known by their tensors; a config that names a method without rules leaves all as it is.
     """
     method = method_of(quantization)
-    if method is not None and method not in _FINE_GRAINED + _MXFP4 + _COMPRESSED:
+    if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *_OF_LINEAR):
         return index, None
     finder = _Finder(index.tensors, method, quantization or {})
     tensors_by_key = {tensor.key: tensor for tensor in finder.quantized}
@@ -139,7 +148,7 @@ class _Finder:
                 continue
             if tensor is not None:
                 self.quantized.append(tensor)
-                self.used.update((key, *(scales.stored.key for scales in tensor.scales.values())))
+                self.used.update(part.key for part in tensor.parts)
             elif values.dtype in _FP8 and len(values.shape) > 1:
                 bare.append(values)
         if self.quantized or self._method is not None:
@@ -150,14 +159,17 @@ class _Finder:
 
     def _left_over(self) -> Iterator[str]:
         """Yield scales that belong to no values."""
+        of_linear = (".scales", ".qzeros") if self._method in _OF_LINEAR else ()
         for key, tensor in self._tensors.items():
-            if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales")):
+            if key in self.used or not key.endswith(("weight_scale_inv", "weight_scale", "_proj_scales", *of_linear)):
                 continue
             base = key.removesuffix("_scale_inv").removesuffix("_scale").removesuffix("_scales")
+            if key.endswith(of_linear):
+                base = f"{key.rpartition('.')[0]}.qweight"
             if f"{base}_packed" in self._tensors:  # of a format without a rule, which is refused by its values
                 continue
             values = self._tensors.get(base)
-            if values is None or values.dtype.itemsize > 1:
+            if values is None or (values.dtype.itemsize > 1 and not key.endswith(of_linear)):
                 kind = "no such tensor" if values is None else _looks(values)
                 yield f"{tensor.file}: {key!r} holds scales, but what it scales, {base!r}, is {kind}"
 
@@ -170,6 +182,8 @@ class _Finder:
         if name == "weight_packed" and self._method in _COMPRESSED:
             make = {torch.int32: self._packed, torch.uint8: self._nvfp4}.get(values.dtype)
             return None if make is None else make(values, f"{module}.weight")
+        if name == "qweight" and self._method in _OF_LINEAR and values.dtype == torch.int32:
+            return self._of_linear(values, module)
         if values.dtype not in (*_FP8, torch.int8):
             return None
         if self._method in (None, *_FINE_GRAINED):
@@ -220,10 +234,7 @@ class _Finder:
         if scales is None:
             raise _DoesNotFit("it has no scales beside it")
         if f"{key}_g_idx" in self._tensors:
-            raise _DoesNotFit(
-                f"{key + '_g_idx'!r} orders its columns by activation, so that no block of columns has one scale; "
-                "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
-            )
+            raise _DoesNotFit(f"{key + '_g_idx'!r} {BY_ACTIVATION}")
         _expect(scales, _SCALES)
         packed = 32 // bits
         shape = _shape(values, packed)
@@ -239,6 +250,61 @@ class _Finder:
                 )
             grids["zero point"] = replace(grid, stored=zero_points, block=(packed, grid.block[1]), bits=bits)
         return _tensor(key, values, grids, f"packed int{bits}", packed)
+
+    def _of_linear(self, values: StoredTensor, module: str) -> QuantizedTensor:
+        """Integers of GPTQ or AWQ: a weight as [in, out], with scales and zero points for groups along `in`.
+
+        GPTQ packs the integers along `in`, AWQ along `out`; both pack the zero points along `out`.
+        """
+        config, is_awq = self._config, self._method == "awq"
+        named = (str(config[name]).lower() for name in ("checkpoint_format", "version", "format") if config.get(name))
+        kind = "llm-awq" if config.get("backend") == "llm-awq" else next(named, "gemm" if is_awq else "gptq")
+        rules = _OF_LINEAR[str(self._method)].get(kind)
+        if rules is None:
+            known = " or ".join(_OF_LINEAR[str(self._method)])
+            raise _DoesNotFit(f"the config's format is {quoted(kind)}, expected {known}; {_DO_ONCE}")
+        scales, zeros = self._beside(module, "scales", _SCALES), self._beside(module, "qzeros", (torch.int32,))
+        groups = self._beside(module, "g_idx", (torch.int32,)) if f"{module}.g_idx" in self._tensors else None
+        shapes = {t.key: list(t.shape) for t in (values, scales, zeros, *([groups] if groups else []))}
+        if not all(len(t.shape) == 2 and all(t.shape) for t in (values, scales, zeros)):
+            raise _DoesNotFit(f"expected three matrices, none empty, found {shapes}")
+        bits = 32 * zeros.shape[1] / scales.shape[1]
+        if bits not in rules:
+            known = " or ".join(map(str, rules))
+            raise _DoesNotFit(f"{shapes} mean integers of {bits:g} bits, expected {known}; {_DO_ONCE}")
+        packed = 32 // int(bits)
+        rows, columns = values.shape
+        rows, columns = (rows, columns * packed) if is_awq else (rows * packed, columns)
+        if scales.shape != (zeros.shape[0], columns) or (groups is not None and groups.shape != (rows,)):
+            raise _DoesNotFit(f"{shapes} are not of one matrix of [{rows}, {columns}] integers of {bits:g} bits")
+        size = config.get("group_size") or 0
+        if type(size) is not int or size < -1:
+            raise _DoesNotFit(f"the config's group_size is {quoted(size)}, expected -1 or a number above 0")
+        block = (rows if size < 0 else size, 1)
+        scale = _grid((rows, columns), scales, block if size else (), 1, config_first=True)
+        if config.get("desc_act") and not is_awq and scale.block[0] < rows:
+            raise _DoesNotFit(f"the config's desc_act {BY_ACTIVATION}")
+        zero = BlockScales(stored=_row_major(zeros), columns=zeros.shape[1], block=(scale.block[0], packed))
+        return QuantizedTensor(
+            key=f"{module}.weight",
+            values=_row_major(values),
+            scales={"scale": scale, "zero point": zero},
+            rule=rules[bits],
+            shape=(columns, rows),
+            columns=columns,
+            packed=packed,
+            is_packed_down=not is_awq,
+            is_transposed=True,
+            groups=groups,
+        )
+
+    def _beside(self, module: str, name: str, dtypes: Iterable[torch.dtype]) -> StoredTensor:
+        """The tensor of that name beside others of the module."""
+        tensor = self._tensors.get(f"{module}.{name}")
+        if tensor is None:
+            raise _DoesNotFit(f"it has no {f'{module}.{name}'!r} beside it")
+        _expect(tensor, dtypes)
+        return tensor
 
     def _nvfp4(self, values: StoredTensor, key: str) -> QuantizedTensor | None:
         """4-bit floats of compressed-tensors, with 8-bit scales per group and a float32 scale of the weight."""
