@@ -1,7 +1,7 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -143,6 +143,8 @@ class Match:
     """Keys of the model that the checkpoint lacks, as they are reported."""
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint that the model has no place for, as they are reported."""
+    heads: CheckpointIndex | None
+    """The part of the checkpoint that is heads which the class says not to report; None without any."""
     mismatched: tuple[Mismatch, ...]
     """Tensors of another shape in the checkpoint, which the model initialises anew."""
     resized: tuple[Mismatch, ...]
@@ -209,10 +211,37 @@ def match_checkpoint(
         to_initialize=frozenset(to_initialize),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
+        heads=_heads(model, load_map, unexpected_keys, index),
         mismatched=mismatched,
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
+
+
+def _heads(
+    model: nn.Module, load_map: LoadMap, reported: Collection[str], index: CheckpointIndex
+) -> CheckpointIndex | None:
+    """The tensors that only a head for multi-token prediction can have, which servers look for.
+
+    What else a class says not to report is of no use to it: buffers of older versions, or towers and decoders of a
+    larger model, which the config that it saves does not have either.
+    """
+    ignored = ((key, stored) for key, stored in load_map.unexpected_keys.items() if key not in reported)
+    keys = {each: None for key, stored in ignored if _is_of_head(model, key) for each in stored}
+    return replace(index, tensors={key: index.tensors[key] for key in sorted(keys)}) if keys else None
+
+
+def _is_of_head(model: nn.Module, key: str) -> bool:
+    """Whether a key has a part `mtp…`, or is of one more layer than a list of the model has."""
+    if any(part.startswith("mtp") for part in key.split(".")):
+        return True
+    module: nn.Module | None = model
+    prefix = getattr(model, "base_model_prefix", "")
+    for part in key.removeprefix("" if hasattr(model, prefix) else f"{prefix}.").split("."):
+        if module is None or part not in module._modules:
+            return isinstance(module, nn.ModuleList) and part.isdigit()
+        module = module._modules[part]
+    return False
 
 
 def _other_shapes(stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[Mismatch, ...]:
