@@ -188,14 +188,14 @@ def left_out(folders: dict[str, Path], tmp: Path) -> None:
         export_checkpoint(source, tmp / "exported without", carry_heads=False)
     here = [warning for warning in caught if "Heads" in str(warning.message)]
     assert len(here) == (2 if dist.get_rank() == 0 else 0), here
-    assert all(str(warning.message) == told and warning.filename == __file__ for warning in here), here
+    assert all(str(warning.message) == told for warning in here), here
     assert not report.carried_keys and "carried" not in str(report)
     for name in ("without", "exported without"):
         assert not heads_of(tmp / name) and len(stored_tensors(tmp / name)) > 20
 
 
 def sources_that_go_or_change(folders: dict[str, Path], tmp: Path) -> None:
-    """Saved over, then deleted: it is copied all the same. Written in place: refused by all, and the older save stays."""
+    """Saved over, then deleted: it is copied all the same. Written in place: all refuse, and the older save stays."""
     source, own = folders["qwen3_next"], tmp / "own"
     if dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(source)
@@ -265,4 +265,4 @@ def cases(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(cases, 2, folders, tmp_path, timeout_s=130)
+    run_ranks(cases, 2, folders, tmp_path)
