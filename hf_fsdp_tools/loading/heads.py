@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from torch import nn
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.text import listed, quoted
 
 
@@ -29,18 +28,23 @@ class Heads:
     Their files stay open: they are still read when another save has replaced them, or old checkpoints were deleted.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        """Open the files; `index` has these tensors alone."""
-        self.index = index
+    def __init__(self, index: CheckpointIndex, stored: CheckpointIndex) -> None:
+        """Open the files of these tensors, with quantised ones as plain ones and as they are stored."""
+        self.index, self.stored = index, stored
         self._open: dict[Path, int] = {}
         weakref.finalize(self, _close, self._open).atexit = False  # a save in the background may still read
-        for file in dict.fromkeys(_files(index)):
+        sources = (stored.source(name) for tensor in stored.tensors.values() for name in tensor.sources)
+        for file in dict.fromkeys(source.file for source in sources):
             with storage_errors("open", file), watched(file):
                 self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         self._stamps = self._stamps_now()
 
-    def __reduce__(self) -> tuple[type["Heads"], tuple[CheckpointIndex]]:
-        return Heads, (self.index,)
+    def __reduce__(self) -> tuple[type["Heads"], tuple[CheckpointIndex, CheckpointIndex]]:
+        return Heads, (self.index, self.stored)
+
+    def of(self, model: nn.Module) -> CheckpointIndex:
+        """What a save copies: the stored tensors for a model whose weights stay quantised, otherwise plain ones."""
+        return self.index if note_of(model).stored_quantization is None else self.stored
 
     def _stamps_now(self) -> dict[Path, tuple[int, int]]:
         """Length and time of modification of each file, which change when it is written."""
@@ -86,21 +90,13 @@ def _close(opened: Mapping[Path, int]) -> None:
         os.close(descriptor)
 
 
-def _files(index: CheckpointIndex) -> Iterator[Path]:
-    """Yield every file that holds a part of the tensors."""
-    for source in (index.source(name) for tensor in index.tensors.values() for name in tensor.sources):
-        yield source.file
-        if isinstance(source, QuantizedTensor):
-            yield from (scales.stored.file for scales in source.scales.values())
-
-
 def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
     """Note on a model the heads of its checkpoint, for saves; or, without `carry`, that there are none.
 
     One warning on rank 0 says what config.json will promise and nobody will find. No rank communicates.
     """
     heads = match.heads if carry else None
-    add_to_note(model, heads=None if heads is None else Heads(heads))
+    add_to_note(model, heads=None if heads is None else Heads(heads, match.stored_heads))
     fact = ""
     if heads is not None:
         rows = {shape[0] for _, shape, _ in match.resized}

@@ -1,6 +1,6 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,6 +145,8 @@ class Match:
     """Keys of the checkpoint that the model has no place for, as they are reported."""
     heads: CheckpointIndex | None
     """The part of the checkpoint that is heads which the class says not to report; None without any."""
+    stored_heads: CheckpointIndex
+    """The same as it is stored: values and scales apart, with all that lies beside them."""
     mismatched: tuple[Mismatch, ...]
     """Tensors of another shape in the checkpoint, which the model initialises anew."""
     resized: tuple[Mismatch, ...]
@@ -164,7 +166,8 @@ def match_checkpoint(
     """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated."""
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
-    index, dequantized = with_floats(index.of_model(state), quantization, state)
+    as_stored = index.of_model(state)
+    index, dequantized = with_floats(as_stored, quantization, state)
     load_map = map_loading(model, state, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
     layers = packed_linears(model) if getattr(model, "hf_quantizer", None) is not None else {}
@@ -194,6 +197,8 @@ def match_checkpoint(
             to_initialize.add(tied[0])
             missing.update(key for key in tied if key not in wrong)
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
+    heads = _heads(model, load_map, unexpected_keys)
+    modules = {key.rpartition(".")[0] for key in heads}
     if strict and (missing_keys or unexpected_keys):
         raise CheckpointError(
             f"{index.name!r} does not hold exactly what the model needs. Missing: "
@@ -211,24 +216,27 @@ def match_checkpoint(
         to_initialize=frozenset(to_initialize),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
-        heads=_heads(model, load_map, unexpected_keys, index),
+        heads=_part(index, heads.__contains__) if heads else None,
+        stored_heads=_part(as_stored, lambda key: key.rpartition(".")[0] in modules),
         mismatched=mismatched,
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
 
 
-def _heads(
-    model: nn.Module, load_map: LoadMap, reported: Collection[str], index: CheckpointIndex
-) -> CheckpointIndex | None:
-    """The tensors that only a head for multi-token prediction can have, which servers look for.
+def _part(index: CheckpointIndex, holds: Callable[[str], bool]) -> CheckpointIndex:
+    """A checkpoint with some of its tensors alone."""
+    return replace(index, tensors={key: index.tensors[key] for key in sorted(index.tensors) if holds(key)})
+
+
+def _heads(model: nn.Module, load_map: LoadMap, reported: Collection[str]) -> set[str]:
+    """Stored keys that only a head for multi-token prediction can have, which servers look for.
 
     What else a class says not to report is of no use to it: buffers of older versions, or towers and decoders of a
     larger model, which the config that it saves does not have either.
     """
     ignored = ((key, stored) for key, stored in load_map.unexpected_keys.items() if key not in reported)
-    keys = {each: None for key, stored in ignored if _is_of_head(model, key) for each in stored}
-    return replace(index, tensors={key: index.tensors[key] for key in sorted(keys)}) if keys else None
+    return {each for key, stored in ignored if _is_of_head(model, key) for each in stored}
 
 
 def _is_of_head(model: nn.Module, key: str) -> bool:

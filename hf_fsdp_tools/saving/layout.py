@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -16,6 +16,7 @@ from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.heads import Heads
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.loading.symbolic import PieceTensor
@@ -80,8 +81,8 @@ class Layout:
     carried: Mapping[str, Place]
     """The same of heads that are copied from files; their places are made of stored elements."""
 
-    heads: Heads | None
-    """Where these are."""
+    heads: tuple[Heads, CheckpointIndex] | None
+    """Where these are stored."""
 
     headers: Mapping[str, bytes]
     """File to everything before its data."""
@@ -111,9 +112,9 @@ def plan_layout(
     carried: dict[str, PieceTensor] = {}
     if heads is not None:
         heads.refuse_changed()
-        of_rest: Any = getattr(model, "dtype", None)
-        for key in heads.index.tensors.keys() - tensors.keys():
-            stored = heads.index.tensors[key]
+        index, of_rest = heads.of(model), cast(torch.dtype, getattr(model, "dtype", None))
+        for key in index.tensors.keys() - tensors.keys():
+            stored = index.tensors[key]
             own = of_rest if isinstance(stored, QuantizedTensor) else stored.dtype
             carried[key] = PieceTensor.stored(stored, own)
         tensors |= {key: carried[key] for key in sorted(carried)}
@@ -157,7 +158,7 @@ def plan_layout(
     return Layout(
         places={key: place for key, place in places.items() if key not in carried},
         carried={key: places[key] for key in carried},
-        heads=heads,
+        heads=None if heads is None else (heads, index),
         headers=headers,
         sizes=sizes,
         num_parameters=num_parameters,

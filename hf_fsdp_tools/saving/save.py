@@ -94,7 +94,7 @@ def save_pretrained(
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
             optimizer, or by the next such call. Adapters are small, and always written before the call returns.
         carry_heads: copy the heads that `load_weights` has remembered byte for byte from their files, each rank its
-            part; what is stored quantised there is dequantised to the model's dtype, and `dtype` casts heads too.
+            part; where the model is plain and they are quantised, dequantised to its dtype. `dtype` casts them too.
         model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
             adapter PEFT writes its own in any case.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
@@ -382,9 +382,10 @@ def _gather(
 
 def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
     """Copy this rank's part of the heads from their files to those in a folder, in bounded memory."""
-    stats, heads = TransferStats(), layout.heads
-    if heads is None:
+    stats = TransferStats()
+    if layout.heads is None:
         return stats
+    heads, index = layout.heads
     rank, num_ranks = rank_and_size()
     slabs = [
         (place, slab)
@@ -394,7 +395,7 @@ def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
     with heads.reader() as reader, Writer(staging_bytes=_SLAB_BYTES, side=None, in_flight=1) as writer:
         for place, slab in slabs[rank::num_ranks]:
             memory = torch.empty(slab.length, dtype=place.dtype)
-            read_into([(memory, place.tensor, slab)], heads.index, reader, staging_bytes=_SLAB_BYTES)
+            read_into([(memory, place.tensor, slab)], index, reader, staging_bytes=_SLAB_BYTES)
             (whole,) = PieceTensor.named("", place.tensor.shape, place.dtype).pieces or ()
             transfers = place.transfers(whole, memory, slab, place.tensor.shape)
             stats += writer.move_in_turn(replace(each, file=folder / each.file) for each in transfers)

@@ -24,7 +24,7 @@ from hf_fsdp_tools import (
     wait_for_saves,
 )
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.text import show_bytes
 from tests._checkpoints import QUANTIZED, add_heads, make_quantized, randomize, refusal, stored_tensors, tiny_config
@@ -239,10 +239,16 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
     if dist.get_rank() == 0:
         make_quantized("fp8 and fp4 experts", source)
         stored: Tensors = {"model.layers.61.enorm.weight": norm}
+        stored["model.layers.61.self_attn.o_proj.input_scale"] = torch.ones(1)  # no plain model needs it
         for key, tensor in plain.items():
             stored |= store(key, tensor)
         add_heads(source, {key: tensor.contiguous() for key, tensor in stored.items()})
     all_ranks(None)
+    model = from_pretrained(source)
+    add_to_note(model, stored_quantization={"quant_method": "fp8"})  # as where the weights stay quantised
+    save_pretrained(model, tmp / "as stored")
+    raw, expected = heads_of(tmp / "as stored"), heads_of(source)
+    assert raw.keys() == expected.keys() and all(bits(raw[key]) == bits(tensor) for key, tensor in expected.items())
     for dtype in (torch.bfloat16, torch.float32):
         with patch.object(save, "_SLAB_BYTES", 1500):
             save_pretrained(from_pretrained(source, dtype=dtype), tmp / f"{dtype}")
@@ -256,6 +262,11 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
     exported, theirs = (heads_of(tmp / name) for name in ("plain", "torch.float32"))
     assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
     load_weights(from_pretrained(tmp / "plain"), tmp / "plain", strict=True)
+    adapted = add_adapter(from_pretrained(source), LoraConfig(target_modules=["q_a_proj"]))
+    save_pretrained(adapted, tmp / "adapter of fp8")
+    export_checkpoint(None, tmp / "merged of fp8", adapter=tmp / "adapter of fp8")
+    exported, theirs = (heads_of(tmp / name) for name in ("merged of fp8", "torch.bfloat16"))
+    assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
 
 
 def cases(folders: dict[str, Path], tmp: Path) -> None:

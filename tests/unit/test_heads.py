@@ -77,7 +77,7 @@ def test_what_the_model_saves_itself_is_not_carried(with_head: Path, tmp_path: P
     model = make_model("deepseek_v3")
     index = CheckpointIndex.open(with_head)
     load_weights(model, with_head, progress=False)
-    add_to_note(model, heads=Heads(index))
+    add_to_note(model, heads=Heads(index, index))
     with torch.no_grad():
         model.lm_head.weight.fill_(7)
     save_pretrained(model, tmp_path / "saved")
