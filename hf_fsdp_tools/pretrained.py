@@ -119,9 +119,9 @@ def from_pretrained(
         torch_dtype: the older name of `dtype`.
         load_kwargs: passed to `load_weights` (`seed`, `staging_bytes`, `progress`, …).
         kwargs: as for `AutoModel….from_pretrained`: how to fetch (`revision`, `token`, `cache_dir`, `local_files_only`,
-            `subfolder`); `ignore_mismatched_sizes`; for the config or the model (`num_labels`, `attn_implementation`,
-            …), as in `build_meta_model`. Arguments that ask for nothing are left out (`device_map={"": d}` for the
-            device d of this process, too); others are refused by name.
+            `subfolder`); `ignore_mismatched_sizes` and `carry_heads`, as for `load_weights`; for the config or the
+            model (`num_labels`, `attn_implementation`, …), as in `build_meta_model`. Arguments that ask for nothing are
+            left out (`device_map={"": d}` for the device d of this process, too); others are refused by name.
 
     Every rank must call, with equal arguments but for names of folders and how to fetch. The ranks exchange errors,
     digests of arguments, checkpoint and plan, and under HSDP shards. Each node fetches a hub checkpoint once.

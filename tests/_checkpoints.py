@@ -163,6 +163,18 @@ def pickled_copy(folder: Path, target: Path, *, files: int, transpose: bool = Fa
     return target
 
 
+def add_heads(folder: Path, heads: dict[str, torch.Tensor], **config: Any) -> dict[str, torch.Tensor]:
+    """Add tensors for which the model has no module to a checkpoint of several files, as a file; and to its config."""
+    save_file(heads, folder / "heads.safetensors", metadata={"format": "pt"})
+    listing = folder / "model.safetensors.index.json"
+    content = json.loads(listing.read_text())
+    content["weight_map"] |= dict.fromkeys(heads, "heads.safetensors")
+    listing.write_text(json.dumps(content))
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | config))
+    return heads
+
+
 # ---- quantised checkpoints ----
 
 _EVEN = _SIZES | {"intermediate_size": 80}

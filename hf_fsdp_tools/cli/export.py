@@ -35,6 +35,7 @@ def add_export(commands: Any) -> None:
     add("--adapter", metavar="NAME", help="merges this adapter: a folder with adapter_config.json, or a hub name")
     add("--dtype", metavar="DTYPE", help="casts the weights, such as to bfloat16 (default: as they are)")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="limits a weight file (default: %(default)s)")
+    add("--no-heads", action="store_false", dest="carry_heads", help="leaves out heads that transformers ignores (MTP)")
     add("--config", metavar="NAME", help="takes the model's config from there, if it is not beside the weights")
     add("--revision", metavar="NAME", help="reads this branch, tag or commit on the hub")
     add("--subfolder", metavar="NAME", help="reads this folder within the checkpoint")
@@ -71,7 +72,7 @@ def _write(options: argparse.Namespace) -> "SaveReport":
     from hf_fsdp_tools import export_checkpoint
 
     names = ["adapter", "max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code"]
-    names += ["revision", "subfolder"]
+    names += ["revision", "subfolder", "carry_heads"]
     keywords = {name: value for name in names if (value := getattr(options, name)) is not None}
     keywords |= {"dtype": parse_dtype(options.dtype), "progress": sys.stderr.isatty()}
     with _own_warnings():

@@ -11,6 +11,7 @@ from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.fsdp1.wrap import cast_where_computed, load_weights_fsdp1
 from hf_fsdp_tools.integrations.settings import is_set, warn_on_node
 from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 
 
 def is_version1(model: nn.Module) -> bool:
@@ -63,4 +64,7 @@ def load_into(model: nn.Module, folder: Path) -> None:
     if is_version1(model):
         load_weights_fsdp1(model, folder, strict=True)
     else:
-        load_weights(getattr(model, "_orig_mod", model), folder, strict=True)
+        model = getattr(model, "_orig_mod", model)
+        heads = note_of(model).heads  # not the folder's, which has copies of them and may be deleted
+        load_weights(model, folder, strict=True)
+        add_to_note(model, heads=heads)

@@ -52,8 +52,8 @@ class LoadMap:
     """Model key to the stored elements that the tensor is made of; inputs are named by stored key."""
     groups: Mapping[str, ConversionGroup]
     """Model key to the group that makes the tensor, to convert real values where a `PieceTensor` is opaque."""
-    unexpected_keys: frozenset[str]
-    """Keys of the checkpoint, after renaming, that the model has no place for."""
+    unexpected_keys: Mapping[str, Sequence[str]]
+    """Keys of the checkpoint, after renaming, that the model has no place for; each with the stored keys behind it."""
     used_conversions: tuple[Any, ...] | None
     """transformers' transforms that matched a key; saving reverts them. None for a checkpoint in the model's layout."""
 
@@ -96,18 +96,18 @@ def map_loading(
                 if key in state:
                     tensors[key], makers[key] = tensor, group
                 else:
-                    unexpected.add(key)
+                    unexpected.setdefault(key, [])
     return LoadMap(
         tensors=tensors,
         groups=makers,
-        unexpected_keys=frozenset(unexpected),
+        unexpected_keys=unexpected,
         used_conversions=tuple(t for t in transforms if t.was_used()) if not is_model_state else None,
     )
 
 
 def _group(
     model: nn.Module, stored: Collection[str], state: Mapping[str, torch.Tensor], transforms: Sequence[Any]
-) -> tuple[list[ConversionGroup], set[str]]:
+) -> tuple[list[ConversionGroup], dict[str, list[str]]]:
     """Collect stored keys by the conversion they go into, as `convert_and_load_state_dict_in_model` does."""
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -115,7 +115,7 @@ def _group(
     prefix = getattr(model, "base_model_prefix", None)
     members: dict[str, list[tuple[str, str]]] = {}
     transform_of: dict[str, Any] = {}
-    unexpected: set[str] = set()
+    unexpected: dict[str, list[str]] = {}
     for key in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if renamed not in state and key in state:  # a renaming that this model does not need; the prefix may still be
@@ -125,9 +125,10 @@ def _group(
             members.setdefault(renamed, []).append((key, pattern or key))
         elif pattern is not None:
             targets = converter_of[pattern].target_patterns
-            unexpected.update(renamed.replace(targets[0], target) for target in targets)
+            for target in targets:
+                unexpected.setdefault(renamed.replace(targets[0], target), []).append(key)
         else:
-            unexpected.add(renamed)
+            unexpected.setdefault(renamed, []).append(key)
     groups = [ConversionGroup(target=key, members=tuple(m), transform=transform_of[key]) for key, m in members.items()]
     return groups, unexpected
 

@@ -27,6 +27,7 @@ from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards
+from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
@@ -36,6 +37,7 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
@@ -51,6 +53,7 @@ def load_weights(
     ignore_mismatched_sizes: bool = False,
     strict: bool = False,
     added_tokens: AddedTokens | None = None,
+    carry_heads: bool = True,
     seed: int | None = None,
     staging_bytes: int | None = None,
     requests_in_flight: int = REQUESTS_IN_FLIGHT,
@@ -83,6 +86,8 @@ def load_weights(
             is sharded, `model.resize_token_embeddings(…, mean_resizing=False)`): new rows are the mean of the old ones
             ("mean") or drawn by the model's own initialisation ("random"); the same values for any number of ranks.
             None refuses a checkpoint of another vocabulary.
+        carry_heads: remember heads for multi-token prediction that the checkpoint holds and the class ignores (of
+            DeepSeek-V3, GLM-4 MoE, Qwen3-Next, …), which every save then copies from its files. They stay open.
         seed: of the model's own initialisation; the values do not depend on the number of ranks. None: it follows from
             rank 0's generator, that is from `torch.manual_seed` or `set_seed`.
         staging_bytes: bound of host memory above the shards; at least 1 MiB. None: 64 MiB, or 320 MiB of pinned memory
@@ -132,6 +137,7 @@ def load_weights(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             strict=strict,
             added_tokens=added_tokens,
+            carry_heads=carry_heads,
             seed=seed,
             staging_bytes=staging_bytes,
             allow_pickle=hub_kwargs.get("allow_pickle", False),
@@ -173,6 +179,7 @@ def load_weights(
             )
         with agreed_steps(f"initialising what is in no file ({after})"), _timed(seconds, "initialize"):
             with agreed(doing):
+                remember_heads(model, match, carry=carry_heads)
                 index.refuse_changed()
             initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
             set_conversions(model, match.load_map)
@@ -211,7 +218,7 @@ def _report(
         if parameter.is_floating_point():
             count[parameter.dtype] += parameter.numel()
     dtypes = [dtype for dtype, _ in count.most_common()]
-    dequantized = match.dequantized
+    dequantized, heads = match.dequantized, note_of(model).heads
     return LoadReport(
         checkpoint=match.index.name,
         rank=rank_and_size()[0],
@@ -221,6 +228,8 @@ def _report(
         mismatched_keys=match.mismatched,
         resized_keys=match.resized,
         initialized_keys=tuple(sorted(match.to_initialize)),
+        carried_keys=tuple(heads.index.tensors) if heads else (),
+        carried_bytes=heads.index.num_bytes if heads else 0,
         dequantized_from=dequantized.method if dequantized else None,
         quantized_bytes=dequantized.stored_bytes if dequantized else 0,
         dequantized_bytes=dequantized.num_values * dtypes[0].itemsize if dequantized else 0,

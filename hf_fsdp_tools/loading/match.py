@@ -1,7 +1,7 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
-from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, Stored
+from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import with_bytes
 from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, scaled_as_converted, with_floats
@@ -145,6 +145,12 @@ class Match:
     """Keys of the model that the checkpoint lacks, as they are reported."""
     unexpected_keys: frozenset[str]
     """Keys of the checkpoint that the model has no place for, as they are reported."""
+    heads: CheckpointIndex | None
+    """The part of the checkpoint that is heads which the class says not to report; None without any."""
+    stored_heads: CheckpointIndex
+    """The same as it is stored: values and scales apart, with all that lies beside them."""
+    beside: frozenset[str]
+    """Stored keys of what lies beside weights that stay quantised, and only servers read: saves copy it as heads."""
     mismatched: tuple[Mismatch, ...]
     """Tensors of another shape in the checkpoint, which the model initialises anew."""
     resized: tuple[Mismatch, ...]
@@ -164,7 +170,8 @@ def match_checkpoint(
     """Sort every key of the model into loaded, missing and mismatched. Nothing is read or communicated."""
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
-    index, dequantized = with_floats(index.of_model(state), quantization, state)
+    as_stored = index.of_model(state)
+    index, dequantized = with_floats(as_stored, quantization, state)
     forms = packed_parameters(model)
     parts = {part for key, form in forms.items() for part in form.parts(key)}
     is_packed = bool(forms) and parts.isdisjoint(index.tensors)  # a training state has the parts under their own names
@@ -174,7 +181,8 @@ def match_checkpoint(
     is_known = dequantized is not None
     if is_packed:
         index, load_map = with_bytes(model, index, load_map)
-        dequantized = dequantized.of(index) if dequantized else None
+        used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
+        dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
     layers = packed_linears(model) if getattr(model, "hf_quantizer", None) is not None else {}
     load_map, weights_4bit = part_packed(layers, state, load_map, index) if layers else (load_map, None)
     refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=is_known)
@@ -202,6 +210,9 @@ def match_checkpoint(
             to_initialize.add(tied[0])
             missing.update(key for key in tied if key not in wrong)
     missing_keys, unexpected_keys = adjust_keys(model, missing, set(load_map.unexpected_keys))
+    heads = _heads(model, load_map, unexpected_keys)
+    modules = {key.rpartition(".")[0] for key in heads}
+    beside = _beside(as_stored, index) if is_packed else frozenset()
     if strict and (missing_keys or unexpected_keys):
         raise CheckpointError(
             f"{index.name!r} does not hold exactly what the model needs. Missing: "
@@ -219,10 +230,48 @@ def match_checkpoint(
         to_initialize=frozenset(to_initialize),
         missing_keys=missing_keys,
         unexpected_keys=unexpected_keys,
+        heads=part_of(index, heads.__contains__) if heads or beside else None,
+        stored_heads=part_of(as_stored, lambda key: key.rpartition(".")[0] in modules or key in beside),
+        beside=beside,
         mismatched=mismatched,
         resized=_other_shapes(load_map.tensors, stored),
         added={key: rows for key, rows in added.items() if key in loaded},
     )
+
+
+def part_of(index: CheckpointIndex, holds: Callable[[str], bool]) -> CheckpointIndex:
+    """A checkpoint with some of its tensors alone."""
+    return replace(index, tensors={key: index.tensors[key] for key in sorted(index.tensors) if holds(key)})
+
+
+def _beside(as_stored: CheckpointIndex, index: CheckpointIndex) -> frozenset[str]:
+    """Stored keys that `with_floats` has left out: scales of activations, shapes of packed weights."""
+    quantized = (tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor))
+    known = {part.key for tensor in quantized for part in tensor.parts} | index.tensors.keys()
+    return frozenset(as_stored.tensors.keys() - known)
+
+
+def _heads(model: nn.Module, load_map: LoadMap, reported: Collection[str]) -> set[str]:
+    """Stored keys that only a head for multi-token prediction can have, which servers look for.
+
+    What else a class says not to report is of no use to it: buffers of older versions, or towers and decoders of a
+    larger model, which the config that it saves does not have either.
+    """
+    ignored = ((key, stored) for key, stored in load_map.unexpected_keys.items() if key not in reported)
+    return {each for key, stored in ignored if _is_of_head(model, key) for each in stored}
+
+
+def _is_of_head(model: nn.Module, key: str) -> bool:
+    """Whether a key has a part `mtp…`, or is of one more layer than a list of the model has."""
+    if any(part.startswith("mtp") for part in key.split(".")):
+        return True
+    module: nn.Module | None = model
+    prefix = getattr(model, "base_model_prefix", "")
+    for part in key.removeprefix("" if hasattr(model, prefix) else f"{prefix}.").split("."):
+        if module is None or part not in module._modules:
+            return isinstance(module, nn.ModuleList) and part.isdigit()
+        module = module._modules[part]
+    return False
 
 
 def _other_shapes(stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[Mismatch, ...]:

@@ -62,6 +62,10 @@ class LoadReport:
 
     On an accelerator, what the driver maps into the process meanwhile is in it (hundreds of MB of context and kernels);
     `staging_bytes` is exact there."""
+    carried_keys: tuple[str, ...] = ()
+    """Stored keys of heads that the model's class ignores, and that saves copy (`carry_heads`)."""
+    carried_bytes: int = 0
+    """Bytes of these as they are stored."""
     dequantized_from: str | None = None
     """The quantisation of the checkpoint whose weights were dequantised; None of a plain checkpoint."""
     quantized_bytes: int = 0
@@ -104,6 +108,8 @@ class LoadReport:
             rows["read whole"] = f"{show_bytes(self.converted_bytes)}, for conversions that do more than move data"
         if self.dequantized_from:
             rows["dequantised"] = self.show_dequantized()
+        if self.carried_keys:
+            rows["carried"] = f"{len(self.carried_keys)} tensors, {show_bytes(self.carried_bytes)}, for saves to copy"
         if self.resized_keys:
             rows["other vocabulary"] = listed(key for key, _, _ in self.resized_keys)
         if self.mismatched_keys:

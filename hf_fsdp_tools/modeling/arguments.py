@@ -16,7 +16,7 @@ _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Where and how a checkpoint is fetched."""
 
-_LOAD = ("ignore_mismatched_sizes",)
+_LOAD = ("carry_heads", "ignore_mismatched_sizes")
 """What `load_weights` takes."""
 
 _OF_LOADING = {"added_tokens", "progress", "requests_in_flight", "seed", "staging_bytes", "strict"}

@@ -37,6 +37,8 @@ class Note:
     """Whether ranks share these experts: tokens travel to them, and they are sharded over fewer ranks."""
     stored_quantization: Mapping[str, Any] | None = None
     """How the checkpoint of a plain model is quantised, until it is loaded."""
+    heads: Any = None
+    """Of a model that was loaded: the `Heads` of its checkpoint that it has no modules for; saves copy them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
         return replace(

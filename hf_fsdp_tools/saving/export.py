@@ -23,6 +23,7 @@ from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors, revert_group
 from hf_fsdp_tools.loading.fill import check_ties, read_converted, read_into
+from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
 from hf_fsdp_tools.loading.io.transfer import Transfer
@@ -70,6 +71,7 @@ def export_checkpoint(
     auto_class: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    carry_heads: bool = True,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
@@ -99,6 +101,7 @@ def export_checkpoint(
             that which the config names.
         dtype: of floating-point tensors in the files, after merging; None keeps each tensor's own.
         max_shard_size: largest weight file, in bytes or as "5GB".
+        carry_heads: copy heads of the state or base that the model's class ignores, as `save_pretrained` does.
         allow_pickle: read legacy `.bin` files, such as Accelerate's of FULL_STATE_DICT; no code of the file is run.
         trust_remote_code: run model code that comes with the config.
         progress: a bar on rank 0 over the bytes that this rank moves; None: where standard error is a terminal.
@@ -124,8 +127,14 @@ def export_checkpoint(
         ('model.safetensors',)
     """
     start_s, folder, dtype = time.perf_counter(), Path(folder), as_dtype(dtype)
-    same = {"auto_class": auto_class, "allow_pickle": allow_pickle, "dtype": dtype, "max_shard_size": max_shard_size}
-    same_on_all_ranks("writing the checkpoint", **same)
+    same_on_all_ranks(
+        "writing the checkpoint",
+        auto_class=auto_class,
+        allow_pickle=allow_pickle,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        carry_heads=carry_heads,
+    )
     if state is None and adapter is None:
         raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
     own = Source(fspath(state if adapter is None else adapter), hub_kwargs)  # type: ignore[arg-type]
@@ -167,6 +176,7 @@ def export_checkpoint(
     with HiddenFolder(folder) as hidden:
         with agreed("preparing the save", folder):
             check_ties(material.match, staging_bytes=STAGING_BYTES)
+            remember_heads(material.model, material.match, carry=carry_heads)
             layout = plan_layout(material.model, dtype, max_shard_size)
             loop = _Loop(material, layout)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)

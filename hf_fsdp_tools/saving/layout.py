@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -14,10 +14,14 @@ from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
+from hf_fsdp_tools.loading.heads import Heads
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.regions import Piece, row_major_strides, slice_view
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.weight_files import WEIGHTS
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.text import dtype_name, listed
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -74,6 +78,12 @@ class Layout:
     places: Mapping[str, Place]
     """Hub key to place."""
 
+    carried: Mapping[str, Place]
+    """The same of heads that are copied from files; their places are made of stored elements."""
+
+    heads: tuple[Heads, CheckpointIndex] | None
+    """Where these are stored."""
+
     headers: Mapping[str, bytes]
     """File to everything before its data."""
 
@@ -81,7 +91,7 @@ class Layout:
     """File to its full length in bytes."""
 
     num_parameters: int
-    """Elements of the model's parameters."""
+    """Elements of the model's parameters, and of what is carried."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,13 +99,25 @@ class Layout:
         return sum(self.sizes.values()) - sum(map(len, self.headers.values()))
 
 
-def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str) -> Layout:
+def plan_layout(
+    model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, *, carry_heads: bool = True
+) -> Layout:
     """The layout with keys, dtypes and shapes as transformers saves them, split into files as huggingface_hub splits.
 
     `dtype` is that of floating-point tensors in the files; None keeps the model's. No rank communicates.
     """
     refuse_ended(model)
     tensors = map_saving(model)
+    heads: Heads | None = note_of(model).heads
+    carried: dict[str, PieceTensor] = {}
+    if heads is not None:
+        heads.refuse_changed()
+        index, of_rest = heads.of(model, carry=carry_heads), cast(torch.dtype, getattr(model, "dtype", None))
+        for key in index.tensors.keys() - tensors.keys():
+            stored = index.tensors[key]
+            own = of_rest if isinstance(stored, QuantizedTensor) else stored.dtype
+            carried[key] = PieceTensor.stored(stored, own)
+        tensors |= {key: carried[key] for key in sorted(carried)}
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
     # such as float8_e4m3fnuz and complex128
     if unnamed := [key for key, saved in dtypes.items() if saved not in _DTYPE_NAMES]:
@@ -133,5 +155,12 @@ def plan_layout(model: nn.Module, dtype: torch.dtype | None, max_shard_size: int
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Layout(places=places, headers=headers, sizes=sizes, num_parameters=num_parameters)
+    num_parameters = sum(tensor.numel() for tensor in (*model.parameters(), *carried.values()))
+    return Layout(
+        places={key: place for key, place in places.items() if key not in carried},
+        carried={key: places[key] for key in carried},
+        heads=None if heads is None else (heads, index),
+        headers=headers,
+        sizes=sizes,
+        num_parameters=num_parameters,
+    )

@@ -124,6 +124,7 @@ def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any
             if "modules_to_save" not in base.get_submodule(key.rpartition(".")[0])._modules
         }
         saved = with_merged(base, merged)
+        forget_quantization(saved)
         assert isinstance(saved, PreTrainedModel)
         return _material(saved, match, of_adapter, filled, adapted=adapted, merged=merged)
 

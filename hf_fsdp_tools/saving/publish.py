@@ -74,7 +74,9 @@ def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, 
         changed = _changed(hidden)
         if is_sharded:
             sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
-            weight_map = {key: names.weights[str(place.file)] for key, place in layout.places.items()}
+            weight_map = {
+                key: names.weights[str(place.file)] for key, place in (*layout.places.items(), *layout.carried.items())
+            }
             text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True)
             (hidden.new / last).write_text(text + "\n", "utf-8")
             sync(hidden.new / last)

@@ -15,12 +15,15 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
 from hf_fsdp_tools.loading.conversion import persistent_tensors, revert_whole, saved_tensors
+from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
-from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, write_in_turn, write_transfers
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer, write_in_turn, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
@@ -39,6 +42,9 @@ from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.text import dtype_name
 
+_SLAB_BYTES = 16 * 2**20
+"""Bytes of a head that a rank copies at a time. (assumed)"""
+
 
 def save_pretrained(
     model: nn.Module,
@@ -50,6 +56,7 @@ def save_pretrained(
     staging_bytes: int = STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool = True,
+    carry_heads: bool = True,
     model_card: bool = False,
     push_to_hub: bool = False,
     **hub_arguments: Any,
@@ -87,6 +94,8 @@ def save_pretrained(
             training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
             optimizer, or by the next such call. Adapters are small, and always written before the call returns.
+        carry_heads: copy the heads that `load_weights` has remembered byte for byte from their files, each rank its
+            part; where the model is plain and they are quantised, dequantised to its dtype. `dtype` casts them too.
         model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
             adapter PEFT writes its own in any case.
         push_to_hub: upload the files of this save, once they are complete, as one commit that also deletes weights of
@@ -123,6 +132,7 @@ def save_pretrained(
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
         blocking=blocking,
+        carry_heads=carry_heads,
         push_to_hub=push_to_hub,
         hub_arguments={**hub_arguments, "token": None},
     )
@@ -136,6 +146,7 @@ def save_pretrained(
         staging_bytes=staging_bytes,
         merge_adapters=merge_adapters,
         blocking=blocking,
+        carry_heads=carry_heads,
         model_card=model_card,
     )
     if isinstance(begun, SaveReport):
@@ -156,6 +167,7 @@ def begin_save(
     staging_bytes: int = STAGING_BYTES,
     merge_adapters: bool = False,
     blocking: bool,
+    carry_heads: bool = True,
     model_card: bool = False,
 ) -> "BegunSave | SaveReport":
     """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
@@ -182,7 +194,7 @@ def begin_save(
     try:
         with agreed("preparing the save", folder):
             _refuse_unready(model, dtype)
-            layout = plan_layout(model, dtype, max_shard_size)
+            layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
             held = copies.held_transfers(model, layout)
             scattered_here = {key for key, parts in held.items() if copies.is_scattered(parts)}
             names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
@@ -252,9 +264,10 @@ class BegunSave:
                 self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
                 stats = sum(written, stats)
             with agreed("writing the checkpoint", folder):
-                stats += self.write()
+                stats += self.write() + _copy_heads(self.layout, self.hidden.path)
+                carried = (self.hidden.path / place.file for place in self.layout.carried.values())
                 with storage_errors("save to", folder):
-                    for file in self.files:
+                    for file in dict.fromkeys([*self.files, *carried]):
                         sync(file)
                 total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
                 assert total == self.layout.num_bytes, f"wrote {total} of {self.layout.num_bytes} bytes"
@@ -366,6 +379,29 @@ def _gather(
     with agreed("converting what is gathered"):
         if failure is not None:
             raise failure
+
+
+def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
+    """Copy this rank's part of the heads from their files to those in a folder, in bounded memory."""
+    stats = TransferStats()
+    if layout.heads is None:
+        return stats
+    heads, index = layout.heads
+    rank, num_ranks = rank_and_size()
+    slabs = [
+        (place, slab)
+        for place in layout.carried.values()
+        for slab in Box.whole(place.tensor.shape).slabs(_SLAB_BYTES, place.dtype.itemsize)
+    ]
+    with heads.reader() as reader, Writer(staging_bytes=_SLAB_BYTES, side=None, in_flight=1) as writer:
+        for place, slab in slabs[rank::num_ranks]:
+            memory = torch.empty(slab.length, dtype=place.dtype)
+            read_into([(memory, place.tensor, slab)], index, reader, staging_bytes=_SLAB_BYTES)
+            (whole,) = PieceTensor.named("", place.tensor.shape, place.dtype).pieces or ()
+            transfers = place.transfers(whole, memory, slab, place.tensor.shape)
+            stats += writer.move_in_turn(replace(each, file=folder / each.file) for each in transfers)
+    heads.refuse_changed()
+    return stats
 
 
 def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:

@@ -55,9 +55,9 @@ class Dequantized:
     """Weights whose scales lie on other blocks than the config says; they are read by their scales, as in transformers.
     """
 
-    def of(self, index: CheckpointIndex) -> "Dequantized | None":
-        """The same of an index in which some weights stay as they are stored; None where all do."""
-        rest = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
+    def of(self, used: Iterable[Stored]) -> "Dequantized | None":
+        """The same where these stored tensors alone are read, of which some stay as they are; None where all do."""
+        rest = [tensor for tensor in used if isinstance(tensor, QuantizedTensor)]
         return replace(self, stored_bytes=_bytes_of(rest), num_values=_values_of(rest)) if rest else None
 
 

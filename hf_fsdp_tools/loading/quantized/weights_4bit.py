@@ -59,7 +59,7 @@ def part_packed(
         )
     prefixes = tuple(f"{key}." for key in scales)
     known = {name for stored in scales.values() for name in stored.values()}
-    unexpected = frozenset(key for key in load_map.unexpected_keys - known if not key.startswith(prefixes))
+    unexpected = {k: v for k, v in load_map.unexpected_keys.items() if k not in known and not k.startswith(prefixes)}
     rest = {key: tensor for key, tensor in load_map.tensors.items() if key not in plain}
     parted = replace(load_map, tensors=rest, unexpected_keys=unexpected)
     return parted, Weights4Bit(layers=layers, plain=plain, scales=scales)
