@@ -60,7 +60,7 @@ def add_hooks(
     else:
         hooks += _cast_around_copies(model)
     hooks += reach_experts(experts or {})
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
         hooks.append(base.register_forward_hook(partial(_gather_head, head=head)))
     # after FSDP2's own hooks
