@@ -647,8 +647,12 @@ def _replicas(folder, shards):
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
         assert sharding_of(from_pretrained(folder, accelerator=accelerator)).mesh.shape == (2, 2), "Accelerate's plugin"
         return run
-    with pytest.raises(ConfigError, match=r"dp_shard_size 1 shard nothing: each process would hold a whole model"):
-        new_accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=1))
+    for sizes, message in (
+        ({"dp_replicate_size": 2}, r"dp_shard_size 1 shard nothing: each process would hold a whole model"),
+        ({"sp_size": 2}, r"sp_size=2: only dp_replicate_size.*Leave sp_size out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            new_accelerator(parallelism_config=ParallelismConfig(**sizes, dp_shard_size=1))
     return _loop(folder, mesh=ParallelDims(dp_replicate_size=2).build_mesh(local_device().type))  # replicas alone
 
 
