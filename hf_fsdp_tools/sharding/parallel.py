@@ -25,6 +25,7 @@ from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.context_parallel import experts_without_values, tokens_without_values
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
@@ -128,6 +129,11 @@ def checked_rules(
         raise ConfigError(f"{what} needs transformers 5.21 or newer, whose plans divide layers by themselves.")
     if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
+    if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
+        raise ConfigError(
+            f"{what}: {type(model).__name__} has adapters already ({listed(wrapped)}), and its layers must be divided "
+            "first. Give peft_config to from_pretrained, or make the adapter on a model of from_pretrained."
+        )
     names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     rules: dict[str, tuple[str, str]] = {}
     given = {"tp": tp_plan, "ep": ep_plan}
