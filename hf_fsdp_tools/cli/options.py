@@ -126,11 +126,20 @@ def add_machine_options(add: Callable[..., Any]) -> None:
     add("--mixed-precision", choices=("no", "bf16", "fp16"), help=about)
 
 
+def add_degrees(add: Callable[..., Any]) -> None:
+    """Add the degrees of parallelism."""
+    for name, about in (
+        ("dp-replicate", "keeps N copies of the model, each sharded (HSDP)"),
+        ("cp", "has N processes share each row, with a part of every sequence (context parallelism)"),
+        ("tp", "has N processes share each layer, and the rows (tensor parallelism)"),
+        ("ep", "has N processes share the experts (expert parallelism)"),
+    ):
+        add(f"--{name}-size", type=count, metavar="N", help=about)
+
+
 def add_sharding_options(add: Callable[..., Any]) -> None:
     """Add what FSDP does."""
-    add("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
-    about = "has N processes share each row, with a part of every sequence (context parallelism)"
-    add("--cp-size", type=count, metavar="N", help=about)
+    add_degrees(add)
     switch = {"action": argparse.BooleanOptionalAction}
     add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
     add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
