@@ -184,8 +184,8 @@ def test_config_writes_a_file(capsys, on_cpu, tmp_path):
 def test_config_options_reach_the_config(capsys, on_cpu):
     words = (
         "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
-        "--main_process_port 5 --dp-replicate-size 2 --cp-size 2 --tp-size 2 --ep-size 4 --mixed-precision fp16 --offload-params "
-        "--activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
+        "--main_process_port 5 --dp-replicate-size 2 --cp-size 2 --tp-size 2 --ep-size 4 --mixed-precision fp16 "
+        "--offload-params --activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
     )
     code, out, _ = run(capsys, "config", *words.split())
     assert code == 0
