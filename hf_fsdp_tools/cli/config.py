@@ -59,8 +59,7 @@ def add_config(commands: Any) -> None:
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
-    about = "takes N sequences per optimizer step over all GPUs"
-    train("--global-batch-size", type=count, metavar="N", help=about)
+    train("--global-batch-size", type=count, metavar="N", help="takes N sequences per optimizer step over all GPUs")
     train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
     train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
     names = sorted(each.replace("_", "-") for each in recipes())
@@ -84,8 +83,7 @@ def _config(options: argparse.Namespace) -> None:
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
     if best is None:
-        experts = [f"FSDP_EP_SIZE={config.ep_size}"] if config.ep_size > 1 else []  # for which the launcher has no word
-        start = [*experts, "accelerate", "launch"]
+        start = [*[f"FSDP_EP_SIZE={config.ep_size}"] * (config.ep_size > 1), "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:

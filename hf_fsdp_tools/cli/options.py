@@ -240,8 +240,7 @@ def add_training_options(add: Callable[..., Any]) -> None:
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="uses these attention kernels (default: sdpa)")
-    about = "compiles each block"
-    add("--torch-compile", dest="compile", action="store_const", const=True, help=about)
+    add("--torch-compile", dest="compile", action="store_const", const=True, help="compiles each block")
 
 
 def _image_size(text: str) -> tuple[int, int]:

@@ -320,8 +320,8 @@ def _along(job: Job, name: str, before: Search, search_of: Callable[..., Search]
     for size in _sizes(job, name, base)[1:]:
         try:
             setup = replace(base, **{name: size, **kept})
-            start = batch * setup.dims.ranks_per_row // base.dims.ranks_per_row if rate else 1
-            search = search_of(setup, kept, start=start, to_beat=rate)
+            shared = setup.dims.ranks_per_row // base.dims.ranks_per_row
+            search = search_of(setup, kept, start=batch * shared, to_beat=rate)
             point = search.best()
         except ConfigError:
             break  # the model cannot share so, or not among so many
@@ -332,7 +332,7 @@ def _along(job: Job, name: str, before: Search, search_of: Callable[..., Search]
             continue
         found[size] = search, point
         if search.rate(point) > rate * (1 + GAIN):
-            chosen, rate = search, search.rate(point)
+            chosen, rate, batch = search, search.rate(point), max(1, point.batch_size // shared)
         elif name != "ep_size" or size > base.gpus_per_node:
             break
         if name == "cp_size" and base.seq_len < LONG:

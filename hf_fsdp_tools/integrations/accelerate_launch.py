@@ -58,8 +58,7 @@ def main() -> None:
     """Launch what the command line says, with what the file says of experts, which the launcher does not pass on."""
     settings, _ = launch_command_parser().parse_known_args()
     file = yaml.safe_load(Path(settings.config_file).read_text(encoding="utf-8"))  # which `cli.launch` has checked
-    if (ep_size := (file.get("fsdp_config") or {}).get("fsdp_ep_size")) is not None:
-        os.environ.setdefault("FSDP_EP_SIZE", str(ep_size))
+    os.environ.setdefault("FSDP_EP_SIZE", str((file.get("fsdp_config") or {}).get("fsdp_ep_size") or ""))
     try:
         launch()
     except ChildFailedError as failed:
