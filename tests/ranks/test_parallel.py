@@ -77,13 +77,13 @@ def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
-def layouts_train(kinds, layouts, parent):
+def layouts_train(kinds, layouts, parent, **options):
     """Accumulation, clipping and steps of foreach and fused optimizers; every weight after three steps."""
     step_kinds_apart()
     for kind in kinds:
         folder = folder_of(kind, parent)
         for number, dims in enumerate(layouts):
-            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}).train()
+            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}, **options).train()
             plain = AutoModelForCausalLM.from_pretrained(folder).train()
             settings = OPTIONS[number % 2]
             ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
