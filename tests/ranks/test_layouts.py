@@ -55,10 +55,10 @@ def each_rank_reads_its_parts(kinds, layouts, parent):
             is_reader = axes_of_first_copy(dims)
             held = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
             assert report.share_bytes == held and report.bytes_read == (held if is_reader else 0), (kind, dims)
-            size = dims.tp_size * dims.dp_replicate_size
-            whole = {name: p for name, p in model.named_parameters() if p.device_mesh.size() * size == dist.get_world_size()}
+            ranks = dist.get_world_size()
+            whole = [p for p in model.parameters() if p.device_mesh.size() * dims.tp_size == ranks]
             total = sum(p.numel() * 4 for p in model.parameters())
-            more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole.values())
+            more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole)
             assert sum(all_ranks(report.bytes_read)) == total + more, (kind, dims)
 
 
@@ -79,26 +79,24 @@ def quantised_files_are_read_in_parts(parent):
         theirs = dequantized_by_transformers(kind, folder, torch.bfloat16)
         whole = dict.fromkeys(("model.embed_tokens", "lm_head"), "replicate")  # of 131 words
         for dims in layouts:
-            config = {"tp_size": dims.tp_size, "ep_size": dims.ep_size, "tp_plan": whole}
-            model, report = from_pretrained(
-                folder, distributed_config=config, load_kwargs=QUIET, output_loading_info=True
-            )
+            sizes = {"tp_size": dims.tp_size, "ep_size": dims.ep_size, "fsdp_size": 2 // dims.tp_size}
+            rules = {"tp_plan": whole} if dims.tp_size > 1 else {}
+            model = from_pretrained(folder, distributed_config={**sizes, **rules}, load_kwargs=QUIET)
             for name, parameter in model.named_parameters():
                 assert apart(parameter, theirs.get_parameter(name)) == 0.0, (kind, dims, name)
-            print(kind, dims, report.read_ratio)
 
 
 def resized(parent):
     """Other numbers of tokens, while loading and of a model that is divided: as on one axis, and trained alike."""
     for kind in ("llama", "qwen3"):  # whose head is tied
         folder = folder_of(kind, parent)
-        said = refusal(lambda: from_pretrained(folder, mesh=PAIRS[0], num_tokens=141, load_kwargs=QUIET))
+        said = refusal(partial(from_pretrained, folder, mesh=PAIRS[0], num_tokens=141, load_kwargs=QUIET))
         assert "cannot be divided by tp_size 2. Add rows: from_pretrained(…, pad_to_multiple_of=2)" in said
         found = []
         for dims in (ParallelDims(), PAIRS[0]):
             model = from_pretrained(folder, mesh=dims, load_kwargs=QUIET)
             if dims.tp_size == 2:
-                said = refusal(lambda: resize_token_embeddings(model, 141))
+                said = refusal(partial(resize_token_embeddings, model, 141))
                 assert "of 141 tokens cannot be divided by tp_size 2. Add rows: pad_to_multiple_of=2." in said
             resize_token_embeddings(model, 141, pad_to_multiple_of=2)
             ids = torch.arange(130, 142)[None]
@@ -107,9 +105,7 @@ def resized(parent):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer.step()
             found.append((loss.detach(), model))
-            while_loading = from_pretrained(
-                folder, mesh=dims, num_tokens=141, pad_to_multiple_of=2, load_kwargs=QUIET
-            )
+            while_loading = from_pretrained(folder, mesh=dims, num_tokens=141, pad_to_multiple_of=2, load_kwargs=QUIET)
             torch.testing.assert_close(while_loading.train()(input_ids=ids, labels=ids).loss.detach(), loss.detach())
         torch.testing.assert_close(found[0][0], found[1][0])
         for name, parameter in found[0][1].named_parameters():
@@ -134,7 +130,6 @@ def in_bf16(parent):
                 losses.append(float(loss.detach()))
             found.append(losses)
             assert loss.dtype == torch.float32
-        print(kind, found)
         assert found[0] == pytest.approx(found[1], rel=5e-3)
 
 
