@@ -311,8 +311,9 @@ def _plain_of(stored: Tensors, config: dict[str, Any], dtype: torch.dtype) -> Te
     return plain
 
 
-def _gpt_oss() -> PreTrainedModel:
-    sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_experts_per_tok": 2}
+def gpt_oss(experts: int = 5) -> PreTrainedModel:
+    sizes = _EVEN | {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
+    sizes |= {"num_local_experts": experts}
     config = hf.GptOssConfig(**sizes, head_dim=16, layer_types=["sliding_attention", "full_attention"])
     return hf.GptOssForCausalLM(config)
 
@@ -352,7 +353,7 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     ),
     "fp8 and fp4 experts": (partial(_deepseek_v3, 80, 32), _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8 experts": (_even_mixtral, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
-    "mxfp4": (_gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
+    "mxfp4": (gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
     "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
@@ -379,10 +380,11 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
 alone (mxfp4)."""
 
 
-def make_quantized(kind: str, folder: Path) -> Path:
-    """Write the quantised checkpoint of that kind, in bf16 where it is not quantised; several files and an index."""
+def make_quantized(kind: str, folder: Path, other: Callable[[], PreTrainedModel] | None = None) -> Path:
+    """Write the quantised checkpoint of that kind, or of another model, in bf16 where it is not quantised; several
+    files and an index."""
     make, store, config = QUANTIZED[kind]
-    randomize(make().to(torch.bfloat16)).save_pretrained(folder, max_shard_size="60KB")
+    randomize((other or make)().to(torch.bfloat16)).save_pretrained(folder, max_shard_size="60KB")
     linear = r"(proj|proj_with_mqa|[qk]v?_[ab]_proj|w[123])\.weight$"
     names = r"experts\.(gate_up|down)_proj$" if kind == "mxfp4" else linear
     weight_map = {}

@@ -59,8 +59,7 @@ def add_config(commands: Any) -> None:
     kinds = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     shard("--state-dict-type", choices=kinds, help="writes training checkpoints so (default: SHARDED_STATE_DICT)")
     train = parser.add_argument_group("with NAME: what is trained (batches are searched unless given)").add_argument
-    about = "takes N sequences per optimizer step over all GPUs"
-    train("--global-batch-size", type=count, metavar="N", help=about)
+    train("--global-batch-size", type=count, metavar="N", help="takes N sequences per optimizer step over all GPUs")
     train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
     train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
     names = sorted(each.replace("_", "-") for each in recipes())
@@ -84,7 +83,7 @@ def _config(options: argparse.Namespace) -> None:
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
     if best is None:
-        start = ["accelerate", "launch"]
+        start = [*[f"FSDP_EP_SIZE={config.ep_size}"] * (config.ep_size > 1), "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
@@ -93,7 +92,8 @@ def _config(options: argparse.Namespace) -> None:
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
-        names = ("reshard_after_forward", "dp_replicate_size", "cp_size", "offload_params", "activation_checkpointing")
+        degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
+        names = (*degrees, "reshard_after_forward", "offload_params", "activation_checkpointing")
         searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
         reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
@@ -254,7 +254,7 @@ def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> 
     return _SCRIPT.format(
         command=command,
         script=shlex.quote(path.rpartition(".")[0] + ".sbatch"),
-        name="train" if launch[0] == "accelerate" else launch[1],
+        name=launch[1] if launch[0] == "hf-fsdp" else "train",
         machines=config.num_machines,
         devices="" if config.use_cpu else f"#SBATCH --gpus-per-node={each}\n",
         cpus=_CPUS_PER_PROCESS * each,

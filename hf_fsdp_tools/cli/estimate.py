@@ -57,8 +57,7 @@ def add_estimate(commands: Any) -> None:
     show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
     about = "shows one step unit by unit instead: gathers, computation and reductions, hidden or exposed"
     show("--units", action="store_true", help=about)
-    about = "draws it: .png, .svg, .pdf, or without --units as a page .html"
-    show("--output", type=Path, metavar="FILE", help=about)
+    show("--output", type=Path, metavar="FILE", help="draws it: .png, .svg, .pdf, or without --units as a page .html")
     about = "draws this recorded step (export_chrome_trace of torch.profiler) below that of --units"
     show("--measured", type=Path, metavar="TRACE", help=about)
     parser.set_defaults(run=_estimate)

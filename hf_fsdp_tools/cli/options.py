@@ -126,11 +126,20 @@ def add_machine_options(add: Callable[..., Any]) -> None:
     add("--mixed-precision", choices=("no", "bf16", "fp16"), help=about)
 
 
+def add_degrees(add: Callable[..., Any]) -> None:
+    """Add the degrees of parallelism."""
+    for name, about in (
+        ("dp-replicate", "keeps N copies of the model, each sharded (HSDP)"),
+        ("cp", "has N processes share each row, with a part of every sequence (context parallelism)"),
+        ("tp", "has N processes share each layer, and the rows (tensor parallelism)"),
+        ("ep", "has N processes share the experts (expert parallelism)"),
+    ):
+        add(f"--{name}-size", type=count, metavar="N", help=about)
+
+
 def add_sharding_options(add: Callable[..., Any]) -> None:
     """Add what FSDP does."""
-    add("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
-    about = "has N processes share each row, with a part of every sequence (context parallelism)"
-    add("--cp-size", type=count, metavar="N", help=about)
+    add_degrees(add)
     switch = {"action": argparse.BooleanOptionalAction}
     add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
     add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
@@ -231,8 +240,7 @@ def add_training_options(add: Callable[..., Any]) -> None:
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")
     add("--attn-implementation", choices=kernels, help="uses these attention kernels (default: sdpa)")
-    about = "compiles each block"
-    add("--torch-compile", dest="compile", action="store_const", const=True, help=about)
+    add("--torch-compile", dest="compile", action="store_const", const=True, help="compiles each block")
 
 
 def _image_size(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.options import add_class_and_json, check_writable, count, prepare_model, write
+from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, check_writable, count, prepare_model, write
 from hf_fsdp_tools.errors import ConfigError
 
 _MOST_PROCESSES = 4
@@ -34,10 +34,7 @@ def add_prove(commands: Any) -> None:
     layout = parser.add_argument_group("layout").add_argument
     layout("--config-file", metavar="FILE", help="takes the layout of this file for `accelerate launch`, made small")
     layout("--num-processes", type=count, metavar="N", help="runs N CPU ranks (default: the fewest that shard)")
-    layout("--dp-replicate-size", type=count, metavar="N", help="keeps N copies of the model, each sharded (HSDP)")
-    layout("--cp-size", type=count, metavar="N", help="has N ranks share each row (context parallelism)")
-    layout("--tp-size", type=count, metavar="N", help="has N ranks share each layer (tensor parallelism)")
-    layout("--ep-size", type=count, metavar="N", help="has N ranks share the experts (expert parallelism)")
+    add_degrees(layout)
     layout("--fsdp-version", type=int, choices=(1, 2), help="wraps with FSDP1 or FSDP2 (default: 2)")
     layout("--activation-checkpointing", action="store_true", help="recomputes activations in the backward pass")
     layout("--lora", action="store_true", help="trains LoRA adapters on all linear layers")

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from textwrap import wrap
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
-from hf_fsdp_tools.foresight.search import GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
+from hf_fsdp_tools.foresight.search import DEGREES, GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
@@ -176,11 +176,11 @@ def recommend_config(
 
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
     otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
-    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, and
-    where GPUs wait for gathers during a quarter of a step, GPUs that share experts (`ep_size`), and those of a machine
-    that share layers (`tp_size`); there, and for long rows, those that share rows (`cp_size`); and then CPU offload. LoRA or all parameters,
-    precision, optimizer and sequence length (unless it is None) are never searched. Faster settings that change how
-    numbers are rounded are named (`Recommendation.proposals`).
+    machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, or
+    GPUs wait for each other, GPUs that share experts (`ep_size`), and those of a machine that share layers (`tp_size`);
+    for long rows, or where nothing fits, those that share rows (`cp_size`); and then CPU offload. LoRA or all
+    parameters, precision, optimizer and sequence length (unless it is None) are never searched. Faster settings that
+    change how numbers are rounded are named (`Recommendation.proposals`).
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
@@ -222,7 +222,7 @@ def recommend_config(
         lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
         place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length, cp_size=most))
         job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
-    search, sharing = _over_layouts(job, global_batch_size)
+    search, sharing = _over_degrees(job, global_batch_size)
     best: Point | None = None
     while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
         best = found
@@ -245,26 +245,19 @@ def recommend_config(
     )
 
 
-_LAYOUTS = ("ep_size", "cp_size", "tp_size")
-"""Degrees that are searched, in the order in which they are tried."""
-
-_WAITING = 0.25
-"""Part of a step from which GPUs that wait for gathers share experts or layers where that is faster, and not only where
-nothing else fits. (assumed)"""
-
-
 def _sizes(job: Job, name: str, setup: TrainingSetup) -> list[int]:
-    """How many GPUs may share rows, layers or experts, ascending: powers of two, of rows and layers inside a machine."""
+    """How many GPUs may share rows, layers or experts: powers of two, of rows and layers inside a machine."""
     own: int = getattr(setup, name)
-    copies = setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1
-    node, group = min(setup.gpus_per_node, setup.num_gpus), setup.num_gpus // copies
     if own > 1 or name in job.fixed or setup.wrapping == "none":
         return [own]
-    others = setup.dims.ranks_per_row
-    if name == "ep_size":
-        return [1, *(size for power in range(1, 12) if others <= (size := 2**power) <= group and group % size == 0)]
-    most = min(node // others, setup.ep_size // others if setup.ep_size > 1 else node)
-    return [1, *(size for power in range(1, 10) if (size := 2**power) <= most and group % (size * others) == 0)]
+    copies = setup.dp_replicate_size if "dp_replicate_size" in job.fixed else 1
+    group, others = setup.num_gpus // copies, setup.dims.ranks_per_row
+    most = min(setup.gpus_per_node, group) // others if name != "ep_size" else group
+    if name != "ep_size" and setup.ep_size > 1:
+        most = min(most, setup.ep_size // others)
+    taken = 1 if name == "ep_size" else others
+    powers = (2**power for power in range(1, most.bit_length()))
+    return [1, *(size for size in powers if size * taken >= others and group % (size * taken) == 0)]
 
 
 def _most_per_row(job: Job) -> int:
@@ -276,44 +269,73 @@ def _most_per_row(job: Job) -> int:
     return most
 
 
-def _over_layouts(job: Job, global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
-    """The search with the fastest degrees, and why: of each the sizes are tried in turn until a larger one is not
-    faster. Rows, layers and experts are shared before anything is offloaded."""
-    search = Search(Space.of(job.setup, job.fixed, global_batch_size), job.priced, job.usable_bytes)
+def _over_degrees(job: Job, global_batch_size: int | None) -> tuple[Search, dict[str, tuple[str, ...]]]:
+    """The search with the fastest degrees, or where nothing fits with those that take least memory; and why."""
+
+    def search_of(setup: TrainingSetup, fixed: Collection[str] = (), **known: Any) -> Search:
+        return Search(Space.of(setup, job.fixed | {*fixed}, global_batch_size), job.priced, job.usable_bytes, **known)
+
     reasons: dict[str, tuple[str, ...]] = {}
-    for name in _LAYOUTS:
-        search, lines = _along(job, name, search, global_batch_size)
-        reasons |= {name: lines} if lines else {}
-    return search, reasons
+    before = first = search_of(job.setup)
+    for name in DEGREES:
+        if name in job.fixed or getattr(job.setup, name) > 1:
+            reasons |= {name: ("as given",)} if getattr(job.setup, name) > 1 else {}
+        elif _is_wanted(job, name, before):
+            before, lines = _along(job, name, before, search_of)
+            reasons |= {name: lines} if lines else {}
+    if before is first or (before.best() is None and first.best() is not None):
+        return first, reasons
+    found = search_of(before.space.base, ("offload",))
+    found.costs |= before.costs
+    return found, reasons
 
 
-def _along(job: Job, name: str, before: Search, global_batch_size: int | None) -> tuple[Search, tuple[str, ...]]:
-    """The search with the fastest size of one degree, and why."""
-    setup, best = before.space.base, before.best()
+def _is_wanted(job: Job, name: str, search: Search) -> bool:
+    """Whether a degree may help: nothing fits but with offload; rows are long, or GPUs wait for each other."""
+    best = search.best()
+    if best is None or (best.offload and "offload" not in job.fixed):
+        return True
+    cost = search.cost(best)
+    is_waiting = cost.step_seconds > cost.floor_seconds * (1 + GAIN)
+    return search.space.base.seq_len >= LONG if name == "cp_size" else is_waiting
+
+
+def _along(job: Job, name: str, before: Search, search_of: Callable[..., Search]) -> tuple[Search, tuple[str, ...]]:
+    """The search with the best size of one degree, and why.
+
+    Sizes are tried in turn, with micro-batches and copies anew and all else as before, until one is not faster; of
+    `ep_size` one beyond a machine at least, since inside it no traffic between machines is saved.
+    """
+    best, base = before.best(), before.space.base
     is_last_resort = best is not None and best.offload and "offload" not in job.fixed
-    is_wanted = best is None or is_last_resort
-    if not is_wanted and best is not None:
-        cost = before.cost(best)
-        is_waiting = cost.floor_seconds < (1 - _WAITING) * cost.step_seconds
-        is_wanted = setup.seq_len >= LONG if name == "cp_size" else is_waiting
-    chosen, rate, tried = before, 0.0 if best is None or is_last_resort else before.rate(best), list[int]()
+    leanest = before.space.leanest(min(before.space.values["offload"]))
+    kept = (leanest if best is None or is_last_resort else best)._asdict()
+    batch = kept.pop("batch_size")
+    del kept["dp_replicate_size"]
+    kept["offload"] = min(before.space.values["offload"])
+    chosen, rate = before, 0.0 if best is None or is_last_resort else before.rate(best)
+    least = before.cost(leanest).peak_bytes if best is None else 0
     found: dict[int, tuple[Search, Point]] = {} if best is None else {1: (before, best)}
-    for size in _sizes(job, name, setup)[1:] if is_wanted else ():
+    tried = list[int]()
+    for size in _sizes(job, name, base)[1:]:
         try:
-            space = Space.of(replace(setup, **{name: size}), job.fixed | {"offload"}, global_batch_size)
-            search = Search(space, job.priced, job.usable_bytes)
+            setup = replace(base, **{name: size, **kept})
+            shared = setup.dims.ranks_per_row // base.dims.ranks_per_row
+            search = search_of(setup, kept, start=batch * shared, to_beat=rate)
             point = search.best()
         except ConfigError:
             break  # the model cannot share so, or not among so many
         tried.append(size)
         if point is None:
+            if not rate and (lean := search.cost(search.space.leanest()).peak_bytes) < least:
+                chosen, least = search, lean
             continue
         found[size] = search, point
         if search.rate(point) > rate * (1 + GAIN):
-            chosen, rate = search, search.rate(point)
-        elif rate:
+            chosen, rate, batch = search, search.rate(point), max(1, point.batch_size // shared)
+        elif name != "ep_size" or size > base.gpus_per_node:
             break
-        if name == "cp_size" and setup.seq_len < LONG:
+        if name == "cp_size" and base.seq_len < LONG:
             break
     if not tried:
         return chosen, ()

@@ -52,7 +52,10 @@ class Point(NamedTuple):
     dp_replicate_size: int
 
 
-SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:])
+DEGREES = ("ep_size", "cp_size", "tp_size")
+"""Degrees that are searched around all else, in the order in which they are tried."""
+
+SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:], *DEGREES)
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
 
 
@@ -161,8 +164,11 @@ class Job:
 class Search:
     """The prices of one space that are known so far, and the conclusions from them."""
 
-    def __init__(self, space: Space, evaluate: Evaluate, limit_bytes: float) -> None:
+    def __init__(
+        self, space: Space, evaluate: Evaluate, limit_bytes: float, *, start: int = 1, to_beat: float = 0.0
+    ) -> None:
         self.space, self.limit_bytes = space, limit_bytes
+        self._start, self._to_beat = start, to_beat  # The micro-batch that is tried first, and a rate known elsewhere
         self.costs: dict[Point, Cost] = {}
         self._evaluate = evaluate
 
@@ -189,10 +195,10 @@ class Search:
         """
         for offload in self.space.values["offload"]:
             families = self.space.families(offload)
-            leanest = self.space.leanest(offload)
-            if not self.fits(families[0][0]) and not self.fits(leanest):
+            self._climb(families[0])
+            if not self.fitting() and not self.fits(self.space.leanest(offload)):
                 continue
-            for family in families:
+            for family in families[1:]:
                 self._climb(family)
             fitting = self.fitting()
             most = max(map(self.rate, fitting))
@@ -210,7 +216,8 @@ class Search:
         """Price micro-batches of one family, from that of the fastest point so far: doubled while that is faster and
         fits, then the largest below the limit by bisection. Those that cannot win are left out."""
         points = [point for point in family if not self._is_beaten(point)]
-        fastest = max(self.fitting(), key=self.rate, default=family[0]).batch_size
+        fitting = self.fitting()
+        fastest = max(fitting, key=self.rate).batch_size if fitting else self._start
         low, high = -1, len(points)
         step = max(sum(point.batch_size <= fastest for point in points) - 1, 0)
         while step < high:
@@ -231,7 +238,7 @@ class Search:
         fitting = self.fitting()
         if any(_is_as_fast(one, point) for one in fitting):
             return True
-        most = max(map(self.rate, fitting), default=0.0)
+        most = max([self._to_beat, *map(self.rate, fitting)])
         return most > 0 and self._most_rate(point) <= most * (1 + GAIN)
 
     def _most_rate(self, point: Point) -> float:

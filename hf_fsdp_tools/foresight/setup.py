@@ -151,6 +151,7 @@ class TrainingSetup:
         return ", ".join(
             [
                 trained + " but the vision tower" * self.freeze_vision_tower,
+                *([str(self.dims)] if max(self.tp_size, self.cp_size, self.ep_size) > 1 else []),
                 f"{self.optimizer} on {self.master_dtype}",
                 f"computed in {self.precision}",
                 f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,

@@ -1,11 +1,14 @@
 """`accelerate launch`, with one line at its end where a rank fails: what was wrong, the rank itself has said before."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -52,7 +55,10 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
 
 
 def main() -> None:
-    """Launch what the command line says."""
+    """Launch what the command line says, with what the file says of experts, which the launcher does not pass on."""
+    settings, _ = launch_command_parser().parse_known_args()
+    file = yaml.safe_load(Path(settings.config_file).read_text(encoding="utf-8"))  # which `cli.launch` has checked
+    os.environ.setdefault("FSDP_EP_SIZE", str((file.get("fsdp_config") or {}).get("fsdp_ep_size") or ""))
     try:
         launch()
     except ChildFailedError as failed:

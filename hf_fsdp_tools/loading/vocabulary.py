@@ -29,6 +29,7 @@ from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.rules import measured
 from hf_fsdp_tools.sharding.allocate import allocate, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import replace_parameter, reshard_units
+from hf_fsdp_tools.sharding.parallel import parallel_parameters
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
 from hf_fsdp_tools.text import first_line, listed
 
@@ -65,8 +66,8 @@ def resize_token_embeddings(
     Every rank must call. Each replaced tensor is gathered whole on every rank, one at a time.
 
     Raises:
-        ConfigError: the model is no transformers model, cannot be resized, is on meta, is under tensor
-            parallelism, or has gradients, so that it is being trained already.
+        ConfigError: the model is no transformers model, cannot be resized, is on meta, shares layers among ranks that
+            cannot divide the tokens, or has gradients, so that it is being trained already.
 
     Example:
         >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
@@ -78,6 +79,7 @@ def resize_token_embeddings(
     reshard_units(model)
     twin = resized_twin(model, num_tokens, pad_to_multiple_of)
     wanted = persistent_tensors(twin)
+    _refuse_uneven(model, wanted)
     added: dict[str, Box] = {}
     replaced: dict[int, torch.Tensor] = {}
     for key, old in persistent_tensors(model).items():
@@ -116,6 +118,18 @@ def _refuse(model: nn.Module) -> None:
             f"{len(trained)} parameters have gradients ({listed(trained)}): the model is being trained, and its "
             "optimizer would go on with the old parameters. Resize before training, then make the optimizer."
         )
+
+
+def _refuse_uneven(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a number of tokens that the ranks which share layers cannot divide evenly, as `parallelize_model` does."""
+    divided = parallel_parameters(model)
+    for key, tensor in persistent_tensors(model).items():
+        mesh, (placement,) = divided.get(tensor, (None, (None,)))  # type: ignore[call-overload]  # buffers are in no unit
+        if mesh is not None and (count := wanted[key].shape[placement.dim]) % mesh.size():
+            raise ConfigError(
+                f"{key} of {count} tokens cannot be divided by tp_size {mesh.size()}. Add rows: "
+                f"pad_to_multiple_of={mesh.size()}."
+            )
 
 
 def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -> None:

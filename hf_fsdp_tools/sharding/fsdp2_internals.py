@@ -24,7 +24,7 @@ from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class
-from hf_fsdp_tools.sharding.parallel import install_style
+from hf_fsdp_tools.sharding.parallel import install_style, parallel_parameters, placeholder
 
 # ---- units and their parameters ----
 
@@ -244,12 +244,13 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
         raise ConfigError(
             f"{name!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."
         )
-    entry = group.fsdp_params[i]
-    if entry.is_dtensor:
-        raise ConfigError(f"{name!r} is sharded by tensor parallelism too. Resize before the model is parallelised.")
+    entry, way = group.fsdp_params[i], parallel_parameters(model).get(old)
+    if entry.is_dtensor and way is None:
+        raise ConfigError(f"{name!r} was divided by other code. Resize it before, or divide it by parallelize_model.")
     placement = entry.fsdp_placement
+    blank = placeholder(torch.empty(shape, dtype=old.dtype, device="meta"), way)
     made = type(entry)(
-        param=nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad),
+        param=nn.Parameter(blank, requires_grad=old.requires_grad),
         module_info=entry._module_info,
         mesh_info=entry.mesh_info,
         post_forward_mesh_info=entry.post_forward_mesh_info,

@@ -60,6 +60,9 @@ def add_hooks(
     else:
         hooks += _cast_around_copies(model)
     hooks += reach_experts(experts or {})
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
+        hooks.append(base.register_forward_hook(partial(_gather_head, head=head)))
     # after FSDP2's own hooks
     if _IS_BEFORE_2_13:
         hooks.append(model.register_forward_hook(_complete_units))
@@ -118,6 +121,14 @@ def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
         runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
         for runner, members in experts.items()
     ]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPModule) -> None:
+    """Gather a head before its weight is read: losses in pieces, as TRL's, do not call it. The gradient of a shard that
+    is read would be that of this rank's rows alone."""
+    if torch.is_grad_enabled():
+        head.unshard()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own

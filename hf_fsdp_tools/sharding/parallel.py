@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.context_parallel import experts_without_values, tokens_without_values
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
@@ -130,6 +132,11 @@ def checked_rules(
         raise ConfigError(f"{what} cannot divide weights that stay quantised. Use dequantize=True, or FSDP2 alone.")
     if any(isinstance(module, FSDPModule) for module in model.modules()) or is_parallel(model):
         raise ConfigError(f"{type(model).__name__} is sharded already. Call parallelize_model before shard_model.")
+    if wrapped := [name for name, module in model.named_modules() if is_wrapper(module)]:
+        raise ConfigError(
+            f"{what}: {type(model).__name__} has adapters already ({listed(wrapped)}), and its layers must be divided "
+            "first. Give peft_config to from_pretrained, or make the adapter on a model of from_pretrained."
+        )
     names = {generic_name(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     rules: dict[str, tuple[str, str]] = {}
     given = {"tp": tp_plan, "ep": ep_plan}
@@ -310,6 +317,8 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
     module.forward = partial(_run, module.forward)
+    if style in (DISPATCH, _SUMMED):  # torch's compiler (2.13) follows neither tokens nor parameters that are exchanged
+        module.forward = torch.compiler.disable(module.forward)
 
 
 def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -374,18 +383,23 @@ def refuse_adapters(model: nn.Module) -> None:
             continue
         kind = type(wrapper).__name__
         dora = " with DoRA" if any((getattr(wrapper, "use_dora", None) or {}).values()) else ""
-        if note_of(base).parallel and (kind not in ("Linear", "Embedding") or dora):
+        can_be = kind in ("Linear", "Embedding") or (kind == _OF_EXPERTS and len(_shape_of_experts(wrapper, base)) == 3)
+        if note_of(base).parallel and (dora or not can_be):
             raise ConfigError(
                 f"{name}: a {kind} of PEFT{dora} cannot be divided among ranks as its base is (tp_size, ep_size). Use "
-                "LoRA on linear layers: LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'])."
+                "LoRA on linear layers, LoraConfig(target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']), or, with "
+                "ep_size, on the weights of experts, target_parameters=['experts.gate_up_proj', 'experts.down_proj']."
             )
 
 
 def divide_adapters(model: nn.Module) -> None:
     """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
-    cut by columns the first. Its other matrix is whole on every rank."""
+    cut by columns the first. Its other matrix is whole on every rank. LoRA on experts is divided by expert."""
     for wrapper in model.modules():
         install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
+        if type(wrapper).__name__ == _OF_EXPERTS and _shape_of_experts(wrapper, wrapper.get_base_layer()):
+            _divide_by_expert(wrapper, wrapper.get_base_layer())
+            continue
         is_by_rows = install is not None and install.keywords["style"].startswith("colwise")
         if install is None or not (is_by_rows or install.keywords["style"].startswith("rowwise")):
             continue
@@ -395,6 +409,58 @@ def divide_adapters(model: nn.Module) -> None:
                 way = (install.keywords["group"], (Shard(0 if is_by_rows else 1),))
                 add_to_note(matrix, style=install, parallel={"weight": way})
                 install(matrix)
+
+
+_OF_EXPERTS = "ParamWrapper"
+"""PEFT's wrapper of a module for LoRA on one parameter of it: `target_parameters`."""
+
+
+def _shape_of_experts(wrapper: Any, base: nn.Module) -> torch.Size | tuple[()]:
+    """The shape of the parameter for which a `ParamWrapper` is, where ranks share experts and have it in parts."""
+    name = wrapper.parameter_name
+    is_shared = note_of(base).is_dispatched and name in note_of(base).parallel
+    return base.get_parameter(name).shape if is_shared else ()
+
+
+def _divide_by_expert(wrapper: Any, base: nn.Module) -> None:
+    """Divide LoRA on experts: the first matrix has the rows of each expert together, the second, of each of its `r`
+    columns, one for each expert."""
+    group, by_expert = note_of(base).parallel[wrapper.parameter_name]
+    for name, matrix in wrapper.lora_A.items():
+        add_to_note(matrix, parallel={"weight": (group, by_expert)})
+        columns = _StridedShard(1, split_factor=wrapper.r[name])
+        add_to_note(wrapper.lora_B[name], parallel={"weight": (group, (columns,))})
+    if note_of(wrapper).style is None:
+        add_to_note(wrapper, style=_add_own_deltas, is_dispatched=True)
+        install_style(wrapper)
+
+
+def _add_own_deltas(wrapper: Any) -> None:
+    wrapper.forward = partial(_with_own_deltas, wrapper.forward, wrapper=wrapper)
+
+
+def _with_own_deltas(inner: Any, *args: Any, wrapper: Any, **kwargs: Any) -> Any:
+    """Run experts that ranks share with what LoRA adds to those of this rank, as PEFT's `ParamWrapper` adds it to all:
+    it reads their number and its matrices from whole tensors."""
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.disable_adapters or wrapper.merged or "adapter_names" in kwargs or not names:
+        return inner(*args, **kwargs)
+    own = wrapper.get_base_layer()._parameters
+    whole = own[wrapper.parameter_name]
+    weight = whole.to_local()
+    for name in names:
+        first, second = (matrices[name].weight.to_local() for matrices in (wrapper.lora_A, wrapper.lora_B))
+        rows = first.unflatten(0, (len(weight), -1)).to(weight.dtype)  # (experts, r, in)
+        columns = second.unflatten(1, (-1, len(weight))).permute(2, 0, 1).to(weight.dtype)  # (experts, out, r)
+        # PEFT's own word for experts whose weights are (experts, out, in)
+        left, right = (columns, rows) if wrapper._did_swap_in_out_features else (rows.mT, columns.mT)
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, left, right, alpha=wrapper.scaling[name])
+    own[wrapper.parameter_name] = weight
+    try:
+        return wrapper.base_layer(*args, **kwargs)
+    finally:
+        own[wrapper.parameter_name] = whole
 
 
 # ---- weights that the plans leave whole ----

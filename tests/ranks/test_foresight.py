@@ -86,7 +86,7 @@ def test_what_ranks_that_share_rows_exchange_is_foreseen():
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_foreseen(real, name):
-    """Bytes, of layers exactly; memory but for indices of tokens, and what DTensors of autograd hold a moment longer."""
+    """Bytes, of layers exactly; memory but for indices of tokens, and what autograd's DTensors hold a moment longer."""
     step = foreseen_on_cpus(case_named(name), "tiny", 2)
     works = [event for event in step.events if isinstance(event, Work) and event.stream == "exchange"]
     foreseen = Counter({(work.operation, work.num_bytes): 0 for work in works})

@@ -77,13 +77,13 @@ def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
-def layouts_train(kinds, layouts, parent):
+def layouts_train(kinds, layouts, parent, **options):
     """Accumulation, clipping and steps of foreach and fused optimizers; every weight after three steps."""
     step_kinds_apart()
     for kind in kinds:
         folder = folder_of(kind, parent)
         for number, dims in enumerate(layouts):
-            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}).train()
+            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}, **options).train()
             plain = AutoModelForCausalLM.from_pretrained(folder).train()
             settings = OPTIONS[number % 2]
             ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
@@ -127,35 +127,63 @@ def copies_and_generation(kinds, layouts, parent):
             assert all(p.grad is None for p in model.parameters())
 
 
-def adapters_are_divided(parent):
-    """LoRA of a column- and a row-wise layer, of the head and of a table: as on one axis, and saved alike."""
-    folder = folder_of("llama", parent)
-    config = LoraConfig(target_modules=["q_proj", "o_proj", "lm_head", "embed_tokens"], init_lora_weights=False)
-    _, mine = rows(ParallelDims(tp_size=2), 0)
-    found = {}
-    for dims in (ParallelDims(), ParallelDims(tp_size=2)):
-        torch.manual_seed(0)
-        model = from_pretrained(folder, mesh=dims, peft_config=config, load_kwargs={"progress": False, "seed": 3})
-        loss = model.train()(input_ids=mine, labels=mine).loss
-        loss.backward()
-        save_pretrained(model, parent / f"adapter{dims.tp_size}")
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found[dims.tp_size] = loss.detach(), gradients
-    torch.testing.assert_close(found[1][0], found[2][0])
-    assert found[1][1].keys() == found[2][1].keys()
-    for name, gradient in found[1][1].items():
-        assert apart(found[2][1][name], gradient.full_tensor()) < 1e-6, name
-    saved = [(parent / f"adapter{size}" / "adapter_model.safetensors").read_bytes() for size in (1, 2)]
-    assert saved[0] == saved[1]
-    said = refusal(
-        lambda: from_pretrained(
-            folder_of("qwen3_moe", parent),
-            mesh=PAIRS[1],
-            peft_config={"target_modules": "all-linear"},
-            load_kwargs={"progress": False},
-        )
-    )
-    assert "mlp.experts: a ParamWrapper of PEFT cannot be divided" in said
+ADAPTERS = {
+    "llama": {"target_modules": ["q_proj", "o_proj", "lm_head", "embed_tokens"]},
+    "qwen3_moe": {
+        "target_modules": ["q_proj", "o_proj", "experts.gate_up_proj"],  # which PEFT turns into a parameter
+        "target_parameters": ["experts.down_proj"],
+    },
+    "gpt_oss": {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+def _adapted(kind: str, dims: ParallelDims, of: ParallelDims, parent: Path, name: str) -> Any:
+    """Loss, norm and gradients of LoRA under a layout on the rows of another, and the folder in which it is saved."""
+    config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS[kind])
+    load_kwargs = {"progress": False, "seed": 3}
+    model = from_pretrained(folder_of(kind, parent), mesh=dims, peft_config=config, load_kwargs=load_kwargs).train()
+    _, mine = rows(of, 0)
+    loss = model(input_ids=mine, labels=mine, use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: each.full_tensor() for name, each in gradients.items()} if dims == ParallelDims() else gradients
+    norm = clip_norm(model.parameters(), 1e9, 2.0, torch.device("cpu"))
+    save_pretrained(model, parent / name)
+    return loss.detach(), norm, whole, parent / name / "adapter_model.safetensors", model
+
+
+def adapters_are_divided(kinds, layouts, parent):
+    """LoRA of column- and row-wise layers, the head, a table, and experts: as on one axis, saved alike, and loaded."""
+    for kind in kinds:
+        for dims in layouts:
+            what = f"{kind} {dims}"
+            loss, norm, gradients, file, _ = _adapted(kind, ParallelDims(), dims, parent, f"{what} plain")
+            ours, own_norm, own, saved, model = _adapted(kind, dims, dims, parent, what)
+            torch.testing.assert_close((ours, own_norm), (loss, norm), msg=lambda text, w=what: f"{w}: {text}")
+            assert own.keys() == gradients.keys(), what
+            worst = max((apart(own[name], whole), name) for name, whole in gradients.items())
+            assert worst[0] < 2e-6, (what, worst)
+            assert saved.read_bytes() == file.read_bytes(), what
+            again = from_pretrained(saved.parent, mesh=dims, is_trainable=True, load_kwargs={"progress": False})
+            twin = copy.deepcopy(again).train()
+            _, mine = rows(dims, 0)
+            for each in (again.train(), twin):
+                torch.testing.assert_close(each(input_ids=mine, labels=mine, use_cache=False).loss, ours, msg=what)
+            with model.disable_adapter(), again.disable_adapter():
+                torch.testing.assert_close(model(input_ids=mine).logits, again(input_ids=mine).logits, msg=what)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(local_tensor(parameter), local_tensor(again.get_parameter(name))), (what, name)
+
+
+def adapters_that_cannot_be_divided(parent):
+    folder = folder_of("qwen3_moe", parent)
+    for dims, options, said in (
+        (PAIRS[0], {"target_modules": "all-linear"}, "mlp.experts: a ParamWrapper of PEFT cannot be divided"),
+        (PAIRS[0], {"target_modules": ["q_proj"], "use_dora": True}, "q_proj: a Linear of PEFT with DoRA cannot"),
+    ):
+        config = LoraConfig(**options)
+        message = refusal(lambda d=dims, c=config: from_pretrained(folder, mesh=d, peft_config=c))
+        assert said in message and "\n" not in message
 
 
 def weights_that_see_a_part(parent):
@@ -292,7 +320,9 @@ def test_two_ranks_train_as_one_process(tmp_path):
         "layers": partial(layouts_train, kinds, PAIRS[:1]),
         "experts": partial(layouts_train, (*kinds[1:], "gpt_oss", "mixtral"), PAIRS[1:]),
         "copies": partial(copies_and_generation, ("qwen3_moe",), PAIRS),
-        "adapters": adapters_are_divided,
+        "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1]),
+        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe", "gpt_oss"), PAIRS[1:]),
+        "refused adapters": adapters_that_cannot_be_divided,
         "parts": weights_that_see_a_part,
         "logits": logits_stay_in_parts,
     }
@@ -300,7 +330,11 @@ def test_two_ranks_train_as_one_process(tmp_path):
 
 
 def test_four_ranks_train_as_one_process(tmp_path):
-    run_ranks(partial(layouts_train, ("qwen3_moe",)), 4, FOURS, tmp_path, timeout_s=240.0)
+    cases = {
+        "layouts": partial(layouts_train, ("qwen3_moe",), FOURS),
+        "adapters": partial(adapters_are_divided, ("qwen3_moe",), FOURS[1:4]),
+    }
+    run_ranks(run_cases, 4, cases, tmp_path, timeout_s=240.0)
 
 
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
@@ -345,13 +379,15 @@ def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
     return whole
 
 
-def goes_on(parent, sizes, ep_size, name, former):
+def goes_on(parent, sizes, ep_size, name, former, peft_config=None):
     """Resume what another layout has saved, compare every weight and moment bit for bit, train a step, and save."""
     folder = folder_of("qwen3_moe", parent)
     config = ParallelismConfig(**sizes) if sizes else None
     accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ep_size=ep_size), parallelism_config=config)
-    model = from_pretrained(folder, accelerator=accelerator, load_kwargs={"progress": False}).train()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    load_kwargs = {"progress": False, "seed": 1}
+    model = from_pretrained(folder, accelerator=accelerator, peft_config=peft_config, load_kwargs=load_kwargs).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
     if former:
         accelerator.load_state(parent / former)
         expected = torch.load(parent / f"{former}.pt")
@@ -381,4 +417,11 @@ def test_a_state_goes_on_in_any_other_layout(tmp_path):
     former = ""
     for size, sizes, ep_size, name in steps:
         run_ranks(goes_on, size, tmp_path, sizes, ep_size, name, former)
+        former = name
+
+
+def test_a_state_of_adapters_goes_on_in_any_other_layout(tmp_path):
+    former, config = "", LoraConfig(r=3, init_lora_weights=False, **ADAPTERS["qwen3_moe"])
+    for size, ep_size, name in ((2, 2, "ep"), (2, 1, "fsdp"), (1, 1, "one"), (4, 2, "both")):
+        run_ranks(goes_on, size, tmp_path, {}, ep_size, name, former, config)
         former = name

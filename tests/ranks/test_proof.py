@@ -182,7 +182,7 @@ def test_a_script_gives_model_rows_and_collator(tmp_path, capfd):
     [
         ({"model_type": "bert"}, ["--cp-size", "2"], "BertForMaskedLM cannot be trained with cp_size 2: its loss"),
         ({"model_type": "llama"}, ["--cp-size", "2", "--num-processes", "3"], "does not make the 3 processes"),
-        ({"model_type": "llama"}, ["--fsdp-version", "1", "--lora"], "leave --dp-replicate-size, --cp-size and --lora"),
+        ({"model_type": "llama"}, ["--fsdp-version", "1", "--lora"], "leave other sizes, --lora and"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_in_one_line(tmp_path, capfd, config, words, error):

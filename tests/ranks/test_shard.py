@@ -25,7 +25,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
-from tests._checkpoints import full, make_checkpoint, make_model
+from tests._checkpoints import full, make_checkpoint, make_model, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import clip_loss, tiny_clip
 
@@ -99,6 +99,25 @@ def scalar_parameters_are_averaged():
         clip_loss(model, dist.get_rank()).backward()
     torch.testing.assert_close(model.logit_scale.grad, plain.logit_scale.grad)
     assert model.logit_scale.grad
+
+
+def a_head_that_is_read_gets_the_gradients_of_all_ranks():
+    """TRL's losses read the weight of a head and do not call it; OLMo has no final norm that would gather it."""
+
+    def read_head(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        hidden, weight = model.model(input_ids=ids).last_hidden_state, model.lm_head.weight
+        return (hidden @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).T).square().mean()
+
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config("olmo"))
+    model = copy.deepcopy(plain)
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
+    for each, own in ((plain, slice(None)), (model, slice(dist.get_rank(), dist.get_rank() + 1))):
+        each.forward = partial(read_head, each)
+        for batches in (_batches(2), _batches(2).flip(-1)):
+            sum(each(ids) for ids in batches[own]).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name).grad) * 2, parameter.grad, msg=name)
 
 
 def ranks_with_different_plans_stop():
@@ -248,6 +267,7 @@ def on_two(folder) -> None:
             "gradients": partial(gradients_equal_the_plain_ones, KINDS),
             "inference first": partial(inference_first, ("tied", "llama")),
             "scalars": scalar_parameters_are_averaged,
+            "heads": a_head_that_is_read_gets_the_gradients_of_all_ranks,
             "other plans": ranks_with_different_plans_stop,
             "awkward parameters": awkward_parameters_train_or_are_refused_by_name,
             **{case.__name__: partial(case, folder) for case in of_folder},

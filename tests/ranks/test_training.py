@@ -649,7 +649,7 @@ def _replicas(folder, shards):
         return run
     for sizes, message in (
         ({"dp_replicate_size": 2}, r"dp_shard_size 1 shard nothing: each process would hold a whole model"),
-        ({"tp_size": 2}, r"tp_size=2: only dp_replicate_size.*Leave the others out"),
+        ({"sp_size": 2}, r"sp_size=2: only dp_replicate_size.*Leave sp_size out"),
     ):
         with pytest.raises(ConfigError, match=message):
             new_accelerator(parallelism_config=ParallelismConfig(**sizes, dp_shard_size=1))

@@ -185,10 +185,10 @@ class Series:
 
 
 def launch(
-    folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None
+    folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None, config: Path = CONFIG
 ) -> subprocess.CompletedProcess[str]:
-    """Launch a script on two ranks in a folder, without a hub unless the variables give one."""
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", CONFIG, script]
+    """Launch a script in a folder, on two ranks unless a file gives others, without a hub unless the variables do."""
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", config, script]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
     return subprocess.run(
@@ -209,12 +209,13 @@ def launch_series(
     refused: dict[str, list[str]] | None = None,
     probe: dict[str, Any] | None = None,
     late: list[str] | None = None,
+    **launching: Any,
 ) -> Series:
     """Run recipes one after the other after one start, each given by its name and its options.
 
     The logits for the keywords `probe` are noted at the end of each run. Runs of `refused` end in an error of this
     package. `late` is a last run that ends so as a process of its own would, with an error that rank 0 meets 2 s after
-    the other.
+    the other. `launching` goes to `launch`.
     """
     script = folder / "series.py"
     script.write_text(SERIES)
@@ -223,7 +224,7 @@ def launch_series(
         for part in (runs, refused or {})
         for name, words in part.items()
     ]
-    done = launch(folder, str(ROOT), *map(json.dumps, [probe or PROBE, entries, late]), script=script)
+    done = launch(folder, str(ROOT), *map(json.dumps, [probe or PROBE, entries, late]), script=script, **launching)
     printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
     return Series(folder, printed, done.stderr, done.returncode, probe or PROBE)
 

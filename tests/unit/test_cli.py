@@ -184,8 +184,8 @@ def test_config_writes_a_file(capsys, on_cpu, tmp_path):
 def test_config_options_reach_the_config(capsys, on_cpu):
     words = (
         "--gpu h100-80gb --num_processes 16 --num-machines 2 --machine-rank 1 --main-process-ip a "
-        "--main_process_port 5 --dp-replicate-size 2 --mixed-precision fp16 --offload-params "
-        "--activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
+        "--main_process_port 5 --dp-replicate-size 2 --cp-size 2 --tp-size 2 --ep-size 4 --mixed-precision fp16 "
+        "--offload-params --activation-checkpointing --no-reshard-after-forward --state-dict-type FULL_STATE_DICT"
     )
     code, out, _ = run(capsys, "config", *words.split())
     assert code == 0
@@ -196,6 +196,9 @@ def test_config_options_reach_the_config(capsys, on_cpu):
         main_process_ip="a",
         main_process_port=5,
         dp_replicate_size=2,
+        cp_size=2,
+        tp_size=2,
+        ep_size=4,
         mixed_precision="fp16",
         offload_params=True,
         activation_checkpointing=True,
@@ -226,6 +229,7 @@ def test_launch_command_says_what_the_file_cannot(capsys, on_cpu, monkeypatch):
     _, out, err = run(capsys, *words.split(), "--main-process-ip", "a")
     assert "--machine_rank 1 your_script.py" in err and yaml.safe_load(out)["main_process_port"] == 29500
     assert "--machine_rank 1 --main_process_ip ADDRESS your_script.py" in run(capsys, *words.split())[2]
+    assert "FSDP_EP_SIZE=4 accelerate launch " in run(capsys, *words.split(), "--ep-size", "4")[2]
 
 
 def test_doctor_of_this_machine(capsys, monkeypatch):

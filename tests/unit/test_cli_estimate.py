@@ -107,6 +107,7 @@ def test_every_option_reaches_the_setup(capsys, llama):
         "--num-processes 16 --num-machines 4": {"num_gpus": 16, "gpus_per_node": 4},
         "--gpu a100-40gb --network-gbit-s 400": {"gpu": "a100-40gb", "network_gbit_s": 400},
         "--link-gb-s 20 --dp-replicate-size 2": {"link_gb_s": 20, "dp_replicate_size": 2},
+        "--cp-size 2 --tp-size 2": {"cp_size": 2, "tp_size": 2},
         "--per-device-train-batch-size 2 --max-length 512": {"batch_size": 2, "seq_len": 512},
         "--gradient-accumulation-steps 3": {"gradient_accumulation_steps": 3},
         "--no-sync-each-batch --mixed-precision fp16": {"sync_each_batch": False, "precision": "fp16"},

@@ -164,10 +164,16 @@ def test_a_config_that_cannot_be_launched_is_not_started(started, monkeypatch, c
         (subprocess.CalledProcessError(-15, "it"), "the process was ended by SIGTERM$"),
     ],
 )
-def test_the_launcher_ends_with_a_line(failed, said, monkeypatch):
+def test_the_launcher_passes_experts_on_and_ends_with_a_line(failed, said, monkeypatch, tmp_path):
     def fail():
+        assert os.environ["FSDP_EP_SIZE"] == "2", "Accelerate's own launcher leaves it out"
         raise failed
 
+    path = tmp_path / "experts.yaml"
+    path.write_text(FSDPConfig(num_processes=2, ep_size=2).to_accelerate_yaml())
+    monkeypatch.setattr(sys, "argv", ["launch", "--config_file", str(path), "script.py", "--ep_size", "3"])
+    monkeypatch.setenv("FSDP_EP_SIZE", "")
+    monkeypatch.delenv("FSDP_EP_SIZE")
     monkeypatch.setattr(accelerate_launch, "launch", fail)
     with pytest.raises(SystemExit, match=f"^hf-fsdp: {said}"):
         accelerate_launch.main()

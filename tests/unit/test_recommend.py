@@ -23,9 +23,9 @@ GPU = gpu_named("h100-80gb").memory_bytes
 class Toy:
     """Prices of a training: bytes and seconds by a formula that has what FSDP has."""
 
-    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False):
+    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False, most_experts=1):
         self.params, self.activation, self.gather, self.latency = params, activation, gather, latency
-        self.asked, self.shares_rows = [], shares_rows
+        self.asked, self.shares_rows, self.most_experts = [], shares_rows, most_experts
 
     def __call__(self, setup):
         self.asked.append(setup)
@@ -33,13 +33,14 @@ class Toy:
         base = (0.5 if setup.load_in_4bit else 4) * (self.params - trained if setup.lora_r else 0)
         shards = (16 * trained + base) / setup.dp_shard_size
         shards = 0 if setup.offload else shards
-        gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1)
-        if setup.cp_size > 1 and not self.shares_rows:
-            raise ConfigError("cannot be trained with cp_size")
+        gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1) / setup.ep_size
+        if setup.tp_size > 1 or (setup.cp_size > 1 and not self.shares_rows) or setup.ep_size > self.most_experts:
+            raise ConfigError("cannot be divided so")
         tokens = setup.batch_size * setup.seq_len // setup.cp_size
         kept = self.activation * tokens * (0.1 if setup.activation_checkpointing else 1)
         floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
+        links /= max(1, setup.ep_size / 8)  # within a machine all traffic between machines stays
         links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload
         micro, steps = max(floor, links) + 0.2 * links, setup.gradient_accumulation_steps
         seconds = steps * micro
@@ -189,6 +190,19 @@ def test_rows_are_shared_where_nothing_else_fits():
     assert (
         choose(replace(setup, cp_size=4), Toy(activation=6e7, shares_rows=True), fixed=("cp_size",)).setup.cp_size == 4
     )
+
+
+def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_hidden():
+    setup = TrainingSetup(num_gpus=32, seq_len=1024)
+    slow = Toy(gather=20, most_experts=16)
+    best = choose(setup, slow, fixed=("dp_replicate_size",))
+    assert best.setup.ep_size == 16, "sizes inside a machine save nothing, and one beyond does"
+    alone = choose(setup, slow, fixed=("ep_size", "dp_replicate_size"))
+    assert alone.setup.ep_size == 1 and "ep_size" not in alone.reasons
+    assert alone.tokens_per_second_per_gpu < best.tokens_per_second_per_gpu
+    assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).reasons["ep_size"] == ("as given",)
+    quick = Toy(gather=1e-4, latency=0, most_experts=16)
+    assert choose(setup, quick).setup.ep_size == 1 and all(one.ep_size == 1 for one in quick.asked)
 
 
 def test_a_global_batch_or_a_margin_that_cannot_be():

@@ -101,7 +101,7 @@ def test_collectives_of_one_communicator_run_in_the_order_of_their_launch() -> N
 
 def test_replicas_are_reduced_over_the_network_while_shards_use_the_links_inside() -> None:
     mesh = dataclasses.replace(SETUP, num_gpus=16, dp_replicate_size=2)
-    steps = Steps([Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2)])
+    steps = Steps([Work("all_reduce", 0, 1e9, "a", "backward", "all_reduce", ranks=2, axis="replicate")])
     steps.gather("b", 1)
     apart = spans(steps, mesh)
     assert apart["b", "forward", "all_gather"][0] < 1e-3 < apart["a", "backward", "all_reduce"][1]

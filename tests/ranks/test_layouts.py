@@ -1,0 +1,160 @@
+"""What works on one axis works where ranks share layers and experts: saves, quantised files, bytes that are read."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import ParallelDims, from_pretrained, resize_token_embeddings
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.loading.io import files
+from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
+from tests._dist import run_cases, run_ranks
+from tests.ranks.test_background_saves import files_in, save_both_ways
+from tests.ranks.test_parallel import FOURS, PAIRS, apart, folder_of, layouts_train, rows
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
+
+QUIET = {"progress": False}
+
+
+def fitting(kind: str, layouts: list[ParallelDims]) -> list[ParallelDims]:
+    return [dims for dims in layouts if kind != "llama" or dims.ep_size == 1]
+
+
+def saved_files_do_not_know_of_it(kinds, layouts, parent):
+    """Written at once and in the background, in fp32 and bf16: bit for bit the files of one axis, and the tensors of
+    one process."""
+    for kind in kinds:
+        folder = folder_of(kind, parent)
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = {}
+            for dims in (ParallelDims(), *fitting(kind, layouts)):
+                target = parent / f"{kind} {dtype} {dims}"
+                save_both_ways(from_pretrained(folder, mesh=dims, dtype=dtype, load_kwargs=QUIET), target)
+                found = files_in(target / "at once")
+                expected = expected or found
+                assert found == expected, (kind, dims, dtype)
+            plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+            again = AutoModelForCausalLM.from_pretrained(target / "at once").state_dict()
+            assert all(torch.equal(again[key], tensor) for key, tensor in plain.items()), kind
+
+
+def each_rank_reads_its_parts(kinds, layouts, parent):
+    """Beside gaps of up to a page, no byte more. What plans leave whole is read by each rank that shares layers."""
+    for kind in kinds:
+        folder = folder_of(kind, parent)
+        for dims in fitting(kind, layouts):
+            with patch.object(files, "MAX_GAP_BYTES", 0):
+                model, report = from_pretrained(folder, mesh=dims, load_kwargs=QUIET, output_loading_info=True)
+            is_reader = axes_of_first_copy(dims)
+            held = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+            assert report.share_bytes == held and report.bytes_read == (held if is_reader else 0), (kind, dims)
+            ranks = dist.get_world_size()
+            whole = [p for p in model.parameters() if p.device_mesh.size() * dims.tp_size == ranks]
+            total = sum(p.numel() * 4 for p in model.parameters())
+            more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole)
+            assert sum(all_ranks(report.bytes_read)) == total + more, (kind, dims)
+
+
+def axes_of_first_copy(dims):
+    return dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
+
+
+def quantised_files_are_read_in_parts(parent):
+    for kind, layouts, other in (
+        ("fp8", PAIRS[:1], None),
+        ("fp8 experts", PAIRS, None),
+        ("mxfp4", PAIRS[1:], partial(gpt_oss, 4)),
+    ):
+        folder = parent / kind
+        if dist.get_rank() == 0:
+            make_quantized(kind, folder, other)
+        dist.barrier()
+        theirs = dequantized_by_transformers(kind, folder, torch.bfloat16)
+        whole = dict.fromkeys(("model.embed_tokens", "lm_head"), "replicate")  # of 131 words
+        for dims in layouts:
+            sizes = {"tp_size": dims.tp_size, "ep_size": dims.ep_size, "fsdp_size": 2 // dims.tp_size}
+            rules = {"tp_plan": whole} if dims.tp_size > 1 else {}
+            model = from_pretrained(folder, distributed_config={**sizes, **rules}, load_kwargs=QUIET)
+            for name, parameter in model.named_parameters():
+                assert apart(parameter, theirs.get_parameter(name)) == 0.0, (kind, dims, name)
+
+
+def resized(parent):
+    """Other numbers of tokens, while loading and of a model that is divided: as on one axis, and trained alike."""
+    for kind in ("llama", "qwen3"):  # whose head is tied
+        folder = folder_of(kind, parent)
+        said = refusal(partial(from_pretrained, folder, mesh=PAIRS[0], num_tokens=141, load_kwargs=QUIET))
+        assert "cannot be divided by tp_size 2. Add rows: from_pretrained(…, pad_to_multiple_of=2)" in said
+        found = []
+        for dims in (ParallelDims(), PAIRS[0]):
+            model = from_pretrained(folder, mesh=dims, load_kwargs=QUIET)
+            if dims.tp_size == 2:
+                said = refusal(partial(resize_token_embeddings, model, 141))
+                assert "of 141 tokens cannot be divided by tp_size 2. Add rows: pad_to_multiple_of=2." in said
+            resize_token_embeddings(model, 141, pad_to_multiple_of=2)
+            ids = torch.arange(130, 142)[None]
+            loss = model.train()(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            found.append((loss.detach(), model))
+            while_loading = from_pretrained(folder, mesh=dims, num_tokens=141, pad_to_multiple_of=2, load_kwargs=QUIET)
+            torch.testing.assert_close(while_loading.train()(input_ids=ids, labels=ids).loss.detach(), loss.detach())
+        torch.testing.assert_close(found[0][0], found[1][0])
+        for name, parameter in found[0][1].named_parameters():
+            assert apart(found[1][1].get_parameter(name), full(parameter)) < 1e-6, name
+
+
+def in_bf16(parent):
+    """Losses of three steps in bf16, as on one axis with the same rows on each rank."""
+    for kind, dims in (("llama", PAIRS[0]), ("qwen3_moe", PAIRS[1])):
+        folder = folder_of(kind, parent)
+        found = []
+        for each in (ParallelDims(), dims):
+            model = from_pretrained(folder, mesh=each, mp_policy="bf16", load_kwargs=QUIET).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(3):
+                mine = rows(dims, step)[1]
+                loss = model(input_ids=mine, labels=mine, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            found.append(losses)
+            assert loss.dtype == torch.float32
+        assert found[0] == pytest.approx(found[1], rel=5e-3)
+
+
+def test_two_ranks(tmp_path):
+    options = {
+        "recomputed": {"activation_checkpointing": True},
+        "compiled": {"compile": {"backend": "aot_eager"}},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+    cases = {
+        "saves": partial(saved_files_do_not_know_of_it, ("llama", "qwen3_moe"), PAIRS, tmp_path),
+        "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), PAIRS, tmp_path),
+        "quantised": partial(quantised_files_are_read_in_parts, tmp_path),
+        "resized": partial(resized, tmp_path),
+        "bf16": partial(in_bf16, tmp_path),
+    }
+    for name, given in options.items():
+        cases |= {name: partial(layouts_train, ("llama",), PAIRS[:1], tmp_path, **given)}
+        cases |= {f"{name}, experts": partial(layouts_train, ("qwen3_moe",), PAIRS, tmp_path, **given)}
+    run_ranks(run_cases, 2, cases)
+
+
+def test_four_ranks(tmp_path):
+    cases = {
+        "saves": partial(saved_files_do_not_know_of_it, ("qwen3_moe",), FOURS, tmp_path),
+        "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), FOURS, tmp_path),
+    }
+    run_ranks(run_cases, 4, cases)
