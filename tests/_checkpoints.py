@@ -374,6 +374,7 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     ),
     "gptq": (_even_llama, _gptq, _GPTQ | {"checkpoint_format": "gptq"}),
     "gptq experts": (_even_qwen3_moe, partial(_gptq, is_v2=True), _GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "awq": (_even_llama, _awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
     "awq experts": (_even_qwen3_moe, _awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
 }
 """Model, how a weight is stored, and quantization_config. All linear layers but the head are quantised, or the experts

@@ -101,9 +101,10 @@ def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
     if heads is None:
         add_to_note(model, heads=None)
     else:
-        both = heads, match.stored_heads
-        wanted = both if carry else [part_of(each, match.beside.__contains__) for each in both]
-        add_to_note(model, heads=Heads(*wanted, match.beside))
+        plain, stored = heads, match.stored_heads
+        if not carry:
+            plain, stored = (part_of(each, match.beside.__contains__) for each in (plain, stored))
+        add_to_note(model, heads=Heads(plain, stored, match.beside))
     fact = ""
     if heads is not None:
         rows = {shape[0] for _, shape, _ in match.resized}

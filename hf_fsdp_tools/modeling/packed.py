@@ -151,7 +151,7 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
     for owner, named in below.items():
         module = model.get_submodule(owner)
         add_to_note(module, packed=named)
-        module.__class__ = _seen_as_floats(type(module), tuple(named))
+        module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
 
 
 def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:

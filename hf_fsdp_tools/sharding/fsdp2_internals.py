@@ -244,7 +244,8 @@ def replace_parameter(model: nn.Module, name: str, old: DTensor, shape: torch.Si
         raise ConfigError(
             f"{name!r} is a DTensor that no FSDP2 unit gathers. Shard the model with shard_model or fully_shard."
         )
-    entry, way = group.fsdp_params[i], parallel_parameters(model).get(old)
+    divided: Any = parallel_parameters(model)
+    entry, way = group.fsdp_params[i], divided.get(old)
     if entry.is_dtensor and way is None:
         raise ConfigError(f"{name!r} was divided by other code. Resize it before, or divide it by parallelize_model.")
     placement = entry.fsdp_placement

@@ -318,7 +318,7 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
     module.forward = partial(_run, module.forward)
     if style in (DISPATCH, _SUMMED):  # torch's compiler (2.13) follows neither tokens nor parameters that are exchanged
-        module.forward = torch.compiler.disable(module.forward)
+        module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _run(inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -395,6 +395,7 @@ def refuse_adapters(model: nn.Module) -> None:
 def divide_adapters(model: nn.Module) -> None:
     """Let LoRA on a divided layer be divided with it: of a layer whose weight is cut by rows the second matrix, of one
     cut by columns the first. Its other matrix is whole on every rank. LoRA on experts is divided by expert."""
+    wrapper: Any
     for wrapper in model.modules():
         install = note_of(base).style if isinstance(base := getattr(wrapper, "base_layer", None), nn.Module) else None
         if type(wrapper).__name__ == _OF_EXPERTS and _shape_of_experts(wrapper, wrapper.get_base_layer()):

@@ -20,7 +20,7 @@ from tests._checkpoints import QUANTIZED, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
 
 KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
-"""GPTQ packs values along columns that FSDP2 would cut, and is dequantised; so are experts of AWQ, which are joined."""
+"""GPTQ packs values along columns; experts of AWQ are joined along the dimension in which they are packed."""
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
 LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "q_a_proj"], "init_lora_weights": False}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -203,6 +203,10 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
 def refused(folder: Path, tmp: Path) -> None:
     said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
     assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
+    said = refusal(lambda: loaded("awq experts", folder, dequantize=False))
+    assert "gate_up_proj" in said and "cannot stay quantised (awq)" in said
+    said = refusal(lambda: from_pretrained(tmp / "fp8 x", dequantize=False))
+    assert "No such folder" in said
     said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))
     assert "DoRA takes norms over whole rows of the base" in said
     model = loaded("fp8", folder, dequantize=False, peft_config=None)

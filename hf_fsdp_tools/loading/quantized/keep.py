@@ -54,12 +54,14 @@ class Kept:
 def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     """Let the quantised weights of a checkpoint stay as they are stored in a model on meta, in place, and freeze all.
 
-    Weights that have no form of their own in the model (tables, what a conversion computes, blocks that conversions cut
-    through) are dequantised when they are read, as without it. No rank communicates.
+    No rank communicates.
 
     Raises:
-        ConfigError: nothing of the checkpoint can stay quantised.
+        ConfigError: nothing is quantised, or something quantised has no such form in the model: tables, tied weights, what
+            a conversion computes, blocks that conversions cut through.
     """
+    if torch.__version__ < "2.13":
+        raise ConfigError(f"dequantize=False needs torch 2.13: FSDP2 of torch {torch.__version__} shards no bytes.")
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
@@ -73,11 +75,15 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
         if isinstance(tensor, nn.Parameter) and names[id(tensor)] == 1 and is_packable(owners[key], tensor)
     }
     kept = kept_parameters(model, floats, load_map, plain)
-    if not kept:
-        held = "plain values" if dequantized is None else f"weights ({dequantized.method}) of which none can"
+    if dequantized is None:
+        raise ConfigError(f"dequantize=False: {index.name!r} holds no quantised weights. Leave dequantize out.")
+    quantized = {key for key, stored in floats.tensors.items() if isinstance(stored, QuantizedTensor)}
+    floating = [key for key, tensor in load_map.tensors.items() if key not in kept and tensor.sources & quantized]
+    if floating:  # saves would hold floats for which the config promises something else
         raise ConfigError(
-            f"dequantize=False: {index.name!r} holds {held} stay quantised in {type(model).__name__}. Leave dequantize "
-            "out."
+            f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot stay quantised ({dequantized.method}): "
+            "they are tied, tables, packed along columns (GPTQ), or joined by a conversion that cuts blocks. Leave "
+            "dequantize out."
         )
     shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
     pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
