@@ -57,8 +57,8 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     No rank communicates.
 
     Raises:
-        ConfigError: nothing is quantised, or something quantised has no such form in the model: tables, tied weights, what
-            a conversion computes, blocks that conversions cut through.
+        ConfigError: nothing is quantised, or something quantised has no such form in the model: tables, tied weights,
+            what a conversion computes, blocks that conversions cut through.
     """
     if torch.__version__ < "2.13":
         raise ConfigError(f"dequantize=False needs torch 2.13: FSDP2 of torch {torch.__version__} shards no bytes.")
@@ -81,9 +81,9 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     floating = [key for key, tensor in load_map.tensors.items() if key not in kept and tensor.sources & quantized]
     if floating:  # saves would hold floats for which the config promises something else
         raise ConfigError(
-            f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot stay quantised ({dequantized.method}): "
-            "they are tied, tables, packed along columns (GPTQ), or joined by a conversion that cuts blocks. Leave "
-            "dequantize out."
+            f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot stay quantised "
+            f"({dequantized.method}): they are tied, tables, packed along columns (GPTQ), or joined by a conversion "
+            "that cuts blocks. Leave dequantize out."
         )
     shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
     pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
