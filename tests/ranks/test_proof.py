@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
@@ -21,6 +22,7 @@ from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.record import checksum, read_proof
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import context_parallel as cp
+from hf_fsdp_tools.sharding import parallel, shard
 from tests._dist import run_cases, run_ranks
 
 LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 2, "adapter": False}
@@ -28,9 +30,14 @@ LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 
 
 def _case(folder, config, dims):
     cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    num_batches = 2 // dims.cp_size
     case, facts = tiny_case(
-        telling(config), [cls], folder / "checkpoint", num_batches=num_batches, words=WORDS, is_training=True
+        telling(config),
+        [cls],
+        folder / "checkpoint",
+        num_batches=2 // dims.ranks_per_row,
+        words=WORDS,
+        is_training=True,
+        tp_size=dims.tp_size,
     )
     case, _ = with_kinds(case)
     assert list(case.batches) == ["rows", "padded", "packed"]
@@ -115,6 +122,61 @@ def test_each_kind_of_fault_is_found(tmp_path):
         assert any(problem.startswith(f"fp32 {check}: ") for problem in proof.problems), (name, proof.problems)
         assert module in proof.first_module, (name, proof.first_module)
         assert "not proved" in str(proof)
+
+
+# ---- faults of ranks that share layers and experts ----
+
+
+def _other_experts(module, **style):
+    _INSTALL(module, **style)
+    if style["style"] == parallel.DISPATCH:
+        run = module.forward
+        module.forward = lambda hidden, chosen, weights: run(hidden, (chosen + 1) % module.config.num_experts, weights)
+
+
+def _not_summed(inner, *args, module, group, **kwargs):
+    return inner(*args, **kwargs)
+
+
+def _half_divided(experts, ranks, *, is_reduced):
+    _DIVIDE(experts, ranks // 2, is_reduced=is_reduced)
+
+
+def _stale_maximum(tensor, op=dist.ReduceOp.SUM, group=None):
+    if op != dist.ReduceOp.MAX:
+        _ALL_REDUCE(tensor, op, group=group)
+
+
+_INSTALL, _DIVIDE, _ALL_REDUCE = parallel._install, parallel.divide_by, dist.all_reduce
+LAYERS = {
+    "gradients of heads are not summed": ((parallel, "_with_summed_gradients", _not_summed), "gradients", "q_norm"),
+    "a stale maximum in the loss": ((dist, "all_reduce", _stale_maximum), "loss", ""),
+}
+EXPERTS = {
+    "wrong divisor": ((shard, "divide_by", _half_divided), "gradients", "experts"),
+    "tokens sent to other experts": ((parallel, "_install", _other_experts), "loss", "mlp"),
+}
+
+
+OF_LAYOUTS = {"tp_size": LAYERS, "ep_size": EXPERTS}
+
+
+def _faulty_layout(axis, folder):
+    faults = {name: partial(_seen, folder, fault) for name, (fault, *_) in OF_LAYOUTS[axis].items()}
+    return run_cases({"none": partial(_seen, folder), **faults})
+
+
+@pytest.mark.parametrize("axis", OF_LAYOUTS)
+def test_faults_of_layouts_are_found(tmp_path, axis):
+    _case(tmp_path, transformers.Qwen3MoeConfig(), ParallelDims(**{axis: 2}))
+    faults = OF_LAYOUTS[axis]
+    ranks = run_ranks(_faulty_layout, 2, axis, tmp_path)
+    right = _proof([rank["none"] for rank in ranks])
+    assert right.is_proved, right
+    for name, (_, check, module) in faults.items():
+        proof = _proof([rank[name] for rank in ranks])
+        assert not proof.is_proved and any(f"{check}" in problem for problem in proof.problems), (name, proof.problems)
+        assert module in proof.first_module or any(module in each for each in proof.problems), (name, proof)
 
 
 # ---- the command ----
