@@ -122,8 +122,8 @@ class ParallelDims:
         assert dims.dp_shard_size is not None
         if 1 < (local := rank_on_node()[1]) < dims.ranks_per_row and dist.get_rank() == 0:
             warnings.warn(
-                f"cp_size {dims.cp_size} x tp_size {dims.tp_size} are more than the {local} processes of a machine: the "
-                "exchanges of every layer go between machines, which is slow. Use smaller ones.",
+                f"cp_size {dims.cp_size} x tp_size {dims.tp_size} are more than the {local} processes of a machine: "
+                "the exchanges of every layer go between machines, which is slow. Use smaller ones.",
                 stacklevel=frames_of_package(),
             )
         if (in_ep := dims.ep_size // dims.ranks_per_row) and dims.ep_size > 1:
