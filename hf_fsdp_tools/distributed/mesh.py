@@ -58,7 +58,7 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if size is not None and (not isinstance(size, int) or size < 1):
+            if size is not None and (type(size) is not int or size < 1):
                 raise MeshError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
         if self.ep_size > 1 and self.ep_size % self.ranks_per_row:
             raise MeshError(
@@ -120,12 +120,6 @@ class ParallelDims:
         ensure_process_group(device_type)
         dims = self.resolve(dist.get_world_size())
         assert dims.dp_shard_size is not None
-        if 1 < (local := rank_on_node()[1]) < dims.ranks_per_row and dist.get_rank() == 0:
-            warnings.warn(
-                f"cp_size {dims.cp_size} x tp_size {dims.tp_size} are more than the {local} processes of a machine: "
-                "the exchanges of every layer go between machines, which is slow. Use smaller ones.",
-                stacklevel=frames_of_package(),
-            )
         if (in_ep := dims.ep_size // dims.ranks_per_row) and dims.ep_size > 1:
             shards = {"dp_shard_mod_ep": dims.dp_shard_size // in_ep, "dp_shard_in_ep": in_ep}
         else:
@@ -143,9 +137,9 @@ def dims_of(config: Any, ep_size: int = 1) -> ParallelDims:
     """The degrees of Accelerate's `ParallelismConfig`, which has none for experts, or of transformers'
     `DistributedConfig`."""
     shards = getattr(config, "dp_shard_size", None) or getattr(config, "fsdp_size", None) or 1
-    names = ("dp_replicate_size", "cp_size", "tp_size")
-    sizes = {name: getattr(config, name, None) or 1 for name in names}
-    return ParallelDims(dp_shard_size=shards, ep_size=getattr(config, "ep_size", None) or ep_size, **sizes)
+    found = {name: getattr(config, name, None) for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")}
+    sizes = {name: size for name, size in found.items() if size is not None}
+    return ParallelDims(dp_shard_size=shards, **{"ep_size": ep_size, **sizes})
 
 
 def mesh_of(accelerator: Any) -> DeviceMesh:

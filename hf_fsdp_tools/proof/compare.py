@@ -40,6 +40,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.sharding.replicated import clip_norm
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -335,6 +336,10 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
             _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
         )
     if precision == "fp32":
+        if not _is_wrapped(model):  # FSDP1 has a method of its own
+            norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
+            whole = nn.utils.get_total_norm(plain.gradients[kind].values())
+            seen["norm"] = worst(_apart({"norm": norm}, {"norm": whole}, {}, bound))
         _optimizer(model).step()  # by the gradients of the last kind
         # AdamW divides rounding by gradients that are near zero.
         seen["step"] = worst(_apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))

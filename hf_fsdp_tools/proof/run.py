@@ -39,6 +39,7 @@ _CHECKS = {
     "outputs": "outputs in evaluation",
     "loss": "loss",
     "gradients": "gradients",
+    "norm": "norm of all gradients",
     "step": "one step of AdamW",
     "save": "saved names and values",
 }
@@ -138,7 +139,8 @@ def prove(
 
     The configuration is made small by rule: few layers, experts, heads and words, of each kind of layer one. Compared
     are, in fp32 and bf16, the loaded weights, outputs in evaluation, loss and gradients of random, padded and packed
-    rows (or of the given `rows`); in fp32 one step of AdamW, and the names and values of the saved files.
+    rows (or of the given `rows`); in fp32 the norm of gradients, one step of AdamW, and the names and values of the
+    saved files.
 
     Args:
         dims: the degrees, whose product is `num_processes`.

@@ -8,6 +8,7 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_fsdp_tools.distributed.mesh import axes_of
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.distributed.mesh import axes_of, rank_on_node
+from hf_fsdp_tools.errors import ConfigError, frames_of_package
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
@@ -42,6 +43,8 @@ DISPATCH = "ep_dispatch_experts"
 _SUMMED = "replicated_with_grad_allreduce"
 """Its name of that of whole weights whose gradients each rank has a part of."""
 
+_OF_GPUS = ("deepgemm", "sonicmoe")
+"""How transformers' names of implementations of experts begin that have kernels for GPUs alone."""
 
 _MISFITS = {
     "gemma3n_text": "statistics of the units of an MLP are taken of a part of them",
@@ -90,17 +93,34 @@ def parallelize_model(
     if layers == experts == 1:
         return model
     rules = checked_rules(model, layers, experts, tp_plan, ep_plan, ep_implementation)
+    implementation = getattr(model.config, "_experts_implementation", None) or ""
+    if experts > 1 and mesh.device_type == "cpu" and implementation.startswith(_OF_GPUS):
+        raise ConfigError(
+            f"experts_implementation {implementation!r} has no kernels for CPUs. Use 'grouped_mm' or 'batched_mm'."
+        )
+    if dist.get_rank() == 0 and (processes := rank_on_node()[1]) % layers:
+        warnings.warn(
+            f"tp_size {layers} does not divide the {processes} process(es) of this machine (LOCAL_WORLD_SIZE): the "
+            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest.",
+            stacklevel=frames_of_package(),
+        )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = _tried(model, layers)
     with _ties_kept(model):
         for name, (kind, style) in rules.items():
             group = axes.experts if kind == "ep" else axes.layers
             assert group is not None
-            if name in parameters:
-                owner, _, own = name.rpartition(".")
-                ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
-            else:
-                _add_style(model, name, style, group, axes.layers, ep_implementation)
+            try:
+                if name in parameters:
+                    owner, _, own = name.rpartition(".")
+                    ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
+                else:
+                    _add_style(model, name, style, group, axes.layers, ep_implementation)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{kind}_plan gives {name} the style {style!r}, which it cannot have: {first_line(error)}. Use "
+                    f"another style, or 'replicate': {kind}_plan={{{generic_name(name)!r}: 'replicate', …}}."
+                ) from None
     if layers > 1 and whole is not None:
         _sum_partial_gradients(model, whole, axes.layers)
     for module in model.modules():
@@ -142,6 +162,8 @@ def checked_rules(
     given = {"tp": tp_plan, "ep": ep_plan}
     for kind in kinds:
         own = dict(getattr(model, f"{kind}_plan", None) or {})
+        if not isinstance(given[kind], Mapping | None):
+            raise ConfigError(f"{kind}_plan is {given[kind]!r}: it must be a dict of rules, or left out.")
         if absent := [rule for rule in given[kind] or () if rule not in names and rule not in own]:
             known = names | own.keys()
             raise ConfigError(
@@ -169,7 +191,7 @@ def checked_rules(
         rules |= {name: (kind, style) for name, style in styles.items()}
     _drop_half_tied(model, rules)
     for kind, size in kinds.items():
-        if not any(axis == kind for axis, _ in rules.values()) and given[kind] != {}:
+        if not any(axis == kind for axis, _ in rules.values()) and not (given[kind] == {} and rules):
             raise ConfigError(
                 f"The {kind}_plan of {type(model).__name__} names no module that this model has ({kind}_size {size}). "
                 f"Leave {kind}_size out, or give rules: {kind}_plan={{…}}."
@@ -182,6 +204,10 @@ def checked_rules(
         )
     if ep_size > 1:
         _check_implementation(ep_implementation, tp_size, ep_size)
+        if getattr(model.config, "_experts_implementation", None) == "deepgemm_megamoe":
+            raise ConfigError(
+                "experts_implementation 'deepgemm_megamoe' has no backward pass. Use 'grouped_mm' to train."
+            )
     _check_heads(model, rules, tp_size)
     _check_sizes(model, rules, kinds)
     return rules

@@ -1,9 +1,12 @@
 """Layers and experts that ranks share compute what one process does: losses, norms, steps, copies, adapters, hosts."""
 
 import copy
+import os
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -186,6 +189,24 @@ def adapters_that_cannot_be_divided(parent):
         assert said in message and "\n" not in message
 
 
+def refused_before_anything_is_loaded(parent):
+    """What a device or a layer lacks is one error on each rank; layers shared by machines are a warning."""
+    moe, llama = folder_of("qwen3_moe", parent), folder_of("llama", parent)
+    rule = {"model.layers.*.input_layernorm": "colwise"}
+    for folder, options, said in (
+        (moe, {"mesh": PAIRS[1], "experts_implementation": "deepgemm"}, "has no kernels for CPUs. Use 'grouped_mm'"),
+        (llama, {"distributed_config": {"tp_size": 2, "tp_plan": rule}}, "input_layernorm the style 'colwise', which"),
+        (llama, {"distributed_config": {"tp_size": 0, "fsdp_size": 2}}, "tp_size is 0; it must be a whole number"),
+    ):
+        with patch("hf_fsdp_tools.pretrained.load_weights", side_effect=AssertionError("it was loaded")):
+            message = refusal(lambda f=folder, o=options: from_pretrained(f, **o))
+        assert said in message and "\n" not in message
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    is_first = dist.get_rank() == 0
+    with pytest.warns(UserWarning, match="does not divide the 1 process") if is_first else nullcontext():
+        parallelize_model(build_meta_model(llama), PAIRS[0].build_mesh())
+
+
 def weights_that_see_a_part(parent):
     """What a plan leaves whole though each rank sees its own part: the activation function of Apertus."""
     folder = folder_of("apertus", parent)
@@ -323,6 +344,7 @@ def test_two_ranks_train_as_one_process(tmp_path):
         "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1]),
         "adapters of experts": partial(adapters_are_divided, ("qwen3_moe", "gpt_oss"), PAIRS[1:]),
         "refused adapters": adapters_that_cannot_be_divided,
+        "refused": refused_before_anything_is_loaded,
         "parts": weights_that_see_a_part,
         "logits": logits_stay_in_parts,
     }
