@@ -110,9 +110,11 @@ def plan_layout(
     tensors = map_saving(model)
     heads: Heads | None = note_of(model).heads
     carried: dict[str, PieceTensor] = {}
+    if heads is not None and not (index := heads.of(model, carry=carry_heads)).tensors:
+        heads = None
     if heads is not None:
         heads.refuse_changed()
-        index, of_rest = heads.of(model, carry=carry_heads), cast(torch.dtype, getattr(model, "dtype", None))
+        of_rest = cast(torch.dtype, getattr(model, "dtype", None))
         for key in index.tensors.keys() - tensors.keys():
             stored = index.tensors[key]
             own = of_rest if isinstance(stored, QuantizedTensor) else stored.dtype

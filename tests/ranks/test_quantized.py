@@ -293,9 +293,9 @@ def test_qlora_under_the_trainer(tmp_path):
 
 def another_dtype(folder: Path, output: Path) -> None:
     model = from_pretrained(folder, quantization_config=four_bits())
-    with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
+    with pytest.raises(ConfigError, match=r"dtype=torch\.float32 cannot be honoured.*quantised"):
         load_weights(model, folder, dtype=torch.float32)
-    with pytest.raises(CheckpointError, match=r"dtype=torch\.float32 cannot be honoured.*4-bit"):
+    with pytest.raises(CheckpointError, match=r"dtype=torch\.float32 cannot be honoured.*quantised"):
         save_pretrained(model, output, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"bfloat16 and is torch\.float32 now.*prepare_model_for_kbit_training"):
         shard_added(get_peft_model(prepare_model_for_kbit_training(model), lora()))
