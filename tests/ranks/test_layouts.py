@@ -6,10 +6,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
+import torch.distributed.checkpoint as dcp
+from accelerate import ParallelismConfig
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ParallelDims, from_pretrained, resize_token_embeddings
+from hf_fsdp_tools import (
+    HybridFSDPPlugin,
+    ParallelDims,
+    export_checkpoint,
+    from_pretrained,
+    make_accelerator,
+    resize_token_embeddings,
+    save_pretrained,
+)
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.io import files
@@ -133,6 +143,47 @@ def in_bf16(parent):
         assert found[0] == pytest.approx(found[1], rel=5e-3)
 
 
+def exported(parent):
+    """A training state saved by ranks that share layers or experts is exported as the model itself is saved."""
+    folder = folder_of("qwen3_moe", parent)
+    for dims in PAIRS:
+        config = ParallelismConfig(tp_size=2) if dims.tp_size == 2 else None
+        plugin = HybridFSDPPlugin(ep_size=dims.ep_size)
+        accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+        model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        ids = torch.arange(3, 15)[None]
+        accelerator.backward(model.train()(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        state, saved, out = (parent / f"{name} {dims}" for name in ("state", "saved", "out"))
+        accelerator.save_state(state)
+        save_pretrained(model, saved)
+        export_checkpoint(state, out, config=folder)
+        assert files_in(out).keys() == files_in(saved).keys()
+        found, expected = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (out, saved))
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), dims
+
+
+def states_of_others(parent):
+    """DCP states as torchtitan (FSDP2) and transformers (its own tp) write them are read in parts of any layout."""
+    from transformers.distributed import DistributedConfig
+
+    for kind, layouts in (("qwen3_moe", [*PAIRS, ParallelDims(tp_size=2, ep_size=2)]), ("llama", PAIRS[:1])):
+        folder, state = folder_of(kind, parent), parent / f"{kind} of others"
+        if kind == "llama":
+            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            for module in (*model.model.layers, model):
+                fully_shard(module)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=state)
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        for dims in (*layouts, ParallelDims()):
+            model = from_pretrained(state, config=folder, mesh=dims, load_kwargs=QUIET)
+            for name, parameter in model.named_parameters():
+                assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (kind, dims, name)
+
+
 def test_two_ranks(tmp_path):
     options = {
         "recomputed": {"activation_checkpointing": True},
@@ -145,6 +196,8 @@ def test_two_ranks(tmp_path):
         "quantised": partial(quantised_files_are_read_in_parts, tmp_path),
         "resized": partial(resized, tmp_path),
         "bf16": partial(in_bf16, tmp_path),
+        "exported": partial(exported, tmp_path),
+        "states of others": partial(states_of_others, tmp_path),
     }
     for name, given in options.items():
         cases |= {name: partial(layouts_train, ("llama",), PAIRS[:1], tmp_path, **given)}
