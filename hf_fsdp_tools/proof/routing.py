@@ -28,7 +28,10 @@ class _Choosing(TorchFunctionMode):
         self._again: set[str] = set()
 
     def begin(self, module: nn.Module, args: object, *, name: str) -> None:
-        """Note that a module runs."""
+        """Note that a module runs; the first one begins the mode, as checkpointed blocks run again in a backward pass,
+        during which torch leaves a mode around it."""
+        if not self._running:
+            self.__enter__()
         if any(key[0] == name for key in self.noted):
             self._again.add(name)
         self._running.append([name, 0])
@@ -36,6 +39,8 @@ class _Choosing(TorchFunctionMode):
     def end(self, module: nn.Module, args: object, output: object) -> None:
         """Note that it has run."""
         self._running.pop()
+        if not self._running:
+            self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch; in the place of the indices of topk, give those that were noted."""
@@ -75,5 +80,4 @@ def choices(
                 begin = partial(mode.begin, name=names[name])
                 stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
                 stack.callback(module.register_forward_hook(mode.end, always_call=True).remove)
-        stack.enter_context(mode)
         yield mode

@@ -139,8 +139,7 @@ def prove(
 
     The configuration is made small by rule: few layers, experts, heads and words, of each kind of layer one. Compared
     are, in fp32 and bf16, the loaded weights, outputs in evaluation, loss and gradients of random, padded and packed
-    rows (or of the given `rows`); in fp32 the norm of gradients, one step of AdamW, and the names and values of the
-    saved files.
+    rows (or of the given `rows`); in fp32 the norm of gradients, one step of AdamW, and the saved names and values.
 
     Args:
         dims: the degrees, whose product is `num_processes`.

@@ -1,10 +1,12 @@
 """`hf-fsdp prove`: right layouts are proved, and each kind of fault is found, named by check and module.
 
 Faults are put into the ranks' own code: a wrong divisor, a dropped mask, rows exchanged between ranks, labels that are
-not shifted, angles of other positions, collectives that are left out.
+not shifted, angles of other positions, collectives that are left out; swapped experts, tokens at the wrong rank, a
+stale scale of a shard, a norm that is counted twice.
 """
 
 import json
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,15 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.distributed.expert_parallel import AllToAllEP
 
-from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, ParallelDims, from_pretrained, make_accelerator, pretrained
 from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.record import checksum, read_proof
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import context_parallel as cp
-from hf_fsdp_tools.sharding import parallel, shard
+from hf_fsdp_tools.sharding import replicated, shard
 from tests._dist import run_cases, run_ranks
 
 LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 2, "adapter": False}
@@ -30,11 +34,12 @@ LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 
 
 def _case(folder, config, dims):
     cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    num_batches = 2 // dims.ranks_per_row
     case, facts = tiny_case(
         telling(config),
         [cls],
         folder / "checkpoint",
-        num_batches=2 // dims.ranks_per_row,
+        num_batches=num_batches,
         words=WORDS,
         is_training=True,
         tp_size=dims.tp_size,
@@ -93,90 +98,102 @@ def _without_backward(rows, to_ranks, dim):
 _LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, cp._attend, cp.Rows._from_all
 _BEFORE_MODEL, _CUT = cp._before_model, cp._cut
 FAULTS = {
-    "wrong divisor": ((cp, "_loss_of_part", _twice_the_loss), "loss", ""),
-    "dropped mask": ((cp, "_attend", _no_mask), "packed rows: loss", ""),
-    "rows exchanged": ((cp.Rows, "_from_all", _exchanged), "loss", "self_attn"),
-    "labels not shifted": ((cp, "_before_model", _not_shifted), "loss", ""),
-    "stale position ids": ((cp, "_cut", _stale_positions), "loss", "layers.0.self_attn"),
-    "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss", "layers.0.self_attn"),
-    "missing collective in backward": ((cp.Rows, "_from_all", _without_backward), "gradients", ""),
+    "wrong divisor": ((cp, "_loss_of_part", _twice_the_loss), "loss: ", ""),
+    "dropped mask": ((cp, "_attend", _no_mask), "packed rows: loss: ", ""),
+    "rows exchanged": ((cp.Rows, "_from_all", _exchanged), "loss: ", "self_attn"),
+    "labels not shifted": ((cp, "_before_model", _not_shifted), "loss: ", ""),
+    "stale position ids": ((cp, "_cut", _stale_positions), "loss: ", "layers.0.self_attn"),
+    "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss: ", "layers.0.self_attn"),
+    "missing collective in backward": ((cp.Rows, "_from_all", _without_backward), "gradients: ", ""),
 }
 
 
-def _faulty(folder):
+# ---- faults of ranks that share experts, or layers ----
+
+
+def _wrong_number(experts, ranks, *, is_reduced):
+    _DIVIDE(experts, ranks // 2, is_reduced=is_reduced)  # that of the ranks which hold the same experts
+
+
+def _other_experts(inner, self, *args):
+    tokens, experts, weights, state = inner(self, *args)
+    return tokens, self.num_local_experts - 1 - experts, weights, state
+
+
+def _other_ranks(inner, self, hidden_states, index, weights):
+    experts = self.num_local_experts * self.ep_mesh.size()
+    return inner(self, hidden_states, (index + self.num_local_experts) % experts, weights)
+
+
+def _with_stale_scale(name, model, index, **kwargs):
+    report = _LOAD(model, index, **kwargs)
+    if dist.get_rank() == 1:  # its shard alone; the other rank's is right
+        local_tensor(model.get_parameter(name)).mul_(1.25)
+    return report
+
+
+def _counted_twice(gradients, order):
+    return _NORM(gradients, order) * 2 ** (1 / order)
+
+
+def _patched(target, name, fault):
+    inner = getattr(target, name)
+    return target, name, lambda *args, **kwargs: fault(inner, *args, **kwargs)
+
+
+_DIVIDE, _LOAD, _NORM = shard.divide_by, pretrained.load_weights, replicated._norm_of
+EXPERTS, UP = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.up_proj.weight"
+OF_EXPERTS = {
+    "wrong divisor": ((shard, "divide_by", _wrong_number), r"gradients: model\.layers\.\d\.mlp\.experts", ""),
+    "swapped expert": (_patched(AllToAllEP, "_dispatch_tokens", _other_experts), "loss: ", "layers.0.mlp.experts"),
+    "wrong rank": (_patched(AllToAllEP, "_dispatch_tokens", _other_ranks), "loss: ", "layers.0.mlp.experts"),
+    "stale scale": (
+        (pretrained, "load_weights", partial(_with_stale_scale, EXPERTS)),
+        f"loaded weights: 1 tensors differ, {EXPERTS} first",
+        "layers.0.mlp.experts",
+    ),
+    "norm counted twice": ((replicated, "_norm_of", _counted_twice), r"norm of all gradients: norm: 4\.1e-01", ""),
+}
+OF_LAYERS = {
+    "stale scale": (
+        (pretrained, "load_weights", partial(_with_stale_scale, UP)),
+        f"loaded weights: 1 tensors differ, {UP} first",
+        "layers.0.mlp.down_proj",
+    ),
+    "norm counted twice": OF_EXPERTS["norm counted twice"],
+}
+
+
+KINDS = {"cp_size": FAULTS, "ep_size": OF_EXPERTS, "tp_size": OF_LAYERS}
+
+
+def _faulty(folder, kind):
     seen = {"none": partial(_seen, folder)} | {
-        name: partial(_seen, folder, fault) for name, (fault, *_) in FAULTS.items()
+        name: partial(_seen, folder, fault) for name, (fault, *_) in KINDS[kind].items()
     }
     return run_cases(seen)
 
 
-def test_each_kind_of_fault_is_found(tmp_path):
-    facts = _case(tmp_path, transformers.Gemma3TextConfig(), ParallelDims(cp_size=2))
-    assert facts["class"] == "Gemma3ForCausalLM"
-    ranks = run_ranks(_faulty, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("cp_size", transformers.Gemma3TextConfig()),
+        ("ep_size", transformers.Qwen3MoeConfig()),
+        ("tp_size", transformers.LlamaConfig()),
+    ],
+    ids=KINDS,
+)
+def test_each_kind_of_fault_is_found(tmp_path, kind, config):
+    _case(tmp_path, config, ParallelDims(**{kind: 2}))
+    ranks = run_ranks(_faulty, 2, tmp_path, kind)
     right = _proof([rank["none"] for rank in ranks])
     assert right.is_proved and not right.first_module, right
-    for name, (_, check, module) in FAULTS.items():
+    for name, (_, said, module) in KINDS[kind].items():
         proof = _proof([rank[name] for rank in ranks])
         assert not proof.is_proved, name
-        assert any(problem.startswith(f"fp32 {check}: ") for problem in proof.problems), (name, proof.problems)
+        assert any(re.match(f"fp32 {said}", problem) for problem in proof.problems), (name, proof.problems)
         assert module in proof.first_module, (name, proof.first_module)
         assert "not proved" in str(proof)
-
-
-# ---- faults of ranks that share layers and experts ----
-
-
-def _other_experts(module, **style):
-    _INSTALL(module, **style)
-    if style["style"] == parallel.DISPATCH:
-        run = module.forward
-        module.forward = lambda hidden, chosen, weights: run(hidden, (chosen + 1) % module.config.num_experts, weights)
-
-
-def _not_summed(inner, *args, module, group, **kwargs):
-    return inner(*args, **kwargs)
-
-
-def _half_divided(experts, ranks, *, is_reduced):
-    _DIVIDE(experts, ranks // 2, is_reduced=is_reduced)
-
-
-def _stale_maximum(tensor, op=dist.ReduceOp.SUM, group=None):
-    if op != dist.ReduceOp.MAX:
-        _ALL_REDUCE(tensor, op, group=group)
-
-
-_INSTALL, _DIVIDE, _ALL_REDUCE = parallel._install, parallel.divide_by, dist.all_reduce
-LAYERS = {
-    "gradients of heads are not summed": ((parallel, "_with_summed_gradients", _not_summed), "gradients", "q_norm"),
-    "a stale maximum in the loss": ((dist, "all_reduce", _stale_maximum), "loss", ""),
-}
-EXPERTS = {
-    "wrong divisor": ((shard, "divide_by", _half_divided), "gradients", "experts"),
-    "tokens sent to other experts": ((parallel, "_install", _other_experts), "loss", "mlp"),
-}
-
-
-OF_LAYOUTS = {"tp_size": LAYERS, "ep_size": EXPERTS}
-
-
-def _faulty_layout(axis, folder):
-    faults = {name: partial(_seen, folder, fault) for name, (fault, *_) in OF_LAYOUTS[axis].items()}
-    return run_cases({"none": partial(_seen, folder), **faults})
-
-
-@pytest.mark.parametrize("axis", OF_LAYOUTS)
-def test_faults_of_layouts_are_found(tmp_path, axis):
-    _case(tmp_path, transformers.Qwen3MoeConfig(), ParallelDims(**{axis: 2}))
-    faults = OF_LAYOUTS[axis]
-    ranks = run_ranks(_faulty_layout, 2, axis, tmp_path)
-    right = _proof([rank["none"] for rank in ranks])
-    assert right.is_proved, right
-    for name, (_, check, module) in faults.items():
-        proof = _proof([rank[name] for rank in ranks])
-        assert not proof.is_proved and any(f"{check}" in problem for problem in proof.problems), (name, proof.problems)
-        assert module in proof.first_module or any(module in each for each in proof.problems), (name, proof)
 
 
 # ---- the command ----
@@ -192,9 +209,10 @@ def _run(capfd, *words):
     [
         ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1"]),
         ({"model_type": "deepseek_v3"}, ["--lora", "--cp-size", "2", "--activation-checkpointing"]),
+        ({"model_type": "qwen3_moe"}, ["--lora", "--ep-size", "2", "--activation-checkpointing"]),
         ({"model_type": "bert"}, ["--dp-replicate-size", "2"]),
     ],
-    ids=["FSDP1", "LoRA, cp 2", "HSDP"],
+    ids=["FSDP1", "LoRA, cp 2", "LoRA, ep 2", "HSDP"],
 )
 def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
