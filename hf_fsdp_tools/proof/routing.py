@@ -31,7 +31,7 @@ class _Choosing(TorchFunctionMode):
         """Note that a module runs; the first one begins the mode, as checkpointed blocks run again in a backward pass,
         during which torch leaves a mode around it."""
         if not self._running:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         if any(key[0] == name for key in self.noted):
             self._again.add(name)
         self._running.append([name, 0])
@@ -40,7 +40,7 @@ class _Choosing(TorchFunctionMode):
         """Note that it has run."""
         self._running.pop()
         if not self._running:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch; in the place of the indices of topk, give those that were noted."""
