@@ -1,5 +1,6 @@
 """What works on one axis works where ranks share layers and experts: saves, quantised files, bytes that are read."""
 
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -9,9 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import ParallelismConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_fsdp_tools import (
+    FSDPTrainerMixin,
     HybridFSDPPlugin,
     ParallelDims,
     export_checkpoint,
@@ -25,12 +27,14 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.io import files
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
+from tests._training import arguments, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
 from tests.ranks.test_parallel import FOURS, PAIRS, apart, folder_of, layouts_train, rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
 QUIET = {"progress": False}
+MIXED = [ParallelDims(tp_size=2, ep_size=2), ParallelDims(dp_replicate_size=2, tp_size=2)]
 
 
 def fitting(kind: str, layouts: list[ParallelDims]) -> list[ParallelDims]:
@@ -76,12 +80,11 @@ def axes_of_first_copy(dims):
     return dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
 
 
-def quantised_files_are_read_in_parts(parent):
-    for kind, layouts, other in (
-        ("fp8", PAIRS[:1], None),
-        ("fp8 experts", PAIRS, None),
-        ("mxfp4", PAIRS[1:], partial(gpt_oss, 4)),
-    ):
+QUANTISED = (("fp8", PAIRS[:1], None), ("fp8 experts", PAIRS, None), ("mxfp4", PAIRS[1:], partial(gpt_oss, 4)))
+
+
+def quantised_files_are_read_in_parts(kinds, parent):
+    for kind, layouts, other in kinds:
         folder = parent / kind
         if dist.get_rank() == 0:
             make_quantized(kind, folder, other)
@@ -89,7 +92,8 @@ def quantised_files_are_read_in_parts(parent):
         theirs = dequantized_by_transformers(kind, folder, torch.bfloat16)
         whole = dict.fromkeys(("model.embed_tokens", "lm_head"), "replicate")  # of 131 words
         for dims in layouts:
-            sizes = {"tp_size": dims.tp_size, "ep_size": dims.ep_size, "fsdp_size": 2 // dims.tp_size}
+            sizes = {name: getattr(dims, name) for name in ("tp_size", "ep_size", "dp_replicate_size")}
+            sizes["fsdp_size"] = dist.get_world_size() // dims.tp_size // dims.dp_replicate_size
             rules = {"tp_plan": whole} if dims.tp_size > 1 else {}
             model = from_pretrained(folder, distributed_config={**sizes, **rules}, load_kwargs=QUIET)
             for name, parameter in model.named_parameters():
@@ -143,63 +147,132 @@ def in_bf16(parent):
         assert found[0] == pytest.approx(found[1], rel=5e-3)
 
 
-def exported(parent):
+def exported(dims, parent):
     """A training state saved by ranks that share layers or experts is exported as the model itself is saved."""
     folder = folder_of("qwen3_moe", parent)
-    for dims in PAIRS:
-        config = ParallelismConfig(tp_size=2) if dims.tp_size == 2 else None
-        plugin = HybridFSDPPlugin(ep_size=dims.ep_size)
-        accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
-        model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        ids = torch.arange(3, 15)[None]
-        accelerator.backward(model.train()(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-        state, saved, out = (parent / f"{name} {dims}" for name in ("state", "saved", "out"))
-        accelerator.save_state(state)
-        save_pretrained(model, saved)
-        export_checkpoint(state, out, config=folder)
-        assert files_in(out).keys() == files_in(saved).keys()
-        found, expected = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (out, saved))
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), dims
+    sizes = {name: getattr(dims, name) for name in ("tp_size", "dp_replicate_size")}
+    sizes["dp_shard_size"] = dist.get_world_size() // dims.tp_size // dims.dp_replicate_size
+    plugin = HybridFSDPPlugin(ep_size=dims.ep_size)
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
+    model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ids = torch.arange(3, 15)[None]
+    accelerator.backward(model.train()(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    state, saved, out = (parent / f"{name} {dims}" for name in ("state", "saved", "out"))
+    accelerator.save_state(state)
+    save_pretrained(model, saved)
+    export_checkpoint(state, out, config=folder)
+    assert files_in(out).keys() == files_in(saved).keys()
+    found, expected = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (out, saved))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), dims
+
+
+NATIVE = {
+    "llama": {"tp_size": 2},
+    "qwen3_moe": {"tp_size": 2},  # whose fused gates transformers puts in order for its own files alone
+    "mixtral": {"ep_size": 2, "fsdp_size": 2},
+}
 
 
 def states_of_others(parent):
-    """DCP states as torchtitan (FSDP2) and transformers (its own tp) write them are read in parts of any layout."""
+    """DCP states as torchtitan (FSDP2) and transformers (its own layouts) write them, and what transformers' own
+    `save_pretrained(distributed_checkpoint=True)` leaves, are read in parts of any layout."""
     from transformers.distributed import DistributedConfig
 
-    for kind, layouts in (("qwen3_moe", [*PAIRS, ParallelDims(tp_size=2, ep_size=2)]), ("llama", PAIRS[:1])):
-        folder, state = folder_of(kind, parent), parent / f"{kind} of others"
-        if kind == "llama":
-            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
-        else:
+    for kind in ("torchtitan", *NATIVE):
+        folder = folder_of("qwen3_moe" if kind == "torchtitan" else kind, parent)
+        sources = [parent / f"{kind} of others"]
+        if kind == "torchtitan":
             model = AutoModelForCausalLM.from_pretrained(folder)
             for module in (*model.model.layers, model):
                 fully_shard(module)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=state)
+        else:
+            config = DistributedConfig(**NATIVE[kind])
+            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+            sources.append(parent / f"{kind} of transformers")
+            model.save_pretrained(sources[1], distributed_checkpoint=True)
+        if kind == "qwen3_moe":
+            del sources[0]
+        else:
+            dcp.save({"model": model.state_dict()}, checkpoint_id=sources[0])
         plain = AutoModelForCausalLM.from_pretrained(folder)
-        for dims in (*layouts, ParallelDims()):
-            model = from_pretrained(state, config=folder, mesh=dims, load_kwargs=QUIET)
-            for name, parameter in model.named_parameters():
-                assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (kind, dims, name)
+        for source in sources:
+            for dims in fitting(kind, [ParallelDims(), *PAIRS, MIXED[0]]):
+                model = from_pretrained(source, config=folder, mesh=dims, load_kwargs=QUIET)
+                for name, parameter in model.named_parameters():
+                    assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (source, dims, name)
+
+
+def one_rank_that_cannot_read_stops_all(parent):
+    folder = folder_of("qwen3_moe", parent)
+    for dims in PAIRS:
+        broken = patch("os.preadv", side_effect=OSError(5, "Input/output error"))
+        with broken if dist.get_rank() == 1 else nullcontext():
+            said = refusal(partial(from_pretrained, folder, mesh=dims, load_kwargs=QUIET))
+        assert "Input/output error" in said, said
+
+
+class Noisy(FSDPTrainerMixin, Trainer):
+    """The Trainer on our shards, of whose loss random draws are a part."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * (1 + self.noise * torch.rand(()))
+
+
+def in_a_trainer(parent, sizes, ep_size, noise, out, former=None):
+    """Losses and rates of four steps on four rows each, or of the last two of them."""
+    folder = folder_of("qwen3_moe", parent)
+    config = ParallelismConfig(**sizes) if sizes else None
+    args = arguments(
+        parent / out,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        lr_scheduler_type="linear",
+        per_device_train_batch_size=4 * (config.tp_size if config else 1) // dist.get_world_size(),
+        parallelism_config=config,
+        fsdp=True,
+        fsdp_config={"ep_size": ep_size},
+    )
+    model = from_pretrained(folder, accelerator=make_accelerator(args), load_kwargs=QUIET)
+    trainer = Noisy(model=model, args=args, train_dataset=make_rows(32))
+    trainer.noise = noise
+    trainer.train(resume_from_checkpoint=former and str(parent / former / "checkpoint-2"))
+    return [(row["loss"], row["learning_rate"]) for row in trainer.state.log_history if "loss" in row]
+
+
+def test_a_trainer_resumes_in_another_layout(tmp_path):
+    """Losses and rates go on; in the same layout bit for bit, random draws among them."""
+    tp, both = {"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}
+    first = run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.1, "noisy")[0]
+    assert run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.1, "again", "noisy")[0][-2:] == first[-2:]
+    first = run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.0, "both")[0]
+    for ranks, sizes, ep_size in ((2, tp, 1), (2, {}, 2), (1, {}, 1)):
+        found = run_ranks(in_a_trainer, ranks, tmp_path, sizes, ep_size, 0.0, f"{ranks} {sizes}", "both")[0]
+        assert [rate for _, rate in found[-2:]] == [rate for _, rate in first[-2:]]
+        assert [loss for loss, _ in found[-2:]] == pytest.approx([loss for loss, _ in first[-2:]], rel=1e-4), sizes
+
+
+OPTIONS = {
+    "recomputed": {"activation_checkpointing": True},
+    "compiled": {"compile": {"backend": "aot_eager"}},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
 
 
 def test_two_ranks(tmp_path):
-    options = {
-        "recomputed": {"activation_checkpointing": True},
-        "compiled": {"compile": {"backend": "aot_eager"}},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
     cases = {
         "saves": partial(saved_files_do_not_know_of_it, ("llama", "qwen3_moe"), PAIRS, tmp_path),
         "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), PAIRS, tmp_path),
-        "quantised": partial(quantised_files_are_read_in_parts, tmp_path),
+        "quantised": partial(quantised_files_are_read_in_parts, QUANTISED, tmp_path),
         "resized": partial(resized, tmp_path),
         "bf16": partial(in_bf16, tmp_path),
-        "exported": partial(exported, tmp_path),
         "states of others": partial(states_of_others, tmp_path),
+        "one rank": partial(one_rank_that_cannot_read_stops_all, tmp_path),
     }
-    for name, given in options.items():
+    cases |= {f"exported, {dims}": partial(exported, dims, tmp_path) for dims in PAIRS}
+    for name, given in OPTIONS.items():
         cases |= {name: partial(layouts_train, ("llama",), PAIRS[:1], tmp_path, **given)}
         cases |= {f"{name}, experts": partial(layouts_train, ("qwen3_moe",), PAIRS, tmp_path, **given)}
     run_ranks(run_cases, 2, cases)
@@ -209,5 +282,10 @@ def test_four_ranks(tmp_path):
     cases = {
         "saves": partial(saved_files_do_not_know_of_it, ("qwen3_moe",), FOURS, tmp_path),
         "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), FOURS, tmp_path),
+        "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", MIXED, None)], tmp_path),
     }
+    for dims in (MIXED[0], ParallelDims(dp_replicate_size=2, ep_size=2)):
+        cases[f"exported, {dims}"] = partial(exported, dims, tmp_path)
+    given = OPTIONS["recomputed"] | OPTIONS["offloaded"]
+    cases["recomputed and offloaded"] = partial(layouts_train, ("qwen3_moe",), MIXED[:1], tmp_path, **given)
     run_ranks(run_cases, 4, cases)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import RanksError
+from hf_fsdp_tools import ParallelDims, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.rounds import rounds_of
@@ -26,6 +26,8 @@ from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.saving.save import save_pretrained
 from tests._dist import LIMIT_S, run_cases, run_ranks
 
+EVEN = {"pad_to_multiple_of": 2}
+"""Of the 131 words of the checkpoint, which two ranks cannot divide."""
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -42,13 +44,13 @@ def once(sent: signal.Signals, function: Callable[..., object]) -> Callable[...,
     return instead
 
 
-def load(folder: Path, sent: signal.Signals) -> None:
+def load(folder: Path, sent: signal.Signals, **layout: Any) -> None:
     with patch("os.preadv", once(sent, os.preadv)):
-        from_pretrained(folder)
+        from_pretrained(folder, **layout)
 
 
-def save(folder: Path, sent: signal.Signals) -> None:
-    model = from_pretrained(folder)
+def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
+    model = from_pretrained(folder, **layout)
     with patch("os.pwritev", once(sent, os.pwritev)):
         save_pretrained(model, folder.with_name("saved"))
 
@@ -106,7 +108,7 @@ def test_a_stopped_rank_ends_the_others_and_learns_of_it(folders: dict[str, Path
     run_ranks(stop_on_every_road, 2, folder)
 
 
-def live(rank: int, port: int, road: str, folder: Path) -> None:
+def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -> None:
     """The life of a rank, which leaves the message of its error behind; its parent keeps the store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -115,7 +117,7 @@ def live(rank: int, port: int, road: str, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
-        ROADS[road][0](folder, signal.SIGKILL)
+        ROADS[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
     folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
 
@@ -133,12 +135,20 @@ def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
             rank.join()
 
 
-@pytest.mark.parametrize("road", ["load", "save"])
-def test_a_killed_rank_ends_the_others(road: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "llama"
-    folder.symlink_to(folders["llama"])
+@pytest.mark.parametrize(
+    ("road", "sizes"), [("load", {}), ("save", {}), ("load", {"tp_size": 2}), ("save", {"ep_size": 2})]
+)
+def test_a_killed_rank_ends_the_others(
+    road: str, sizes: dict[str, int], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    if sizes:
+        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
+    folder = tmp_path / "model"
+    folder.symlink_to(folders["qwen3_moe" if sizes else "llama"])
     store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-    with living([CONTEXT.Process(target=live, args=(rank, store.port, road, folder)) for rank in range(2)]) as ranks:
+    with living(
+        [CONTEXT.Process(target=live, args=(rank, store.port, road, folder, sizes)) for rank in range(2)]
+    ) as ranks:
         for rank in ranks:
             rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)

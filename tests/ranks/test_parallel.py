@@ -433,6 +433,8 @@ def test_a_state_goes_on_in_any_other_layout(tmp_path):
         (2, {}, 2, "ep"),
         (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"),
         (2, {"cp_size": 2}, 1, "cp"),
+        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies"),
+        (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
         (1, {}, 1, "one"),
         (2, {"tp_size": 2}, 1, "again"),
     ]
