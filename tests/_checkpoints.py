@@ -403,6 +403,13 @@ def make_quantized(kind: str, folder: Path, other: Callable[[], PreTrainedModel]
     return folder
 
 
+def make_every_quantized(folder: Path) -> Path:
+    """A checkpoint of each kind, in a folder of its name."""
+    for kind in QUANTIZED:
+        make_quantized(kind, folder / kind)
+    return folder
+
+
 def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """What transformers makes of it with `dequantize=True`, on the CPU.
 

@@ -18,7 +18,8 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.match import Match, part_of
 from hf_fsdp_tools.modeling.configs import text_config
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import listed, quoted
 
 
@@ -45,7 +46,7 @@ class Heads:
 
     def of(self, model: nn.Module, *, carry: bool) -> CheckpointIndex:
         """What a save copies: the stored tensors for a model whose weights stay quantised, otherwise plain ones."""
-        index = self.index if note_of(model).stored_quantization is None else self.stored
+        index = self.stored if packed_parameters(model) else self.index
         return index if carry else part_of(index, self.beside.__contains__)
 
     def _stamps_now(self) -> dict[Path, tuple[int, int]]:

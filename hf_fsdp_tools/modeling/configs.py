@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -204,7 +205,7 @@ def forget_quantization(model: nn.Module) -> None:
 @contextmanager
 def with_stored_quantization(model: Any) -> Iterator[None]:
     """A block in which the config of a model with packed weights says how they are quantised."""
-    stored = note_of(model).stored_quantization
+    stored = note_of(model).stored_quantization if packed_parameters(model) else None
     if stored is not None:
         model.config.quantization_config = dict(stored)
     try:

@@ -1,137 +1,27 @@
-"""Weights that stay as a checkpoint stores them: low-precision values and scales, as frozen parameters of bytes.
-
-FSDP2 shards and gathers the bytes. A module sees floats in their place: a `PackedWeight` says its shape and dtype, and
-is dequantised when it is multiplied, and again in the backward pass. What autograd keeps is the gathered bytes, which
-FSDP2 frees and gathers again as it does with any weight.
+"""Modules whose weights stay as a checkpoint stores them: frozen parameters of bytes, which FSDP2 shards and gathers.
 
     experts.gate_up_proj                  a `PackedWeight` (experts, out, in), no parameter
     experts.gate_up_proj_packed           uint8 (experts, rows, bytes of a row): the values
     experts.gate_up_proj_scale            uint8 (experts, rows of blocks, bytes): what the rule takes beside them
+
+FSDP2 frees the gathered bytes after a pass and gathers them again for the next, as it does with any weight.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.packed_weight import Factors, PackedForm, PackedWeight, linear
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 """transformers' ways to run fused experts that dequantise one expert, or one group of them, at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedPart:
-    """Values, or what belongs to blocks of them, as a checkpoint has them."""
-
-    name: str
-    """Its stored name: what follows the name of the plain tensor, or, after a ".", the last part of the name."""
-    dtype: torch.dtype
-    """Stored dtype."""
-    ndim: int
-    """Number of dimensions of the stored tensor."""
-    block: tuple[int, int] = (1, 1)
-    """Rows and columns of the values that share one element."""
-    bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`)."""
-
-    def key(self, plain: str) -> str:
-        """The stored name beside that of the plain tensor."""
-        return plain.rpartition(".")[0] + self.name if self.name.startswith(".") else plain + self.name
-
-    def look(self, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of the stored tensor, from the shape of its bytes."""
-        full = [*shape[:-1], shape[-1] // self.dtype.itemsize]
-        if self.ndim > len(full):  # blocks of bytes
-            full = [*full[:-1], full[-1] // self.block[1], self.block[1]]
-        while len(full) > self.ndim:
-            assert full[-1] == 1, (shape, self)
-            full.pop()
-        return self.dtype, tuple(full)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedForm:
-    """How one parameter is packed."""
-
-    shape: tuple[int, ...]
-    """Shape of the plain parameter."""
-    dtype: torch.dtype
-    """Dtype of the plain parameter."""
-    rule: str
-    """How values and scales become floats, see `float_rules`."""
-    is_transposed: bool
-    """Whether the last two dimensions of the plain parameter are those of the stored matrix exchanged."""
-    values: PackedPart
-    scales: Mapping[str, PackedPart]
-    """By the rule's names."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of a stored matrix."""
-        return self.shape[-1 if self.is_transposed else -2]
-
-    @property
-    def columns(self) -> int:
-        """Values in a row."""
-        return self.shape[-2 if self.is_transposed else -1]
-
-    def parts(self, name: str) -> dict[str, PackedPart]:
-        """Values and scales by the names of the parameters of bytes, for the plain parameter's name."""
-        return {part_name(name, scale): part for scale, part in (("packed", self.values), *self.scales.items())}
-
-    def floats(self, values: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The dequantised weight or, of leading dimensions that were indexed, a part of it.
-
-        As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then.
-        """
-        *outer, rows, width = values.shape
-        columns, stored = self.columns, values.reshape(-1, width)
-        of_rows = {}
-        for (name, part), each in zip(self.scales.items(), scales, strict=True):
-            of_rows[name] = _scales_of_rows(part, each, rows)
-            blocks, wide = of_rows[name].shape[-1], part.block[1]
-            if blocks > 1 and blocks * wide > columns:  # the last block is short
-                missing = (blocks * wide - columns) * width // columns
-                stored = functional.pad(stored, (0, missing))
-        floats = RULES[self.rule](stored.view(self.values.dtype), of_rows, self.dtype)
-        floats = floats[:, :columns].reshape(*outer, rows, columns)
-        return (floats.transpose(-2, -1) if self.is_transposed else floats).to(dtype)
-
-
-def part_name(name: str, scale: str) -> str:
-    """The name of the parameter that holds the values ("packed") or one kind of scales of a packed parameter."""
-    return f"{name}_{scale.replace(' ', '_')}"
-
-
-def _scales_of_rows(part: PackedPart, stored: torch.Tensor, rows: int) -> torch.Tensor:
-    """What belongs to the blocks of each row, [rows of all matrices, blocks]."""
-    scales = stored.view(part.dtype)
-    high = part.block[0]
-    if high > 1:
-        # torch repeats no 8-bit floats
-        bits = scales.view(torch.uint8) if part.dtype.itemsize == 1 else scales
-        bits = bits.repeat_interleave(high, -2)[..., :rows, :] if scales.shape[-2] > 1 else _spread(bits, rows)
-        scales = bits.view(part.dtype)
-    if part.bits:
-        first = (torch.arange(rows, dtype=scales.dtype, device=scales.device) % high * part.bits).unsqueeze(1)
-        scales = unpacked(scales, first, part.bits)
-    return scales.reshape(-1, scales.shape[-1])
-
-
-def _spread(one: torch.Tensor, rows: int) -> torch.Tensor:
-    return one.expand(*one.shape[:-2], rows, one.shape[-1])
-
-
-# ---- modules ----
 
 
 def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tuple[int, ...]]]]) -> None:
@@ -197,7 +87,7 @@ def _seen_as_floats(cls: Any, names: tuple[str, ...]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {**content, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _packed_weight(module: nn.Module, name: str) -> "PackedWeight":
+def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
     form = note_of(module).packed[name]
     parts = [module._parameters[part] for part in form.parts(name)]
     return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
@@ -205,16 +95,13 @@ def _packed_weight(module: nn.Module, name: str) -> "PackedWeight":
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
-    note = note_of(module)
-    form = note.packed["weight"]
-    look = _Look(form, note.compute_dtype or form.dtype, False, ())
+    form = note_of(module).packed["weight"]
     parts = [module._parameters[part] for part in form.parts("weight")]
-    output: torch.Tensor = _Product.apply("linear", look, hidden, module.bias, None, *parts)  # type: ignore[no-untyped-call]
-    return output
+    return linear(hidden, form, parts, note_of(module).compute_dtype or form.dtype, module.bias)
 
 
 @contextmanager
-def with_added(module: nn.Module, name: str, added: Sequence["Factors"]) -> Iterator[None]:
+def with_added(module: nn.Module, name: str, added: Sequence[Factors]) -> Iterator[None]:
     """A block in which a module computes with more than a packed parameter holds: with what adapters add to it."""
     former = note_of(module).deltas
     add_to_note(module, deltas={**former, name: (*former.get(name, ()), *added)})
@@ -226,13 +113,17 @@ def with_added(module: nn.Module, name: str, added: Sequence["Factors"]) -> Iter
 
 @contextmanager
 def listed_as_parameters(model: nn.Module) -> Iterator[None]:
-    """A block in which each module with packed parameters lists their floats too: PEFT looks for them among its own."""
+    """A block in which modules list packed stacks of experts too: PEFT looks for `target_parameters` among their own.
+
+    Packed matrices are not listed: of these, PEFT adapts the layer (`target_modules`).
+    """
     packed = [module for module in model.modules() if note_of(module).packed]
 
     def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
         yield from listed(*args, recurse=recurse, **kwargs)
         if not recurse:
-            yield from ((name, getattr(module, name)) for name in note_of(module).packed)
+            stacks = (name for name, form in note_of(module).packed.items() if len(form.shape) == 3)
+            yield from ((name, getattr(module, name)) for name in stacks)
 
     for module in packed:
         module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)
@@ -241,233 +132,3 @@ def listed_as_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         for module in packed:
             del module.__dict__["named_parameters"]
-
-
-# ---- weights ----
-
-
-Factors = tuple[torch.Tensor, torch.Tensor, float]
-"""What a low-rank adapter adds to a stack of weights: `scaling * lhs @ rhs`."""
-
-
-class PackedWeight(torch.Tensor):
-    """What a packed parameter looks like to code that computes with it; its floats exist while they are used."""
-
-    form: PackedForm
-    parts: Sequence[Any]
-    added: tuple[Factors, ...]
-    is_flipped: bool
-    """Whether the last two dimensions are exchanged."""
-
-    @staticmethod
-    def __new__(
-        cls,
-        form: PackedForm,
-        parts: Sequence[Any],
-        dtype: torch.dtype,
-        added: tuple[Factors, ...] = (),
-        is_flipped: bool = False,
-    ) -> "PackedWeight":
-        """A view of gathered bytes (or of shards, of which it tells shape, dtype and device alone)."""
-        shape = [*parts[0].shape[:-2], *form.shape[-2:]]
-        if is_flipped:
-            shape[-2:] = reversed(shape[-2:])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
-        self.form, self.parts, self.added, self.is_flipped = form, parts, added, is_flipped
-        return self
-
-    def with_(self, **changed: Any) -> "PackedWeight":
-        """The same weight with other parts, dtype, factors or order of dimensions."""
-        own = {"parts": self.parts, "dtype": self.dtype, "added": self.added, "is_flipped": self.is_flipped}
-        return PackedWeight(self.form, **{**own, **changed})
-
-    def floats(self) -> torch.Tensor:
-        """The dequantised weight, with what adapters add."""
-        return _value(self.form, self.dtype, self.is_flipped, self.parts, self.added)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's names differ
-        """Shape, dtype and rule."""
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.form.rule})"
-
-    @classmethod
-    def __torch_function__(  # torch annotates an instance method
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Multiply without keeping floats; other operations take the floats, which autograd then may keep."""
-        kwargs = kwargs or {}
-        if func in _LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if (own := _OWN.get(func)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
-            return done
-        plain = [each.floats() if isinstance(each, PackedWeight) else each for each in args]
-        return func(*plain, **{k: v.floats() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Never reached by code that torch's functions run; C++ code that takes a tensor gets no memory here."""
-        raise NotImplementedError(f"{func} cannot take a weight that stays quantised; use dequantize=True.")
-
-
-def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
-    floats = form.floats(parts[0], parts[1:], dtype)
-    for lhs, rhs, scaling in added:
-        if floats.dim() == 3:
-            floats = torch.baddbmm(floats, lhs, rhs, alpha=scaling)
-        else:
-            floats = torch.addmm(floats, lhs, rhs, alpha=scaling)
-    return floats.transpose(-2, -1) if is_flipped else floats
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What the product knows of a weight beside its tensors."""
-
-    form: PackedForm
-    dtype: torch.dtype
-    is_flipped: bool
-    scalings: tuple[float, ...]
-
-
-def _multiplied(
-    how: str, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, offs: Any = None
-) -> torch.Tensor:
-    factors = [each for lhs, rhs, _ in weight.added for each in (lhs, rhs)]
-    scalings = tuple(scaling for *_, scaling in weight.added)
-    look = _Look(weight.form, weight.dtype, weight.is_flipped, scalings)
-    result: torch.Tensor = _Product.apply(how, look, x, bias, offs, *factors, *weight.parts)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Product(torch.autograd.Function):
-    """The product of activations and a packed weight, which is dequantised in either direction."""
-
-    @staticmethod
-    def forward(ctx: Any, how: str, look: _Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
-        factors, parts = tensors[: 2 * len(look.scalings)], tensors[2 * len(look.scalings) :]
-        ctx.how, ctx.look, ctx.dtype = how, look, x.dtype
-        output = _FORWARD[how](x, _weight_of(look, factors, parts), bias, offs)
-        is_used = any(each.requires_grad for each in factors)
-        ctx.save_for_backward(x if is_used else None, offs, *tensors)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, offs, *tensors = ctx.saved_tensors
-        count = 2 * len(ctx.look.scalings)
-        factors, parts = tensors[:count], tensors[count:]
-        of_x = of_bias = None
-        if ctx.needs_input_grad[2]:
-            weight = _weight_of(ctx.look, factors, parts).to(gradient.dtype)
-            of_x = _OF_INPUT[ctx.how](gradient, weight, offs).to(ctx.dtype)
-            del weight
-        if ctx.needs_input_grad[3]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        of_factors: list[torch.Tensor | None] = [None] * count
-        if x is not None:
-            of_weight = _OF_WEIGHT[ctx.how](x.to(gradient.dtype), gradient, offs)
-            of_weight = of_weight.transpose(-2, -1) if ctx.look.is_flipped else of_weight
-            for i, scaling in enumerate(ctx.look.scalings):
-                lhs, rhs = factors[2 * i : 2 * i + 2]
-                of_factors[2 * i] = scaling * (of_weight.to(rhs.dtype) @ rhs.transpose(-2, -1))
-                of_factors[2 * i + 1] = scaling * (lhs.transpose(-2, -1) @ of_weight.to(lhs.dtype))
-        return None, None, of_x, of_bias, None, *of_factors, *(None for _ in parts)
-
-
-def _weight_of(look: _Look, factors: Any, parts: Any) -> torch.Tensor:
-    added = [(factors[2 * i], factors[2 * i + 1], scaling) for i, scaling in enumerate(look.scalings)]
-    return _value(look.form, look.dtype, look.is_flipped, parts, added)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-_FORWARD: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda x, weight, bias, offs: functional.linear(x, weight, bias),
-    "matmul": lambda x, weight, bias, offs: x @ weight,
-    "addmm": lambda x, weight, bias, offs: torch.addmm(bias, x, weight),
-    "grouped": lambda x, weight, bias, offs: functional.grouped_mm(x, weight, offs=offs),
-}
-
-_OF_INPUT: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda g, weight, offs: _rows(g).mm(weight).view(*g.shape[:-1], weight.shape[1]),
-    "matmul": lambda g, weight, offs: _rows(g).mm(weight.t()).view(*g.shape[:-1], weight.shape[0]),
-    "addmm": lambda g, weight, offs: g.mm(weight.t()),
-    "grouped": lambda g, weight, offs: functional.grouped_mm(g, weight.transpose(-2, -1), offs=offs),
-}
-
-_OF_WEIGHT: Mapping[str, Callable[..., torch.Tensor]] = {
-    "linear": lambda x, g, offs: _rows(g).t().mm(_rows(x)),
-    "matmul": lambda x, g, offs: _rows(x).t().mm(_rows(g)),
-    "addmm": lambda x, g, offs: x.t().mm(g),
-    "grouped": lambda x, g, offs: functional.grouped_mm(x.t(), g, offs=offs),
-}
-
-
-# ---- torch's functions ----
-
-
-def _index(weight: PackedWeight, index: Any) -> Any:
-    is_one = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_complex())
-    if not is_one or len(weight.shape) != 3:
-        return NotImplemented
-    added = tuple((lhs[index], rhs[index], scaling) for lhs, rhs, scaling in weight.added)
-    return weight.with_(parts=[part[index] for part in weight.parts], added=added)
-
-
-def _flip(weight: PackedWeight, *dims: int) -> Any:
-    last = {len(weight.shape) - 1, len(weight.shape) - 2}
-    if dims and {dim % len(weight.shape) for dim in dims} != last:
-        return NotImplemented
-    return weight.with_(is_flipped=not weight.is_flipped)
-
-
-def _on_the_right(how: str, x: Any, weight: Any) -> Any:
-    is_right = isinstance(weight, PackedWeight) and not isinstance(x, PackedWeight) and len(weight.shape) == 2
-    return _multiplied(how, x, weight) if is_right else NotImplemented
-
-
-def _linear_of(x: Any, weight: Any, bias: Any = None) -> Any:
-    if isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
-        return NotImplemented
-    return _multiplied("linear", x, weight, bias=bias)
-
-
-def _addmm(bias: Any, x: Any, weight: Any, **factors: Any) -> Any:
-    if factors or isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
-        return NotImplemented
-    return _multiplied("addmm", x, weight, bias=bias)
-
-
-def _grouped(x: Any, weight: Any, *, offs: Any = None, **others: Any) -> Any:
-    is_other = offs is None or any(option is not None for option in others.values())
-    if is_other or isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
-        return NotImplemented
-    return _multiplied("grouped", x, weight, offs=offs)
-
-
-def _looks() -> Iterator[Any]:
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta", "is_cuda", "layout", "is_leaf"):
-        yield getattr(torch.Tensor, name).__get__
-    for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__"):
-        yield getattr(torch.Tensor, name)
-
-
-_LOOKS = frozenset(_looks())
-
-_OWN: Mapping[Any, Callable[..., Any]] = {
-    functional.linear: _linear_of,
-    torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
-    torch.addmm: _addmm,
-    torch.matmul: partial(_on_the_right, "matmul"),
-    torch.mm: partial(_on_the_right, "matmul"),
-    torch.Tensor.matmul: partial(_on_the_right, "matmul"),
-    torch.Tensor.__matmul__: partial(_on_the_right, "matmul"),
-    torch.Tensor.__getitem__: _index,
-    torch.Tensor.transpose: _flip,
-    torch.transpose: _flip,
-    torch.Tensor.t: _flip,
-    torch.Tensor.mT.__get__: _flip,  # type: ignore[attr-defined]
-    torch.Tensor.T.__get__: _flip,  # type: ignore[attr-defined]
-}

@@ -30,7 +30,7 @@ from hf_fsdp_tools import (
     wrap_fsdp1,
 )
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from tests._checkpoints import QUANTIZED, dequantized_by_transformers, full_state, make_quantized
+from tests._checkpoints import QUANTIZED, dequantized_by_transformers, full_state, make_every_quantized
 from tests._dist import run_cases, run_ranks
 
 KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
@@ -47,10 +47,7 @@ rounds to bf16 once more or once less."""
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantised")
-    for kind in QUANTIZED:
-        make_quantized(kind, folder / kind)
-    return folder
+    return make_every_quantized(tmp_path_factory.mktemp("quantised"))
 
 
 def assert_dequantized(model: nn.Module, theirs: PreTrainedModel, dtype: torch.dtype, what: object) -> None:

@@ -1,6 +1,8 @@
 """Bases that stay quantised: losses and gradients of adapters bit for bit those of the dequantised base."""
 
 import copy
+import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools import ParallelDims, from_pretrained, save_pretrained
-from hf_fsdp_tools.modeling import packed
+from hf_fsdp_tools import ParallelDims, from_config, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling.packed import packed_parameters
-from tests._checkpoints import QUANTIZED, make_quantized, refusal
+from hf_fsdp_tools.modeling.packed_weight import PackedForm
+from tests._checkpoints import QUANTIZED, make_every_quantized, refusal
 from tests._dist import run_cases, run_ranks
 
 KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
@@ -33,10 +35,7 @@ PRECISIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantised")
-    for kind in QUANTIZED:
-        make_quantized(kind, folder / kind)
-    return folder
+    return make_every_quantized(tmp_path_factory.mktemp("quantised"))
 
 
 def loaded(kind: str, folder: Path, *, dequantize: bool, **options: Any) -> Any:
@@ -134,21 +133,19 @@ def dequantised_at_once() -> Iterator[list[int]]:
     """Values that are dequantised and alive together, each time a weight is dequantised."""
     alive: list[int] = []
     made: list[Any] = []
-    plain = packed.PackedForm.floats
+    plain = PackedForm.floats
 
     def floats(*args: Any) -> torch.Tensor:
         result = plain(*args)
-        import weakref
-
         made.append(weakref.ref(result.untyped_storage()))
         alive.append(sum(1 for each in made if each() is not None))
         return result
 
-    packed.PackedForm.floats = floats  # type: ignore[method-assign]
+    PackedForm.floats = floats  # type: ignore[method-assign]
     try:
         yield alive
     finally:
-        packed.PackedForm.floats = plain  # type: ignore[method-assign]
+        PackedForm.floats = plain  # type: ignore[method-assign]
 
 
 def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
@@ -200,6 +197,13 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
         assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
 
 
+def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
+    """Of the configuration of a quantised checkpoint: saved without the quantisation, which its floats do not have."""
+    save_pretrained(from_config(folder / "fp8", seed=0), tmp / "new")
+    assert "quantization_config" not in json.loads((tmp / "new" / "config.json").read_text())
+    assert "quantization_config" in json.loads((folder / "fp8" / "config.json").read_text())
+
+
 def refused(folder: Path, tmp: Path) -> None:
     said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
     assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
@@ -209,6 +213,9 @@ def refused(folder: Path, tmp: Path) -> None:
     assert "No such folder" in said
     said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))
     assert "DoRA takes norms over whole rows of the base" in said
+    on_matrix = LORA | {"target_modules": [], "target_parameters": ["q_proj.weight"]}
+    said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=on_matrix))
+    assert "also no `target_parameters` found" in said
     model = loaded("fp8", folder, dequantize=False, peft_config=None)
     said = refusal(lambda: save_pretrained(model, tmp / "x", dtype=torch.bfloat16))
     assert "holds quantised values, which a cast destroys" in said
@@ -220,6 +227,7 @@ CASES = [
     compiled,
     bytes_of_a_unit,
     saved_as_stored,
+    a_new_model_is_plain,
     refused,
 ]
 

@@ -28,15 +28,8 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.configs import stored_quantization
-from hf_fsdp_tools.modeling.packed import (
-    PackedForm,
-    PackedPart,
-    check_experts,
-    is_packable,
-    pack,
-    packed_parameters,
-    part_name,
-)
+from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
 from hf_fsdp_tools.text import listed
 
 
@@ -74,9 +67,9 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
         for key, tensor in state.items()
         if isinstance(tensor, nn.Parameter) and names[id(tensor)] == 1 and is_packable(owners[key], tensor)
     }
-    kept = kept_parameters(model, floats, load_map, plain)
     if dequantized is None:
         raise ConfigError(f"dequantize=False: {index.name!r} holds no quantised weights. Leave dequantize out.")
+    kept = kept_parameters(model, floats, load_map, plain)
     quantized = {key for key, stored in floats.tensors.items() if isinstance(stored, QuantizedTensor)}
     floating = [key for key, tensor in load_map.tensors.items() if key not in kept and tensor.sources & quantized]
     if floating:  # saves would hold floats for which the config promises something else
@@ -200,8 +193,7 @@ def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[Quan
         blocks = -(-rows // high), -(-columns // wide)
         shapes.append((*outer, blocks[0], blocks[1] * part.dtype.itemsize))
         for each in members:
-            own_rows = math.prod(each.shape[:-1]) // max(1, math.prod(each.shape[:-2]))
-            own_rows = each.shape[-1] if each.is_transposed else own_rows
+            own_rows = each.shape[-1 if each.is_transposed else -2]
             if (own_rows % high and own_rows != rows) or (each.columns % wide and each.columns != columns):
                 return False
     return all(part.pieces is not None and part.shape == shape for part, shape in zip(parts, shapes, strict=True))
