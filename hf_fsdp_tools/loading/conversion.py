@@ -28,7 +28,7 @@ from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.text import listed
 
 
@@ -214,34 +214,40 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
         bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
         state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
     state |= _scales(model)
-    packed = packed_parameters(model)
-    parts = {name for key, form in packed.items() for name in form.parts(key)}
-    plain = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items() if k not in parts}
-    saved = revert_group(model, plain)
-    for key, form in packed.items():
-        for name in form.parts(key):
-            saved |= _revert_part(model, key, name, PieceTensor.named(name, state[name].shape, torch.uint8))
-    return saved
+    parts = packed_parts(model)
+    symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
+    plain = revert_group(model, {k: symbol for k, symbol in symbols.items() if k not in parts})
+    return plain | _revert_parts(model, {k: symbol for k, symbol in symbols.items() if k in parts})
 
 
-def _revert_part(model: nn.Module, key: str, name: str, tensor: Any) -> dict[str, Any]:
-    """One part of a packed parameter in the hub's layout, by stored key, as bytes; symbols have the stored look."""
-    part = packed_parameters(model)[key].parts(key)[name]
-    found = {part.key(plain): piece for plain, piece in revert_group(model, {key: tensor}).items()}
-    for piece in found.values():
-        if isinstance(piece, PieceTensor):
-            piece.look = part.look(piece.shape)
+def _revert_parts(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts of packed parameters in the hub's layout, by stored key, as bytes; symbols have the stored look.
+
+    A conversion takes the plain names: values, and each kind of scales, pass through it under these.
+    """
+    kinds: dict[int, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    forms = packed_parameters(model) if tensors else {}
+    part_of = {name: part for key, form in forms.items() for name, part in form.parts(key).items()}
+    for key, form in forms.items():
+        for kind, name in enumerate(form.parts(key)):
+            if name in tensors:
+                kinds.setdefault(kind, {})[key] = tensors[name]
+    for kind, named in kinds.items():
+        first = list(forms[next(iter(named))].parts(next(iter(named))))[kind]
+        for plain, tensor in revert_group(model, named).items():
+            part = part_of[min(tensor.sources) if isinstance(tensor, PieceTensor) else first]
+            if isinstance(tensor, PieceTensor):
+                tensor.look = part.look(tensor.shape)
+            found[part.key(plain)] = tensor
     return found
 
 
 def revert_whole(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Whole tensors of a model in the hub's layout, those of packed parameters as bytes."""
-    of_part = {name: key for key, form in packed_parameters(model).items() for name in form.parts(key)}
-    result = revert_group(model, {k: t for k, t in whole.items() if k not in of_part})
-    for name, tensor in whole.items():
-        if name in of_part:
-            result |= _revert_part(model, of_part[name], name, tensor)
-    return result
+    """The whole tensors of one saved tensor in the hub's layout; parts of packed parameters as bytes."""
+    parts = packed_parts(model)
+    plain = revert_group(model, {k: t for k, t in whole.items() if k not in parts})
+    return plain | _revert_parts(model, {k: t for k, t in whole.items() if k in parts})
 
 
 def revert_group(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from hf_fsdp_tools.modeling.packed import as_plain, packed_parameters
+from hf_fsdp_tools.modeling.packed import packed_parts, plain_parameters
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
 _REASONS = {
@@ -172,10 +172,10 @@ def match_checkpoint(
     quantization = stored_quantization(model)
     as_stored = index.of_model(state)
     index, dequantized = with_floats(as_stored, quantization, state)
-    forms = packed_parameters(model)
-    parts = {part for key, form in forms.items() for part in form.parts(key)}
-    is_packed = bool(forms) and parts.isdisjoint(index.tensors)  # a training state has the parts under their own names
-    wanted = as_plain(model, state) if is_packed else state
+    parts, wanted = packed_parts(model), dict(state)
+    is_packed = bool(parts) and parts.isdisjoint(index.tensors)  # a training state has the parts under their own names
+    if is_packed:
+        wanted = {key: tensor for key, tensor in state.items() if key not in parts} | plain_parameters(model)
     load_map = map_loading(model, wanted, index.tensors, is_model_state=index.is_model_state)
     index = scaled_as_converted(index, load_map)
     is_known = dequantized is not None

@@ -53,12 +53,15 @@ def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
     }
 
 
-def as_plain(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors by key with plain parameters, on meta, in the place of the bytes of packed ones."""
+def packed_parts(model: nn.Module) -> set[str]:
+    """The fqns of the parameters of bytes."""
+    return {part for fqn, form in packed_parameters(model).items() for part in form.parts(fqn)}
+
+
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By fqn, the parameters on meta in whose place the packed ones are."""
     forms = packed_parameters(model)
-    parts = {part for fqn, form in forms.items() for part in form.parts(fqn)}
-    plain = {fqn: nn.Parameter(torch.empty(f.shape, dtype=f.dtype, device="meta")) for fqn, f in forms.items()}
-    return {key: tensor for key, tensor in state.items() if key not in parts} | plain
+    return {fqn: nn.Parameter(torch.empty(f.shape, dtype=f.dtype, device="meta")) for fqn, f in forms.items()}
 
 
 def is_packable(module: nn.Module, parameter: nn.Parameter) -> bool:

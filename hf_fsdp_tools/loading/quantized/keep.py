@@ -28,7 +28,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.recognize import scaled_as_converted, with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.configs import stored_quantization
-from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters
+from hf_fsdp_tools.modeling.packed import check_experts, is_packable, pack, packed_parameters, plain_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
 from hf_fsdp_tools.text import listed
 
@@ -107,8 +107,7 @@ def kept_parameters(
 def with_bytes(model: nn.Module, index: CheckpointIndex, load_map: LoadMap) -> tuple[CheckpointIndex, LoadMap]:
     """Index and load map (of plain parameters) in which a model's packed parameters are filled with stored bytes."""
     forms = packed_parameters(model)
-    plain = {key: torch.empty(form.shape, dtype=form.dtype, device="meta") for key, form in forms.items()}
-    kept = kept_parameters(model, index, load_map, plain)
+    kept = kept_parameters(model, index, load_map, plain_parameters(model))
     wrong = [key for key, form in forms.items() if key not in kept or kept[key].form != form]
     if wrong:
         raise CheckpointError(
