@@ -29,7 +29,7 @@ from hf_fsdp_tools.planning.make_plan import plan_with_tree
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_adapter, with_modules_to_save
 from hf_fsdp_tools.sharding.allocate import allocate
-from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy
+from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_parallel
 from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
@@ -136,10 +136,9 @@ def from_pretrained(
         >>> model.lm_head.weight.placements
         (Shard(dim=0),)
     """
-    parallel = distributed_config if distributed_config is not None else {}
-    if not isinstance(parallel, Mapping):
-        parallel = {name: value for name, value in vars(parallel).items() if value is not None}
-    rules = {name: parallel[name] for name in ("tp_plan", "ep_plan", "ep_implementation") if name in parallel}
+    parallel = as_parallel({} if distributed_config is None else distributed_config)
+    names = ("tp_plan", "ep_plan", "ep_implementation")
+    rules: dict[str, Any] = {name: parallel[name] for name in names if name in parallel}
     settings = _settings_of(accelerator, as_mesh(mesh if distributed_config is None else SimpleNamespace(**parallel)))
     with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):

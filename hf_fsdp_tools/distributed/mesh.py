@@ -136,7 +136,8 @@ class ParallelDims:
 def dims_of(config: Any, ep_size: int = 1) -> ParallelDims:
     """The degrees of Accelerate's `ParallelismConfig`, which has none for experts, or of transformers'
     `DistributedConfig`."""
-    shards = getattr(config, "dp_shard_size", None) or getattr(config, "fsdp_size", None) or 1
+    # Of transformers' config, no size means the rest of the processes; of Accelerate's, one.
+    shards = config.dp_shard_size or 1 if hasattr(config, "dp_shard_size") else getattr(config, "fsdp_size", None)
     found = {name: getattr(config, name, None) for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")}
     sizes = {name: size for name, size in found.items() if size is not None}
     return ParallelDims(dp_shard_size=shards, **{"ep_size": ep_size, **sizes})

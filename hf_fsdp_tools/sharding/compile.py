@@ -66,6 +66,30 @@ def _regions(name: str, module: nn.Module, others: set[str]) -> Iterator[str]:
         yield from _regions(f"{name}.{child_name}", child, others)
 
 
+_HONOURED = (
+    "tp_size",
+    "ep_size",
+    "fsdp_size",
+    "dp_replicate_size",
+    "pp_size",
+    "tp_plan",
+    "ep_plan",
+    "ep_implementation",
+)
+"""Fields of transformers' `DistributedConfig`; of `pp_size`, 1 alone."""
+
+
+def as_parallel(config: Any) -> dict[str, Any]:
+    """What transformers' `DistributedConfig`, or a dict of its arguments, asks for; refuse what cannot be honoured."""
+    given = config if isinstance(config, Mapping) else vars(config)
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    if unknown := [name for name in asked if name not in _HONOURED]:
+        otherwise = ". Leave it out: precision, offload and plans are arguments of from_pretrained."
+        end = did_you_mean(unknown[0], _HONOURED, otherwise=otherwise)
+        raise ConfigError(f"distributed_config: {unknown[0]} {asked[unknown[0]]!r} cannot be honoured{end}")
+    return asked
+
+
 def as_mesh(value: Any) -> DeviceMesh | None:
     """The mesh; that of `ParallelDims`, or of transformers' `DistributedConfig`, for which every rank must call."""
     if (getattr(value, "pp_size", None) or 1) > 1:

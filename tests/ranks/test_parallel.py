@@ -257,6 +257,11 @@ def asked_as_transformers_does(parent):
     _, mine = rows(ParallelDims(tp_size=2), 0)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(model(input_ids=mine).logits, plain(input_ids=mine).logits, rtol=1e-4, atol=1e-5)
+    config = {"ep_size": 2}  # the rest of the processes shards
+    assert axes_of(from_pretrained(folder, distributed_config=config).lm_head.weight.device_mesh).shards.size() == 4
+    for config, end in (({"tp_sizes": 2}, "did you mean tp_size"), ({"fsdp_cpu_offload": True}, "Leave it out")):
+        said = refusal(partial(from_pretrained, folder, distributed_config=config))
+        assert f"distributed_config: {next(iter(config))}" in said and end in said
     said = refusal(lambda: from_pretrained(folder, distributed_config={"pp_size": 2}))
     assert "pipeline parallelism is not part of this package" in said
 
