@@ -34,6 +34,7 @@ def add_export(commands: Any) -> None:
     add("folder", type=Path, metavar="OUT", help="writes this folder; what is there stays until all is written")
     add("--adapter", metavar="NAME", help="merges this adapter: a folder with adapter_config.json, or a hub name")
     add("--dtype", metavar="DTYPE", help="casts the weights, such as to bfloat16 (default: as they are)")
+    add("--keep-stored-format", action="store_true", help="merges into FP8, MXFP4, int4, … and quantises again")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="limits a weight file (default: %(default)s)")
     add("--no-heads", action="store_false", dest="carry_heads", help="leaves out heads that transformers ignores (MTP)")
     add("--config", metavar="NAME", help="takes the model's config from there, if it is not beside the weights")
@@ -72,7 +73,7 @@ def _write(options: argparse.Namespace) -> "SaveReport":
     from hf_fsdp_tools import export_checkpoint
 
     names = ["adapter", "max_shard_size", "config", "auto_class", "allow_pickle", "trust_remote_code"]
-    names += ["revision", "subfolder", "carry_heads"]
+    names += ["revision", "subfolder", "carry_heads", "keep_stored_format"]
     keywords = {name: value for name in names if (value := getattr(options, name)) is not None}
     keywords |= {"dtype": parse_dtype(options.dtype), "progress": sys.stderr.isatty()}
     with _own_warnings():
@@ -91,6 +92,8 @@ def _print(report: "SaveReport", options: argparse.Namespace) -> None:
     speed = f", {report.total_bytes / report.seconds / 1e9:.2f} GB/s" if report.total_bytes > 1e8 else ""
     print(f"wrote   {report.folder}  ({count} weight file{'s' * (count != 1)}, {show_bytes(report.total_bytes)})")
     print(f"beside  {', '.join(other_files)}")
+    if report.requantized:
+        print(f"again   {report.error_of_quantizing()}")
     print(f"took    {report.seconds:.1f} s{speed}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors, revert_group
@@ -38,6 +38,7 @@ from hf_fsdp_tools.saving.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.saving.material import Material, adapted_model, material_of_adapter, material_of_model
 from hf_fsdp_tools.saving.merged_model import connected, merge, whole_copies
 from hf_fsdp_tools.saving.publish import SaveReport
+from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
@@ -72,6 +73,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     carry_heads: bool = True,
+    keep_stored_format: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
@@ -102,6 +104,9 @@ def export_checkpoint(
         dtype: of floating-point tensors in the files, after merging; None keeps each tensor's own.
         max_shard_size: largest weight file, in bytes or as "5GB".
         carry_heads: copy heads of the state or base that the model's class ignores, as `save_pretrained` does.
+        keep_stored_format: with `adapter`, of a quantised base: what the adapter changes is merged as without, and
+            quantised again by the rule that its format publishes; `report.requantized` says the error of each. All else
+            is copied byte for byte, with the quantisation config.
         allow_pickle: read legacy `.bin` files, such as Accelerate's of FULL_STATE_DICT; no code of the file is run.
         trust_remote_code: run model code that comes with the config.
         progress: a bar on rank 0 over the bytes that this rank moves; None: where standard error is a terminal.
@@ -114,7 +119,7 @@ def export_checkpoint(
         CheckpointError: state, base or adapter is absent or damaged, or does not fit the model; the folder holds
             something else, or cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: the state is an adapter, or the adapter is none; PEFT cannot merge it (prompt methods, a base in 4
-            bits).
+            bits); `keep_stored_format` without an adapter, with a dtype, or for a base that is not quantised.
 
     Example:
         >>> report = export_checkpoint("checkpoint", "in-bfloat16", dtype=torch.bfloat16)
@@ -134,7 +139,11 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_size=max_shard_size,
         carry_heads=carry_heads,
+        keep_stored_format=keep_stored_format,
     )
+    if keep_stored_format and (adapter is None or dtype is not None):
+        cure = "Give one (--adapter, adapter=)" if adapter is None else f"Leave dtype ({dtype}) out"
+        raise ConfigError(f"keep_stored_format (--keep-stored-format) merges an adapter, and casts nothing. {cure}.")
     if state is None and adapter is None:
         raise ConfigError("Give a training state or checkpoint (STATE, state=), or an adapter (--adapter, adapter=).")
     own = Source(fspath(state if adapter is None else adapter), hub_kwargs)  # type: ignore[arg-type]
@@ -177,12 +186,21 @@ def export_checkpoint(
         with agreed("preparing the save", folder):
             check_ties(material.match, staging_bytes=STAGING_BYTES)
             remember_heads(material.model, material.match, carry=carry_heads)
-            layout = plan_layout(material.model, dtype, max_shard_size)
-            loop = _Loop(material, layout)
+            if keep_stored_format:
+                stored = checkpoint.index.of_model(material.match.state)
+                material, layout = keep_format(material, stored, max_shard_size, carry_heads=carry_heads)
+            else:
+                layout = plan_layout(material.model, dtype, max_shard_size)
+            requantizer = Requantizer(material, layout.places) if keep_stored_format else None
+            loop = _Loop(material, layout, requantizer)
             names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
         files = [hidden.path / file for file in layout.sizes]
         write = partial(loop.write, hidden.path, progress)
         report = BegunSave(hidden=hidden, layout=layout, names=names, files=files, write=write).finish()
+    if requantizer is not None:
+        every = all_ranks(requantizer.errors, "adding up what was written")
+        errors = {key: error for each in every for key, error in each.items()}
+        report = replace(report, requantized=dict(sorted(errors.items())))
     return replace(report, seconds=round(time.perf_counter() - start_s, 4))
 
 
@@ -200,9 +218,9 @@ class _Loop:
     adapter is merged, or a conversion does more than move data) are taken whole, with all that they are computed with.
     """
 
-    def __init__(self, material: Material, layout: Layout) -> None:
-        self._material, self._match = material, material.match
-        self._state = persistent_tensors(material.model)
+    def __init__(self, material: Material, layout: Layout, requantizer: Requantizer | None) -> None:
+        self._material, self._match, self._requantizer = material, material.match, requantizer
+        self._state = {**persistent_tensors(material.model), **material.copied}
         merged = material.merged
         self._adapted = {w: [id(merged[old]) for old in olds.values()] for w, olds in material.adapted.items()}
         """Adapted modules of the base, with the tensors that their adapters are merged into, by identity."""
@@ -249,6 +267,8 @@ class _Loop:
                 transfers = [replace(t, file=folder / t.file) for t in self._transfers(part, reader)]
                 stats += writer.begin(transfers)()
                 del transfers  # and with them the memory of this part
+                if self._requantizer is not None:
+                    self._requantizer.compare(folder, reader)
                 on_bytes(self._num_bytes(part))
         self._match.index.refuse_changed()
         return stats
@@ -281,6 +301,8 @@ class _Loop:
             for sources, places in self._reverted.items():
                 if sources <= whole.keys():
                     results = revert_group(self._material.model, {key: whole[key] for key in sorted(sources)})
+                    if self._requantizer is not None:
+                        results = self._requantizer.stored(results, reader)
                     yield from (place.transfer(results[saved]) for saved, place in places.items())
 
     def _values(self, boxes: Sequence[tuple[torch.Tensor, Box]], reader: Reader) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,6 +121,23 @@ def plan_layout(
             carried[key] = PieceTensor.stored(stored, own)
         tensors |= {key: carried[key] for key in sorted(carried)}
     dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
+    num_parameters = sum(tensor.numel() for tensor in (*model.parameters(), *carried.values()))
+    layout = lay_out(tensors, dtypes, max_shard_size, num_parameters)
+    return replace(
+        layout,
+        places={key: place for key, place in layout.places.items() if key not in carried},
+        carried={key: layout.places[key] for key in carried},
+        heads=None if heads is None else (heads, index),
+    )
+
+
+def lay_out(
+    tensors: Mapping[str, PieceTensor],
+    dtypes: Mapping[str, torch.dtype],
+    max_shard_size: int | str,
+    num_parameters: int,
+) -> Layout:
+    """The layout of these tensors in these dtypes, none of them carried."""
     # such as float8_e4m3fnuz and complex128
     if unnamed := [key for key, saved in dtypes.items() if saved not in _DTYPE_NAMES]:
         unknown = dtypes[unnamed[0]]
@@ -157,12 +174,4 @@ def plan_layout(
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
             places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
-    num_parameters = sum(tensor.numel() for tensor in (*model.parameters(), *carried.values()))
-    return Layout(
-        places={key: place for key, place in places.items() if key not in carried},
-        carried={key: places[key] for key in carried},
-        heads=None if heads is None else (heads, index),
-        headers=headers,
-        sizes=sizes,
-        num_parameters=num_parameters,
-    )
+    return Layout(places=places, carried={}, heads=None, headers=headers, sizes=sizes, num_parameters=num_parameters)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,12 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
 from hf_fsdp_tools.loading.opening import Checkpoint, Source
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
-from hf_fsdp_tools.modeling.configs import forget_quantization, model_class, set_generation_config
+from hf_fsdp_tools.modeling.configs import (
+    forget_quantization,
+    model_class,
+    set_generation_config,
+    stored_quantization,
+)
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import slots, swap
@@ -61,6 +66,10 @@ class Material:
     adapted: Adapted = field(default_factory=dict)
     merged: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameter of an adapted module to the parameter of `model` that is its merged value."""
+    quantization: Mapping[str, Any] | None = None
+    """How the base of an adapter is quantised in its files."""
+    copied: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors on meta by stored key, for stored ones that are copied beside those of the model (`requantize`)."""
 
 
 def material_of_model(
@@ -124,9 +133,11 @@ def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any
             if "modules_to_save" not in base.get_submodule(key.rpartition(".")[0])._modules
         }
         saved = with_merged(base, merged)
+        quantization = stored_quantization(saved)
         forget_quantization(saved)
         assert isinstance(saved, PreTrainedModel)
-        return _material(saved, match, of_adapter, filled, adapted=adapted, merged=merged)
+        material = _material(saved, match, of_adapter, filled, adapted=adapted, merged=merged)
+        return replace(material, quantization=quantization)
 
 
 def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bool) -> Any:

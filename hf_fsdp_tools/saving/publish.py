@@ -17,10 +17,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hf_fsdp_tools.errors import frames_of_package, storage_errors
@@ -220,9 +220,22 @@ class SaveReport:
     commit_url: str = ""
     """Page of the commit on the hub; empty where nothing was uploaded."""
 
+    requantized: Mapping[str, float] = field(default_factory=dict)
+    """Of weights that `keep_stored_format` quantised again, by the name of the plain weight: the norm of what this
+    changed over that of the merged weight. Of those that the adapter left as they were, nothing."""
+
     def to_json(self) -> str:
         """All fields as one JSON object."""
         return json.dumps(asdict(self), indent=2)
+
+    def error_of_quantizing(self) -> str:
+        """The errors of `requantized` in one line: mean and worst."""
+        worst = max(self.requantized, key=self.requantized.__getitem__)
+        mean = sum(self.requantized.values()) / len(self.requantized)
+        return (
+            f"{len(self.requantized)} weights, relative error {mean:.2%} on average, {self.requantized[worst]:.2%} in "
+            f"{worst}"
+        )
 
     def __str__(self) -> str:
         rows = [
@@ -233,6 +246,8 @@ class SaveReport:
             rows.append(("this rank", f"{show_bytes(self.bytes_written)} in {self.seconds:.2f} s"))
         if self.pause_seconds is not None:
             rows.append(("pause", f"{self.pause_seconds:.2f} s, for a copy of {show_bytes(self.copied_bytes)}"))
+        if self.requantized:
+            rows.append(("quantised again", self.error_of_quantizing()))
         if self.commit_url:
             rows.append(("uploaded", self.commit_url))
         return "\n".join(table(rows))

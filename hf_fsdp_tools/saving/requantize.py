@@ -1,0 +1,155 @@
+"""An adapter merged into a base that keeps its stored format: what it changes is quantised again, the rest copied."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor, StoredTensor
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
+from hf_fsdp_tools.loading.io.transfer import QuantizedPart, transfer_of
+from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.regions import View, row_major_strides
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.quantize_rules import quantize
+from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
+from hf_fsdp_tools.saving.material import Material
+from hf_fsdp_tools.text import listed
+
+
+def keep_format(
+    material: Material, stored: CheckpointIndex, max_shard_size: int | str, *, carry_heads: bool
+) -> tuple[Material, Layout]:
+    """The same material with the stored tensors that are copied, and the layout of the stored format.
+
+    `stored` has the base's tensors as they are. No rank communicates.
+
+    Raises:
+        ConfigError: nothing is quantised; a quantised tensor would have another shape; the model's class saves what the
+            adapter touches under other names.
+    """
+    match, state, saved = material.match, persistent_tensors(material.model), map_saving(material.model)
+    tensors, groups = match.index.tensors, match.load_map.groups
+    if match.dequantized is None:
+        raise ConfigError(
+            f"keep_stored_format (--keep-stored-format): the base {stored.name!r} is not quantised. Leave it out: the "
+            "result has the base's own dtypes."
+        )
+    changed = {key for key, tensor in state.items() if id(tensor) not in material.loaded}
+    replaced = {name for key in changed & groups.keys() for name, _ in groups[key].members}
+
+    def is_written(key: str, sources: frozenset[str]) -> bool:
+        if key in tensors or not changed.isdisjoint(sources):
+            return not changed.isdisjoint(sources)
+        made_of = (groups[material.loaded[id(state[source])]].members for source in sources)  # a head that was tied
+        return any(name in replaced for members in made_of for name, _ in members)
+
+    written = {key: tensor for key, tensor in saved.items() if is_written(key, tensor.sources)}
+    quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
+    if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
+        raise ConfigError(
+            f"{listed(wrong)} of {stored.name!r} cannot stay quantised: with the adapter they have another shape. "
+            "Merge without keep_stored_format (--keep-stored-format)."
+        )
+    parts = [part.stored for tensor in quantized.values() for part in tensor.scales.values()]
+    parts += [tensor.values for tensor in quantized.values()]
+    gone = {part.key for part in parts} | written.keys() | (set() if carry_heads else match.stored_heads.tensors.keys())
+    for name in (name for key in match.unexpected_keys for name in match.load_map.unexpected_keys.get(key, ())):
+        left_out = tensors[name]
+        gone |= {part.key for part in left_out.parts} if isinstance(left_out, QuantizedTensor) else {name}
+    copied = {key: tensor for key, tensor in stored.tensors.items() if key not in gone}
+    if other := sorted((replaced - written.keys()) | (copied.keys() & changed)):
+        raise ConfigError(
+            f"{type(material.model).__name__} saves {listed(other)} of {stored.name!r} under other names than stored "
+            "ones. Merge without keep_stored_format (--keep-stored-format)."
+        )
+    looks = {key: PieceTensor.named(key, tensor.shape, tensor.dtype) for key, tensor in copied.items()}
+    for key, tensor in written.items():
+        own = quantized.get(key)
+        for part in [own.values, *(grid.stored for grid in own.scales.values())] if own else ():
+            looks[part.key] = PieceTensor(part.shape, part.dtype, None, tensor.sources)
+        if own is None:
+            dtype = tensors[key].dtype if key in tensors else tensor.dtype
+            looks[key] = PieceTensor(tensor.shape, dtype, None, tensor.sources)
+    blanks = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in copied.items()}
+    pieces = {key: PieceTensor.stored(tensor, tensor.dtype) for key, tensor in copied.items()}
+    index = replace(match.index, tensors=MappingProxyType({**tensors, **copied}))
+    material = replace(
+        material,
+        match=replace(match, index=index, loaded={**match.loaded, **pieces}),
+        loaded={**material.loaded, **{id(blank): key for key, blank in blanks.items()}},
+        copied=blanks,
+    )
+    if material.quantization is not None:
+        material.model.config.quantization_config = dict(material.quantization)
+    num_parameters = sum(parameter.numel() for parameter in material.model.parameters())
+    dtypes = {key: look.dtype for key, look in looks.items()}
+    return material, lay_out(dict(sorted(looks.items())), dtypes, max_shard_size, num_parameters)
+
+
+class Requantizer:
+    """Quantises merged tensors by the rules of their format, and compares what was written with them."""
+
+    def __init__(self, material: Material, places: Mapping[str, Place]) -> None:
+        self._tensors, self._places = material.match.index.tensors, places
+        method, config = getattr(material.match.dequantized, "method", None), material.quantization or {}
+        self._options = {
+            "is_compressed": method == "compressed-tensors",
+            "is_symmetric": method == "gptq" and bool(config.get("sym")),
+            "is_power": config.get("scale_fmt") == "ue8m0",
+        }
+        self._written: list[tuple[QuantizedTensor, torch.Tensor]] = []
+        self.errors: dict[str, float] = {}
+        """Of this rank, by the name of the plain weight: the norm of what quantising changed over that of the merged
+        weight, as a loader sees them."""
+
+    def stored(self, merged: Mapping[str, torch.Tensor], reader: Reader) -> dict[str, torch.Tensor]:
+        """What is stored in place of merged tensors (by hub key), by stored key; of unchanged ones, what is there."""
+        found: dict[str, torch.Tensor] = {}
+        for key, floats in merged.items():
+            tensor = self._tensors.get(key)
+            if not isinstance(tensor, QuantizedTensor):
+                found[key] = floats
+                continue
+            if not bool(torch.isfinite(floats).all()):
+                raise CheckpointError(f"{key!r} holds values that are infinite or NaN with the adapter merged into it.")
+            keys = {"packed": tensor.values, **{name: grid.stored for name, grid in tensor.scales.items()}}
+            parts = {name: _read(part, reader) for name, part in keys.items()}
+            if not torch.equal(_floats(tensor, floats.dtype, reader), floats):
+                matrix = (floats.transpose(-2, -1) if tensor.is_transposed else floats).reshape(-1, tensor.columns)
+                parts = quantize(matrix, tensor.rule, parts, tensor.scales["scale"].block, **self._options)
+                self._written.append((tensor, floats))
+            found |= {keys[name].key: part for name, part in parts.items()}
+        return found
+
+    def compare(self, folder: Path, reader: Reader) -> None:
+        """Read what was written to a folder since the last call, and note how far it is from what was merged."""
+
+        def there(part: StoredTensor) -> StoredTensor:
+            place = self._places[part.key]
+            return replace(part, file=folder / place.file, offset=place.offset)
+
+        for tensor, floats in self._written:
+            scales = {name: replace(grid, stored=there(grid.stored)) for name, grid in tensor.scales.items()}
+            read = _floats(replace(tensor, values=there(tensor.values), scales=scales), floats.dtype, reader)
+            norms = [float(torch.linalg.vector_norm(t, dtype=torch.float32)) for t in (read.sub_(floats), floats)]
+            self.errors[tensor.key] = norms[0] / norms[1] if norms[1] else 0.0
+        self._written.clear()
+
+
+def _read(part: StoredTensor, reader: Reader) -> torch.Tensor:
+    memory = torch.empty(part.shape, dtype=part.dtype)
+    reader.read([transfer_of(part, View(offset=0, length=part.shape, strides=row_major_strides(part.shape)), memory)])
+    return memory
+
+
+def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader) -> torch.Tensor:
+    memory = torch.empty(tensor.shape, dtype=dtype)
+    view = View(offset=0, length=tensor.shape, strides=tensor.strides)
+    dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
+    return memory
