@@ -1,5 +1,6 @@
 """An adapter merged into a base that keeps its stored format: what it changes is quantised again, the rest copied."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,8 @@ def keep_format(
     )
     if material.quantization is not None:
         material.model.config.quantization_config = dict(material.quantization)
-    num_parameters = sum(parameter.numel() for parameter in material.model.parameters())
+    heads = match.heads.tensors.values() if match.heads is not None and carry_heads else ()
+    num_parameters = sum(math.prod(tensor.shape) for tensor in (*material.model.parameters(), *heads))
     dtypes = {key: look.dtype for key, look in looks.items()}
     return material, lay_out(dict(sorted(looks.items())), dtypes, max_shard_size, num_parameters)
 
