@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests._training import ShardedTrainer, arguments, make_rows
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
 SIZE = "60KB"
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -260,11 +262,23 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
     exported, theirs = (heads_of(tmp / name) for name in ("plain", "torch.float32"))
     assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
     load_weights(from_pretrained(tmp / "plain"), tmp / "plain", strict=True)
-    adapted = add_adapter(from_pretrained(source), LoraConfig(target_modules=["q_a_proj"]))
-    save_pretrained(adapted, tmp / "adapter of fp8")
+    torch.manual_seed(0)
+    lora = LoraConfig(target_modules=["q_a_proj"], target_parameters=EXPERTS, init_lora_weights=False)
+    save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of fp8")
     export_checkpoint(None, tmp / "merged of fp8", adapter=tmp / "adapter of fp8")
     exported, theirs = (heads_of(tmp / name) for name in ("merged of fp8", "torch.bfloat16"))
     assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
+    errors = [all_ranks(dict(kept(tmp, name, carry_heads=name == "kept"))) for name in ("kept", "kept without")]
+    assert errors[0][0] and all(each == errors[0][0] for each in (*errors[0], *errors[1]))
+    raw = heads_of(tmp / "kept")
+    assert raw.keys() == expected.keys() and all(bits(raw[key]) == bits(tensor) for key, tensor in expected.items())
+    assert stored_tensors(tmp / "kept without").keys() == stored_tensors(tmp / "kept").keys() - raw.keys()
+
+
+def kept(tmp: Path, name: str, **options: Any) -> Mapping[str, float]:
+    """Merge the adapter into the quantised base, in its format; the errors."""
+    options |= {"adapter": tmp / "adapter of fp8", "keep_stored_format": True, "max_shard_size": SIZE}
+    return export_checkpoint(None, tmp / name, **options).requantized
 
 
 def cases(folders: dict[str, Path], tmp: Path) -> None:
@@ -275,3 +289,7 @@ def cases(folders: dict[str, Path], tmp: Path) -> None:
 
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(cases, 2, folders, tmp_path)
+    alone = kept(tmp_path, "kept alone")  # what two ranks have made together
+    assert list(alone) == sorted(alone) and max(alone.values()) < 0.13
+    ours, theirs = (stored_tensors(tmp_path / name) for name in ("kept alone", "kept"))
+    assert ours.keys() == theirs.keys() and all(bits(ours[key]) == bits(theirs[key]) for key in ours)
