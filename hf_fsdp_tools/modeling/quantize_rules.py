@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_fsdp_tools.modeling.float_rules import WORDS
 
-_SLAB_VALUES = 2**24
+_SLAB_VALUES = 2**22
 """Values that are quantised at a time. (assumed)"""
 
 Parts = dict[str, torch.Tensor]
@@ -210,4 +210,4 @@ def _nearest(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         most = torch.finfo(dtype).max
         return scaled.clamp(-most, most).to(dtype)
     codes = torch.bucketize(scaled.abs(), torch.tensor(_BETWEEN, device=scaled.device), out_int32=True)
-    return (codes + 8 * (scaled < 0)).to(torch.uint8)
+    return (codes + 8 * torch.signbit(scaled)).to(torch.uint8)

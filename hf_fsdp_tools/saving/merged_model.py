@@ -69,7 +69,7 @@ def mergeable(model: nn.Module) -> Adapted:
     if packed_parameters(base):
         raise ConfigError(
             "Adapters are merged into floats, and this base stays quantised. Save the adapter, and merge it then: "
-            "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint), which dequantises while it reads."
+            "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint), into floats or with --keep-stored-format."
         )
     if packed_linears(base):
         raise ConfigError(

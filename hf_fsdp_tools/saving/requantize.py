@@ -122,7 +122,7 @@ class Requantizer:
                 raise CheckpointError(f"{key!r} holds values that are infinite or NaN with the adapter merged into it.")
             keys = {"packed": tensor.values, **{name: grid.stored for name, grid in tensor.scales.items()}}
             parts = {name: _read(part, reader) for name, part in keys.items()}
-            if not torch.equal(_floats(tensor, floats.dtype, reader), floats):
+            if not all(torch.equal(_floats(tensor, floats.dtype, reader, n), floats[:n]) for n in (1, len(floats))):
                 matrix = (floats.transpose(-2, -1) if tensor.is_transposed else floats).reshape(-1, tensor.columns)
                 parts = quantize(matrix, tensor.rule, parts, tensor.scales["scale"].block, **self._options)
                 self._written.append((tensor, floats))
@@ -150,8 +150,10 @@ def _read(part: StoredTensor, reader: Reader) -> torch.Tensor:
     return memory
 
 
-def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader) -> torch.Tensor:
-    memory = torch.empty(tensor.shape, dtype=dtype)
-    view = View(offset=0, length=tensor.shape, strides=tensor.strides)
+def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader, first: int | None = None) -> torch.Tensor:
+    """The dequantised tensor, or its first rows."""
+    length = (tensor.shape[0] if first is None else first, *tensor.shape[1:])
+    memory = torch.empty(length, dtype=dtype)
+    view = View(offset=0, length=length, strides=tensor.strides)
     dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
     return memory

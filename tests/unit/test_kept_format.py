@@ -25,12 +25,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint, from_pretrained, save_pretrained
 from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.modeling.float_rules import RULES as FLOATS
 from hf_fsdp_tools.modeling.quantize_rules import quantize
 from hf_fsdp_tools.saving import export
 from hf_fsdp_tools.saving.publish import SaveReport
 from tests._checkpoints import (
     QUANTIZED,
     Tensors,
+    _two_to_a_byte,
     dequantized_by_transformers,
     make_quantized,
     stored_tensors,
@@ -153,6 +155,31 @@ def test_a_rule_is_that_of_the_library_bit_for_bit(name: str) -> None:
     with patch("hf_fsdp_tools.modeling.quantize_rules._SLAB_VALUES", 2000):
         found = quantize(weight, rule, expected, block, is_compressed=rule == "scaled")
     assert {n: bits(part) for n, part in found.items()} == {n: bits(part) for n, part in expected.items()}
+
+
+def by_the_specification(weight: torch.Tensor) -> Tensors:
+    """MXFP4 by the sentences of the OCP specification: the shared exponent, then the nearest 4-bit float."""
+    grid = weight.float().unflatten(1, (-1, 32))
+    exponents = grid.abs().amax(2).log2().floor() - 2
+    codes = _two_to_a_byte((grid / exponents.exp2().unsqueeze(2)).flatten(1))
+    return {"packed": codes, "scale": (exponents + 127).to(torch.uint8)}
+
+
+def test_mxfp4_and_powers_of_two_give_the_stored_bytes_back() -> None:
+    """Of the dequantised values. Other scales need not: their largest value is rounded, too (as int4, 7.5 to 7 or -8),
+    so a merge leaves the bytes of what it does not change alone."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    fp8 = RULES["fp8, exponents"][2](weight.bfloat16())
+    scales = fp8["scale"].float().repeat_interleave(8, 0).repeat_interleave(16, 1)
+    mxfp4 = by_the_specification(weight)
+    floats = FLOATS["mxfp4"](mxfp4["packed"], {"scale": mxfp4["scale"]}, torch.float32)
+    for rule, block, stored, values in (
+        ("mxfp4", (1, 32), mxfp4, weight),
+        ("mxfp4", (1, 32), mxfp4, floats),
+        ("scaled in fp32", (8, 16), fp8, fp8["packed"].float() * scales),
+    ):
+        found = quantize(values, rule, stored, block)
+        assert {n: bits(part) for n, part in found.items()} == {n: bits(part) for n, part in stored.items()}, rule
 
 
 def test_zeros_stay_zeros() -> None:
