@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools import ParallelDims, from_config, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from tests._checkpoints import QUANTIZED, make_every_quantized, refusal
+from tests._checkpoints import ORDERED, QUANTIZED, make_every_quantized, refusal, with_order
 from tests._dist import run_cases, run_ranks
 
 KINDS = list(QUANTIZED)
@@ -206,6 +206,12 @@ def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
 def refused(folder: Path, tmp: Path) -> None:
     said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
     assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
+    ordered = tmp / "ordered" / "gptq"
+    if dist.get_rank() == 0:
+        with_order(folder / "gptq", ordered)
+    dist.barrier()
+    said = refusal(lambda: loaded("gptq", ordered.parent, dequantize=False))
+    assert f"{ORDERED!r} orders its columns by activation" in said and "failed on 1 of 2 ranks" in said
     said = refusal(lambda: from_pretrained(tmp / "fp8 x", dequantize=False))
     assert "No such folder" in said
     said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))
