@@ -223,24 +223,31 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
 def _revert_parts(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Parts of packed parameters in the hub's layout, by stored key, as bytes; symbols have the stored look.
 
-    A conversion takes the plain names: values, and each kind of scales, pass through it under these.
+    A conversion takes the plain names: values, and each kind of scales, pass through it under these, their dimensions
+    in the order of the plain parameter's.
     """
     kinds: dict[int, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     forms = packed_parameters(model) if tensors else {}
-    part_of = {name: part for key, form in forms.items() for name, part in form.parts(key).items()}
+    of_name = {name: (form, part) for key, form in forms.items() for name, part in form.parts(key).items()}
     for key, form in forms.items():
         for kind, name in enumerate(form.parts(key)):
             if name in tensors:
-                kinds.setdefault(kind, {})[key] = tensors[name]
+                kinds.setdefault(kind, {})[key] = exchanged(tensors[name], form.is_transposed)
     for kind, named in kinds.items():
         first = list(forms[next(iter(named))].parts(next(iter(named))))[kind]
         for plain, tensor in revert_group(model, named).items():
-            part = part_of[min(tensor.sources) if isinstance(tensor, PieceTensor) else first]
+            form, part = of_name[min(tensor.sources) if isinstance(tensor, PieceTensor) else first]
+            tensor = exchanged(tensor, form.is_transposed)
             if isinstance(tensor, PieceTensor):
                 tensor.look = part.look(tensor.shape)
             found[part.key(plain)] = tensor
     return found
+
+
+def exchanged(tensor: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """Bytes of a packed parameter with the dimensions in the order of the plain one's, and back."""
+    return tensor.transpose(-2, -1) if is_transposed else tensor
 
 
 def revert_whole(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:

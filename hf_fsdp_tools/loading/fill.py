@@ -15,11 +15,12 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replicated_axes
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
+from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
-from hf_fsdp_tools.loading.quantized.dequantize import dequantize
+from hf_fsdp_tools.loading.quantized.dequantize import check_order, dequantize
 from hf_fsdp_tools.loading.quantized.pack import quantize_weights, read_scales
 from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, compute_device, shares_of_packed
 from hf_fsdp_tools.loading.report import loading_bar
@@ -200,12 +201,16 @@ def read_converted(
     return convert_group(model, group, whole), stats
 
 
-def check_ties(match: Match, *, staging_bytes: int) -> None:
-    """Compare the two stored values of each tied pair; each rank compares its own shards."""
-    index = match.index
-    if not match.tied_pairs:
+def check_values(match: Match, *, staging_bytes: int) -> None:
+    """Compare the two stored values of each tied pair, of which each rank compares its own shards, and look for columns
+    of packed weights that are ordered by activation, of which each rank looks at some."""
+    index, (rank, world_size) = match.index, rank_and_size()
+    quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
+    packed = [tensor for tensor in quantized if tensor.groups is not None and tensor.groups.key in match.beside]
+    if not match.tied_pairs and not packed:
         return
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
+        check_order(packed[rank::world_size], reader, staging_bytes=staging_bytes // 4)
         for name, other in match.tied_pairs:
             first, second = match.loaded[name], match.load_map.tensors[other]
             if first.pieces is None or second.pieces is None:

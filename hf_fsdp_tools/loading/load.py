@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.agreement import (
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import set_conversions
-from hf_fsdp_tools.loading.fill import Filled, check_ties, fill_shards
+from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
 from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
 from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, STAGING_BYTES_PINNED
@@ -159,7 +159,7 @@ def load_weights(
                 resize_vocabulary=added_tokens is not None,
             )
             _refuse_other_dtype(model, match, dtype)
-            check_ties(match, staging_bytes=staging_bytes)
+            check_values(match, staging_bytes=staging_bytes)
         compare_at_end(own_seed(seed), seeds.extend)
     with rolled_back(model) as after:
         doing = f"reading the checkpoint ({after})"

@@ -245,10 +245,10 @@ def part_of(index: CheckpointIndex, holds: Callable[[str], bool]) -> CheckpointI
 
 
 def _beside(as_stored: CheckpointIndex, index: CheckpointIndex) -> frozenset[str]:
-    """Stored keys that `with_floats` has left out: scales of activations, shapes of packed weights."""
-    quantized = (tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor))
+    """Stored keys of what no parameter takes: scales of activations, shapes of packed weights, GPTQ's groups."""
+    quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
     known = {part.key for tensor in quantized for part in tensor.parts} | index.tensors.keys()
-    return frozenset(as_stored.tensors.keys() - known)
+    return frozenset(as_stored.tensors.keys() - known) | {t.groups.key for t in quantized if t.groups is not None}
 
 
 def _heads(model: nn.Module, load_map: LoadMap, reported: Collection[str]) -> set[str]:

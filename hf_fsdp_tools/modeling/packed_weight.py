@@ -29,7 +29,8 @@ class PackedPart:
     block: tuple[int, int] = (1, 1)
     """Rows and columns of the values that share one element."""
     bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`)."""
+    """Bits of each value where an element packs one for each row of its block (`BlockScales`): zero points, or of GPTQ
+    the values themselves."""
 
     def key(self, plain: str) -> str:
         """The stored name beside that of the plain tensor."""
@@ -77,22 +78,37 @@ class PackedForm:
         return {part_name(name, scale): part for scale, part in (("packed", self.values), *self.scales.items())}
 
     def floats(self, values: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The dequantised weight or, of leading dimensions that were indexed, a part of it.
+        """The dequantised weight or, of leading dimensions that were indexed, a part of it; contiguous.
 
-        As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then.
+        As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then. So many
+        values are dequantised at a time; where torch compiles it, all, as kernels that it joins keep nothing between.
         """
-        *outer, rows, width = values.shape
-        columns, stored = self.columns, values.reshape(-1, width)
+        rows, columns = self.rows, self.columns
+        floats = values.new_empty((*values.shape[:-2], *self.shape[-2:]), dtype=dtype)
+        matrices = floats.view(-1, *self.shape[-2:])
+        matrices = matrices.transpose(-2, -1) if self.is_transposed else matrices
+        stored = [each.reshape(-1, *each.shape[-2:]) for each in (values, *scales)]
+        most = VALUES_AT_A_TIME if values.device.type == "cpu" else VALUES_AT_A_TIME_ON_ACCELERATORS
+        many = len(matrices) * rows if torch.compiler.is_compiling() else max(1, most // columns)
+        for i in range(0, len(matrices), max(1, many // rows)):
+            some = slice(i, i + max(1, many // rows))
+            for first in range(0, rows, many):
+                at = torch.arange(first, min(first + many, rows), device=values.device)
+                place = matrices[some, first : first + many]
+                place.copy_(self._floats_of_rows([each[some] for each in stored], at, first).view(place.shape))
+        return floats
+
+    def _floats_of_rows(self, stored: Sequence[torch.Tensor], at: torch.Tensor, first: int) -> torch.Tensor:
+        """The same of some matrices, of each the rows `at`, which follow each other from the first on."""
+        values, columns = _part_of_rows(self.values, stored[0], at, first), self.columns
         of_rows = {}
-        for (name, part), each in zip(self.scales.items(), scales, strict=True):
-            of_rows[name] = _scales_of_rows(part, each, rows)
+        for (name, part), each in zip(self.scales.items(), stored[1:], strict=True):
+            of_rows[name] = _part_of_rows(part, each, at, first)
             blocks, wide = of_rows[name].shape[-1], part.block[1]
             if blocks > 1 and blocks * wide > columns:  # the last block is short
-                missing = (blocks * wide - columns) * width // columns
-                stored = functional.pad(stored, (0, missing))
-        floats = RULES[self.rule](stored.view(self.values.dtype), of_rows, self.dtype)
-        floats = floats[:, :columns].reshape(*outer, rows, columns)
-        return (floats.transpose(-2, -1) if self.is_transposed else floats).to(dtype)
+                missing = (blocks * wide - columns) * values.shape[1] // columns
+                values = functional.pad(values.view(torch.uint8), (0, missing * values.itemsize)).view(values.dtype)
+        return RULES[self.rule](values, of_rows, self.dtype)[:, :columns]
 
 
 def part_name(name: str, scale: str) -> str:
@@ -100,23 +116,22 @@ def part_name(name: str, scale: str) -> str:
     return f"{name}_{scale.replace(' ', '_')}"
 
 
-def _scales_of_rows(part: PackedPart, stored: torch.Tensor, rows: int) -> torch.Tensor:
-    """What belongs to the blocks of each row, [rows of all matrices, blocks]."""
-    scales = stored.view(part.dtype)
+VALUES_AT_A_TIME = 2**20
+"""Values that are dequantised at a time. Each takes at most 16 bytes meanwhile, so these 16 MiB: about a CPU's cache.
+(assumed)"""
+
+VALUES_AT_A_TIME_ON_ACCELERATORS = 2**23
+"""The same where an operation must be worth its start, 128 MiB: 10 µs for its values at 2 TB/s. (assumed)"""
+
+
+def _part_of_rows(part: PackedPart, stored: torch.Tensor, at: torch.Tensor, first: int) -> torch.Tensor:
+    """What belongs to these rows of all matrices of bytes, [rows, elements]."""
     high = part.block[0]
-    if high > 1:
-        # torch repeats no 8-bit floats
-        bits = scales.view(torch.uint8) if part.dtype.itemsize == 1 else scales
-        bits = bits.repeat_interleave(high, -2)[..., :rows, :] if scales.shape[-2] > 1 else _spread(bits, rows)
-        scales = bits.view(part.dtype)
+    found = stored.index_select(-2, at // high) if high > 1 else stored[:, first : first + len(at)]
+    found = found.view(part.dtype)
     if part.bits:
-        first = (torch.arange(rows, dtype=scales.dtype, device=scales.device) % high * part.bits).unsqueeze(1)
-        scales = unpacked(scales, first, part.bits)
-    return scales.reshape(-1, scales.shape[-1])
-
-
-def _spread(one: torch.Tensor, rows: int) -> torch.Tensor:
-    return one.expand(*one.shape[:-2], rows, one.shape[-1])
+        found = unpacked(found, (at % high * part.bits).to(found).unsqueeze(1), part.bits)
+    return found.flatten(0, 1)
 
 
 # ---- tensors ----
@@ -188,8 +203,8 @@ class PackedWeight(torch.Tensor):
 def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
     floats = form.floats(parts[0], parts[1:], dtype)
     for lhs, rhs, scaling in added:  # of a stack of experts, or of one
-        add = torch.baddbmm if floats.dim() == 3 else torch.addmm
-        floats = add(floats, lhs, rhs, alpha=scaling)
+        add = torch.Tensor.baddbmm_ if floats.dim() == 3 else torch.Tensor.addmm_
+        add(floats, lhs, rhs, alpha=scaling)
     return floats.transpose(-2, -1) if is_flipped else floats
 
 

@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import Box, memory_view
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, persistent_tensors, revert_group
-from hf_fsdp_tools.loading.fill import check_ties, read_converted, read_into
+from hf_fsdp_tools.loading.fill import check_values, read_converted, read_into
 from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats, Writer
 from hf_fsdp_tools.loading.io.transfer import Place as ReadPlace
@@ -184,7 +184,7 @@ def export_checkpoint(
             material = material_of_model(checkpoint, auto_class, dtype, trust_remote_code)
     with HiddenFolder(folder) as hidden:
         with agreed("preparing the save", folder):
-            check_ties(material.match, staging_bytes=STAGING_BYTES)
+            check_values(material.match, staging_bytes=STAGING_BYTES)
             remember_heads(material.model, material.match, carry=carry_heads)
             if keep_stored_format:
                 stored = checkpoint.index.of_model(material.match.state)

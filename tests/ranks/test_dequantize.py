@@ -30,7 +30,14 @@ from hf_fsdp_tools import (
     wrap_fsdp1,
 )
 from hf_fsdp_tools.modeling.linear4bit import packed_linears
-from tests._checkpoints import QUANTIZED, dequantized_by_transformers, full_state, make_every_quantized
+from tests._checkpoints import (
+    ORDERED,
+    QUANTIZED,
+    dequantized_by_transformers,
+    full_state,
+    make_every_quantized,
+    with_order,
+)
 from tests._dist import run_cases, run_ranks
 
 KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
@@ -231,16 +238,6 @@ def bad_scales(folder: Path) -> str:
     return str(error.value)
 
 
-def with_order(folder: Path, target: Path) -> Path:
-    """A copy with two columns of another group, of which the config does not tell."""
-    shutil.copytree(folder, target)
-    file = next(f for f in target.glob("*.safetensors") if ORDERED in load_file(f))
-    tensors = load_file(file)
-    tensors[ORDERED][[0, -1]] = tensors[ORDERED][[-1, 0]]
-    save_file(tensors, file, metadata={"format": "pt"})
-    return target
-
-
 def with_scale(folder: Path, target: Path, value: float) -> Path:
     """A copy with this value in the last block, which the last rank alone reads."""
     shutil.copytree(folder, target)
@@ -251,7 +248,6 @@ def with_scale(folder: Path, target: Path, value: float) -> Path:
     return target
 
 
-ORDERED = "model.layers.1.mlp.down_proj.g_idx"
 BAD = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
 

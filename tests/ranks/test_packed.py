@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools import ParallelDims, from_config, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from tests._checkpoints import QUANTIZED, make_every_quantized, refusal
+from tests._checkpoints import ORDERED, QUANTIZED, make_every_quantized, refusal, with_order
 from tests._dist import run_cases, run_ranks
 
-KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
-"""GPTQ packs values along columns; experts of AWQ are joined along the dimension in which they are packed."""
+KINDS = list(QUANTIZED)
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
 LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "q_a_proj"], "init_lora_weights": False}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -207,8 +206,12 @@ def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
 def refused(folder: Path, tmp: Path) -> None:
     said = refusal(lambda: loaded("fp8 experts", folder, dequantize=False, experts_implementation="batched_mm"))
     assert "experts_implementation 'batched_mm' cannot compute with experts that stay quantised" in said
-    said = refusal(lambda: loaded("awq experts", folder, dequantize=False))
-    assert "gate_up_proj" in said and "cannot stay quantised (awq)" in said
+    ordered = tmp / "ordered" / "gptq"
+    if dist.get_rank() == 0:
+        with_order(folder / "gptq", ordered)
+    dist.barrier()
+    said = refusal(lambda: loaded("gptq", ordered.parent, dequantize=False))
+    assert f"{ORDERED!r} orders its columns by activation" in said and "failed on 1 of 2 ranks" in said
     said = refusal(lambda: from_pretrained(tmp / "fp8 x", dequantize=False))
     assert "No such folder" in said
     said = refusal(lambda: loaded("fp8", folder, dequantize=False, peft_config=LORA | {"use_dora": True}))

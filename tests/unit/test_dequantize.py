@@ -2,7 +2,9 @@
 libraries' own functions; bounded memory; what does not fit is refused by its headers."""
 
 import json
+import math
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -13,6 +15,8 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -21,10 +25,11 @@ from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import Reader
-from hf_fsdp_tools.loading.quantized import dequantize
+from hf_fsdp_tools.loading.quantized import dequantize, keep
 from hf_fsdp_tools.loading.quantized.dequantize import RULES, WORK_BYTES
 from hf_fsdp_tools.loading.quantized.recognize import with_floats
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling import packed_weight
 from tests._checkpoints import QUANTIZED, make_quantized, stored_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -265,6 +270,44 @@ def moved(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
         length = rng.randint(1, tensor.shape[dim])
         return tensor.narrow(dim, rng.randint(0, tensor.shape[dim] - length), length)
     return torch.stack([tensor, tensor], rng.randrange(tensor.dim() + 1))
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors made in a block that are alive at a time, without those of memory that was there."""
+
+    def __init__(self, *there: torch.Tensor) -> None:
+        super().__init__()
+        self._there = {tensor.untyped_storage()._cdata for tensor in there}
+        self._alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._alive.keys() | self._there:
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_packed_bytes_become_the_same_floats_in_bounded_memory(tmp_path, monkeypatch, name):
+    """Above the weight, 16 bytes of each value that is dequantised at a time; of rows, and of whole matrices."""
+    tensors, config, rule = STORED[name]
+    (stored,) = opened(tmp_path, tensors, config).tensors.values()
+    parts = [keep._as_bytes(stored, part) for part in ("packed", *stored.scales)]
+    values, *scales = [tensors[part.key].contiguous().view(-1).view(torch.uint8).view(part.shape) for part in parts]
+    for dtype in (torch.bfloat16, torch.float32):
+        form = keep._form(stored, torch.empty(stored.shape, dtype=dtype, device="meta"))
+        expected = rule(*tensors.values(), dtype)
+        for many in (100, 1600, 2**20):
+            monkeypatch.setattr(packed_weight, "VALUES_AT_A_TIME", many)
+            with Alive(values, *scales) as alive:
+                floats = form.floats(values, scales, dtype)
+            assert floats.is_contiguous() and torch.equal(floats, expected), (dtype, many)
+            assert alive.most - floats.nbytes <= 16 * min(many, math.prod(stored.shape)) + 1024, (dtype, many)
 
 
 @pytest.mark.parametrize("rule", RULES)

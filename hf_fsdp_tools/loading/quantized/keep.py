@@ -20,6 +20,7 @@ from hf_fsdp_tools.loading.conversion import (
     ConversionGroup,
     LoadMap,
     convert_group,
+    exchanged,
     map_loading,
     persistent_tensors,
 )
@@ -75,8 +76,8 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
     if floating:  # saves would hold floats for which the config promises something else
         raise ConfigError(
             f"dequantize=False: {listed(floating)} of {type(model).__name__} cannot stay quantised "
-            f"({dequantized.method}): they are tied, tables, packed along columns (GPTQ), or joined by a conversion "
-            "that cuts blocks. Leave dequantize out."
+            f"({dequantized.method}): they are tied, tables, or joined by a conversion that cuts blocks. Leave "
+            "dequantize out."
         )
     shapes = {key: {name: tuple(t.shape) for name, t in each.bytes_of.items()} for key, each in kept.items()}
     pack(model, {key: (each.form, shapes[key]) for key, each in kept.items()})
@@ -92,7 +93,7 @@ def kept_parameters(
     traced: dict[str, Mapping[str, Mapping[str, PieceTensor]]] = {}
     for key, tensor in plain.items():
         members = _members(index, load_map, key)
-        if not members or any(each.is_packed_down or _look_of(each) != _look_of(members[0]) for each in members):
+        if not members or any(_look_of(each) != _look_of(members[0]) for each in members):
             continue
         group, scales = load_map.groups[key], members[0].scales
         if group.target not in traced:
@@ -136,17 +137,22 @@ def _members(index: CheckpointIndex, load_map: LoadMap, key: str) -> list[Quanti
 def _traced(
     model: nn.Module, group: ConversionGroup, members: Sequence[QuantizedTensor], name: str
 ) -> Mapping[str, PieceTensor]:
-    """What a group's conversion makes of the bytes of values or of scales, by model key; nothing if it fails."""
+    """What a group's conversion makes of the bytes of values or of scales, by model key; nothing if it fails.
+
+    It sees the dimensions in the order of the plain tensors.
+    """
+    is_transposed = members[0].is_transposed
     symbols = {each.key: PieceTensor.stored(_as_bytes(each, name), torch.uint8) for each in members}
     try:
-        return convert_group(model, group, symbols)  # type: ignore[return-value]  # of symbols, symbols
+        found = convert_group(model, group, {key: exchanged(each, is_transposed) for key, each in symbols.items()})
+        return {key: exchanged(each, is_transposed) for key, each in found.items()}  # type: ignore[misc]  # symbols
     except Exception:  # a conversion may do anything; what it does to floats need not fit bytes, and then none is kept
         return {}
 
 
 def _look_of(tensor: QuantizedTensor) -> object:
     """What tensors that go into one parameter must have in common."""
-    scales = {name: (s.stored.dtype, len(s.stored.shape), s.block, s.bits) for name, s in tensor.scales.items()}
+    scales = {name: (s.stored.dtype, len(s.stored.shape), s.block, s.bits) for name, s in tensor.grids.items()}
     return tensor.rule, tensor.is_transposed, tensor.packed, tensor.values.dtype, len(tensor.values.shape), scales
 
 
@@ -156,37 +162,34 @@ def _form(tensor: QuantizedTensor, plain: torch.Tensor) -> PackedForm:
         name = name if stored.key.startswith(tensor.key) else f".{stored.key.rpartition('.')[2]}"
         return PackedPart(name=name, dtype=stored.dtype, ndim=len(stored.shape), **look)
 
-    values = tensor.values
+    values, down = tensor.values, tensor.grids.get("values")
     return PackedForm(
         shape=tuple(plain.shape),
         dtype=plain.dtype,
         rule=tensor.rule,
         is_transposed=tensor.is_transposed,
-        values=part(values, block=(1, values.shape[-1])),
+        values=part(values, block=down.block if down else (1, values.shape[-1]), bits=down.bits if down else 0),
         scales={name: part(s.stored, block=s.block, bits=s.bits) for name, s in tensor.scales.items()},
     )
 
 
 def _as_bytes(tensor: QuantizedTensor, name: str) -> StoredTensor:
     """Values ("packed") or scales of a quantised tensor as bytes, (…, rows, bytes)."""
-    scales = tensor.scales.get(name)
-    stored = tensor.values if scales is None else scales.stored
+    grid = tensor.grids.get("values" if name == "packed" else name)
+    stored = tensor.values if grid is None else grid.stored
     outer = tensor.shape[:-2]
-    width = _width(tensor) if scales is None else scales.columns * stored.dtype.itemsize
+    width = (tensor.columns // tensor.packed if grid is None else grid.columns) * stored.dtype.itemsize
     rows = stored.num_bytes // max(1, width * math.prod(outer))
     return replace(stored, dtype=torch.uint8, shape=(*outer, rows, width))
-
-
-def _width(tensor: QuantizedTensor) -> int:
-    """Bytes of a row of values."""
-    return tensor.columns // tensor.packed * tensor.values.dtype.itemsize
 
 
 def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[QuantizedTensor]) -> bool:
     """Whether the bytes have the form's rows, columns and blocks, and no conversion has cut through a block."""
     rows, columns, outer = form.rows, form.columns, form.shape[:-2]
     first = members[0]
-    shapes = [(*outer, rows, _width(first) * columns // first.columns)]
+    shapes = [
+        (*outer, -(-rows // form.values.block[0]), _as_bytes(first, "packed").shape[-1] * columns // first.columns)
+    ]
     for part in form.scales.values():
         high, wide = part.block
         blocks = -(-rows // high), -(-columns // wide)
