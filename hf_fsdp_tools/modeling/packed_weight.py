@@ -4,6 +4,7 @@ It is bytes in memory. A `PackedWeight` says shape and dtype of the floats that 
 it is multiplied, and again in the backward pass: what autograd keeps is the bytes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ class PackedPart:
     """Values, or what belongs to blocks of them, as a checkpoint has them."""
 
     name: str
-    """Its stored name: what follows the name of the plain tensor, or, after a ".", the last part of the name."""
+    """Its stored name: what follows the name of the plain tensor, or, after a ".", the last parts of the name."""
     dtype: torch.dtype
     """Stored dtype."""
     ndim: int
@@ -30,6 +31,10 @@ class PackedPart:
     """Rows and columns of the values that share one element."""
     bits: int = 0
     """Bits of each value where an element packs one for each row of its block (`BlockScales`)."""
+    is_column: bool = False
+    """Whether it is stored as one column."""
+    is_whole: bool = False
+    """Whether every rank holds it, in a buffer, being a few values for the whole weight."""
 
     def key(self, plain: str) -> str:
         """The stored name beside that of the plain tensor."""
@@ -38,11 +43,13 @@ class PackedPart:
     def look(self, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the stored tensor, from the shape of its bytes."""
         full = [*shape[:-1], shape[-1] // self.dtype.itemsize]
+        if self.is_column:
+            return self.dtype, (math.prod(full), 1)
         if self.ndim > len(full):  # blocks of bytes
             full = [*full[:-1], full[-1] // self.block[1], self.block[1]]
         while len(full) > self.ndim:
-            assert full[-1] == 1, (shape, self)
-            full.pop()
+            assert 1 in (full[-1], full[0]), (shape, self)
+            full.pop(-1 if full[-1] == 1 else 0)
         return self.dtype, tuple(full)
 
 
@@ -61,6 +68,10 @@ class PackedForm:
     values: PackedPart
     scales: Mapping[str, PackedPart]
     """By the rule's names."""
+    flat_block: int = 0
+    """Values in a row of the packed matrix where the weight is flattened; 0 where its rows are those of the weight."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype in which a linear layer computes; None: that of its inputs."""
 
     @property
     def rows(self) -> int:
@@ -82,7 +93,7 @@ class PackedForm:
         As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then.
         """
         *outer, rows, width = values.shape
-        columns, stored = self.columns, values.reshape(-1, width)
+        columns, stored = self.flat_block or self.columns, values.reshape(-1, width)
         of_rows = {}
         for (name, part), each in zip(self.scales.items(), scales, strict=True):
             of_rows[name] = _scales_of_rows(part, each, rows)
@@ -91,7 +102,7 @@ class PackedForm:
                 missing = (blocks * wide - columns) * width // columns
                 stored = functional.pad(stored, (0, missing))
         floats = RULES[self.rule](stored.view(self.values.dtype), of_rows, self.dtype)
-        floats = floats[:, :columns].reshape(*outer, rows, columns)
+        floats = floats[:, :columns].reshape(*outer, self.rows, self.columns)
         return (floats.transpose(-2, -1) if self.is_transposed else floats).to(dtype)
 
 
@@ -204,10 +215,17 @@ class _Look:
 
 
 def linear(
-    hidden: torch.Tensor, form: PackedForm, parts: Sequence[Any], dtype: torch.dtype, bias: torch.Tensor | None
+    hidden: torch.Tensor,
+    form: PackedForm,
+    parts: Sequence[Any],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    *,
+    is_flipped: bool = False,
 ) -> torch.Tensor:
     """`functional.linear` with a packed matrix."""
-    output: torch.Tensor = _Product.apply("linear", _Look(form, dtype, False, ()), hidden, bias, None, *parts)  # type: ignore[no-untyped-call]
+    look = _Look(form, dtype, is_flipped, ())
+    output: torch.Tensor = _Product.apply("linear", look, hidden, bias, None, *parts)  # type: ignore[no-untyped-call]
     return output
 
 
