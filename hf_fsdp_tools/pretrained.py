@@ -21,8 +21,8 @@ from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.arguments import one_dtype, one_name, refuse_misspelt, sort_arguments
 from hf_fsdp_tools.modeling.configs import set_generation_config
+from hf_fsdp_tools.modeling.four_bits import has_4bit_layers
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.linear4bit import has_4bit_layers
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.make_plan import plan_with_tree

@@ -26,7 +26,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.four_bits import beside_4bit
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.text import listed
@@ -64,17 +64,8 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors to save, by key: persistent ones, and the scales of 4-bit weights under bitsandbytes' names."""
-    return persistent_tensors(model) | _scales(model)
-
-
-def _scales(model: nn.Module) -> dict[str, torch.Tensor]:
-    scales: dict[str, torch.Tensor] = {}
-    for key, module in packed_linears(model).items():
-        if module.quant_state is None:
-            raise CheckpointError(f"{key!r} has no scales: it was never loaded, or loading failed. Load it again.")
-        scales |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
-    return scales
+    """The tensors to save, by key: persistent ones, and what bitsandbytes stores beside 4-bit weights."""
+    return persistent_tensors(model) | beside_4bit(model)
 
 
 def map_loading(
@@ -213,7 +204,7 @@ def map_saving(model: nn.Module) -> dict[str, PieceTensor]:
     if isinstance(model, PreTrainedModel):
         bare = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in state.items()}
         state = {k: state[k] for k in remove_tied_weights_from_state_dict(bare, model)}
-    state |= _scales(model)
+    state |= beside_4bit(model)
     parts = packed_parts(model)
     symbols = {k: PieceTensor.named(k, t.shape, t.dtype) for k, t in state.items()}
     plain = revert_group(model, {k: symbol for k, symbol in symbols.items() if k not in parts})
@@ -231,8 +222,8 @@ def _revert_parts(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any
     forms = packed_parameters(model) if tensors else {}
     of_name = {name: (form, part) for key, form in forms.items() for name, part in form.parts(key).items()}
     for key, form in forms.items():
-        for kind, name in enumerate(form.parts(key)):
-            if name in tensors:
+        for kind, (name, part) in enumerate(form.parts(key).items()):
+            if name in tensors and not part.is_whole:  # those are in `beside_4bit`
                 kinds.setdefault(kind, {})[key] = exchanged(tensors[name], form.is_transposed)
     for kind, named in kinds.items():
         first = list(forms[next(iter(named))].parts(next(iter(named))))[kind]

@@ -21,11 +21,9 @@ from hf_fsdp_tools.loading.io.files import REQUESTS_IN_FLIGHT, STAGING_BYTES, Re
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of, whole_place
 from hf_fsdp_tools.loading.match import Match
 from hf_fsdp_tools.loading.quantized.dequantize import check_order, dequantize
-from hf_fsdp_tools.loading.quantized.pack import quantize_weights, read_scales
-from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, compute_device, shares_of_packed
+from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, quantize_weights, read_texts, shares_of
 from hf_fsdp_tools.loading.report import loading_bar
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.linear4bit import set_quant_state
 from hf_fsdp_tools.sharding.allocate import allocate
 
 
@@ -65,22 +63,20 @@ def fill_shards(
     rank, world_size = rank_and_size()
     with ExitStack() as stack:
         with agreed(doing):
-            for layer in weights_4bit.layers.values() if weights_4bit else ():
-                set_quant_state(layer, None)  # no layer can run after a load that fails
             if device is not None:
                 allocate(model, device=device, dtype=dtype)
             state = persistent_tensors(model)
             places, opaque, received, share_bytes = _share_of(state, index, loaded, groups or {})
             transfers, quantized = reads_of(places, index)
             whole_bytes = sum(index.tensors[key].num_bytes for group in opaque for key, _ in group.members)
-            packed = shares_of_packed(weights_4bit, state, index) if weights_4bit else []
-            scale_bytes = weights_4bit.scale_bytes(index) if weights_4bit else 0
+            packed = shares_of(weights_4bit, state, index) if weights_4bit else []
+            text_bytes = weights_4bit.text_bytes(index) if weights_4bit else 0
             shards = [local_tensor(tensor) for tensor in state.values()]
-            side = side_stream_for([*shards, *(torch.empty(0, device=compute_device(w.sharded)) for w in packed[:1])])
+            side = side_stream_for([*shards, *(torch.empty(0, device=share.device) for share in packed[:1])])
             if side is not None:
                 stack.callback(side.release)
             to_read = sum(t.num_bytes for t in transfers) + sum(part.num_bytes for part in quantized) + whole_bytes
-            to_read += scale_bytes + sum(weight.read_bytes for weight in packed)
+            to_read += text_bytes + sum(share.num_bytes for share in packed)
             bar = loading_bar(to_read, rank=rank, world_size=world_size, progress=progress)
             reader = Reader(
                 staging_bytes=staging_bytes,
@@ -94,7 +90,7 @@ def fill_shards(
             stats = reader.read(transfers) + dequantize(quantized, reader, staging_bytes=staging_bytes)
             converted = _convert_whole(model, state, index, loaded, opaque, reader, staging_bytes)
             if weights_4bit:
-                stats += read_scales(weights_4bit, index, reader)
+                stats += read_texts(weights_4bit, state, index, reader)
         if packed:
             stats += quantize_weights(packed, index, reader, doing=doing, staging_bytes=staging_bytes)
     _receive(state, received)
@@ -102,8 +98,8 @@ def fill_shards(
     return Filled(
         stats=stats,
         converted=converted,
-        share_bytes=share_bytes + scale_bytes + sum(weight.num_bytes for weight in packed),
-        host_bytes=sum(on_host.values()) + sum(weight.host_bytes for weight in packed),
+        share_bytes=share_bytes + text_bytes + sum(share.num_bytes for share in packed),
+        host_bytes=sum(on_host.values()),
     )
 
 

@@ -25,7 +25,7 @@ from hf_fsdp_tools.distributed.agreement import (
 )
 from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.conversion import set_conversions
+from hf_fsdp_tools.loading.conversion import persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
 from hf_fsdp_tools.loading.heads import remember_heads
 from hf_fsdp_tools.loading.index import CheckpointIndex, refuse_other_contents
@@ -38,7 +38,7 @@ from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
 from hf_fsdp_tools.text import did_you_mean, dtype_name
@@ -253,7 +253,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 def _refuse_other_dtype(model: nn.Module, match: Match, dtype: torch.dtype | None) -> None:
     """Refuse a dtype for quantised weights, and for parameters that have storage already."""
-    if dtype and (kept := match.weights_4bit.layers if match.weights_4bit else packed_parameters(model)):
+    if dtype and (kept := packed_parameters(model)):
         raise ConfigError(
             f"dtype={dtype} cannot be honoured: {min(kept)!r} holds quantised values, which have the "
             "dtype of their storage. Give dtype to build_meta_model or from_pretrained, or leave it out."
@@ -285,7 +285,8 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
         after = "the model is on meta again, as it was"
     else:
         after = "weights that had storage are partly overwritten, so they were filled with NaN"
-    before = list(slots(model))
+    before, parts = list(slots(model)), packed_parts(model)
+    packed = {id(tensor) for name, tensor in persistent_tensors(model).items() if name in parts} if parts else set()
     try:
         yield after
     except BaseException:
@@ -293,9 +294,10 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
             if tensor.is_meta:
                 _free(store[name])
                 store[name] = tensor
-            elif tensor.is_floating_point():
+            elif tensor.is_floating_point() or id(tensor) in packed:
+                nan = float("nan") if tensor.is_floating_point() else 255  # the bits of a NaN, of scales of any format
                 for box, start in local_boxes_of(tensor):
-                    memory_view(local_tensor(tensor), start, box.length).fill_(float("nan"))
+                    memory_view(local_tensor(tensor), start, box.length).fill_(nan)
         renew(model)
         raise
 

@@ -11,13 +11,13 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import LoadMap, adjust_keys, map_loading, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored
 from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.quantized.four_bits import Weights4Bit, match_4bit
 from hf_fsdp_tools.loading.quantized.keep import with_bytes
 from hf_fsdp_tools.loading.quantized.recognize import Dequantized, method_of, scaled_as_converted, with_floats
-from hf_fsdp_tools.loading.quantized.weights_4bit import Weights4Bit, part_packed
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parts, plain_parameters
 from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
 
@@ -44,7 +44,6 @@ _OF_8_BITS = (torch.int8, torch.uint8)
 
 def refuse_quantized(
     state: Mapping[str, torch.Tensor],
-    layers: Collection[str],
     load_map: LoadMap,
     index: CheckpointIndex,
     method: str | None,
@@ -54,11 +53,10 @@ def refuse_quantized(
     """Refuse quantised values that cannot be read into shards, and a config that does not fit the files.
 
     The files decide: a stored tensor is packed if it fills a floating-point parameter with integers, or if the model
-    does not know it and it belongs to the module of a parameter that is missing or one byte wide. The 4-bit weights of
-    `layers`, at which `part_packed` has looked, do not count.
+    does not know it and it belongs to the module of a parameter that is missing or one byte wide.
     """
-    packed = _packed_tensors(state, load_map, index.tensors, layers)
-    if not packed and (method is None or layers or is_known):
+    packed = _packed_tensors(state, load_map, index.tensors)
+    if not packed and (method is None or is_known):
         return
     if not packed:
         dtypes = ", ".join(sorted({dtype_name(t.dtype) for t in index.tensors.values()}))
@@ -84,10 +82,10 @@ def refuse_quantized(
 
 
 def _packed_tensors(
-    state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored], layers: Collection[str]
+    state: Mapping[str, torch.Tensor], load_map: LoadMap, stored: Mapping[str, Stored]
 ) -> list[tuple[Stored, str]]:
     """Every stored tensor that holds packed values, with the key of the floating-point parameter it stands for."""
-    parameters = ((key, t) for key, t in state.items() if isinstance(t, nn.Parameter) and key not in layers)
+    parameters = ((key, t) for key, t in state.items() if isinstance(t, nn.Parameter))
     floats = sorted(key for key, parameter in parameters if parameter.is_floating_point())
     of_source = {source: tensor for tensor in stored.values() for source in tensor.sources}
     packed = []
@@ -132,9 +130,9 @@ class Match:
     state: Mapping[str, torch.Tensor]
     """The model's persistent tensors by key, before they have storage."""
     load_map: LoadMap
-    """Where each tensor of the model comes from, by transformers' conversions; without the weights that are packed."""
+    """Where each tensor of the model comes from, by transformers' conversions."""
     weights_4bit: Weights4Bit | None
-    """The 4-bit weights, which are not in `load_map` where they are packed while loading; None without any."""
+    """What fills 4-bit weights of bitsandbytes beside; None without any."""
     loaded: Mapping[str, PieceTensor]
     """Every other tensor that the checkpoint fills: key to stored elements; tied tensors under one key."""
     tied_pairs: tuple[tuple[str, str], ...]
@@ -183,19 +181,20 @@ def match_checkpoint(
         index, load_map = with_bytes(model, index, load_map)
         used = {source for tensor in load_map.tensors.values() for source in tensor.sources}
         dequantized = dequantized.of([index.tensors[source] for source in used]) if dequantized else None
-    layers = packed_linears(model) if getattr(model, "hf_quantizer", None) is not None else {}
-    load_map, weights_4bit = part_packed(layers, state, load_map, index) if layers else (load_map, None)
-    refuse_quantized(state, layers, load_map, index, method_of(quantization), is_known=is_known)
+    of_4bit = None
+    if is_packed and weights_4bit(model):
+        index, load_map, of_4bit = match_4bit(model, state, load_map, index)
+    refuse_quantized(state, load_map, index, method_of(quantization), is_known=is_known or of_4bit is not None)
     stored, added = _resized(model, state, load_map) if resize_vocabulary else (load_map.tensors, {})
     mismatched = _other_shapes(stored, state)
     if mismatched and not ignore_mismatched_sizes:
         _refuse_mismatched(mismatched, index, resize_vocabulary)
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
-    packed = weights_4bit.plain if weights_4bit else {}
+    made = of_4bit.filled if of_4bit else set()
     names: dict[int, list[str]] = {}
     for key, tensor in state.items():
-        if key not in packed:
+        if key not in made:
             names.setdefault(id(tensor), []).append(key)
     loaded: dict[str, PieceTensor] = {}
     tied_pairs: list[tuple[str, str]] = []
@@ -224,7 +223,7 @@ def match_checkpoint(
         dequantized=dequantized,
         state=state,
         load_map=load_map,
-        weights_4bit=weights_4bit,
+        weights_4bit=of_4bit,
         loaded=loaded,
         tied_pairs=tuple(tied_pairs),
         to_initialize=frozenset(to_initialize),

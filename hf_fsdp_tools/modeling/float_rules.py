@@ -6,6 +6,7 @@ A rule takes each value with its scale alone, so a part of a block depends on no
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -76,6 +77,24 @@ def _nvfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torc
     return floats.to(torch.bfloat16).to(dtype).flatten(1)
 
 
+def _of_bitsandbytes(
+    values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype, *, kind: str
+) -> torch.Tensor:
+    """4-bit codes, two to a byte, by bitsandbytes' own kernel; of double quantisation, its scales before
+    (`functional.dequantize_4bit`)."""
+    import bitsandbytes  # noqa: F401  # registers the kernels
+
+    scale = scales["scale"]
+    if "nested scale" in scales:
+        scale = scales["code"][0][scale.int()] * scales["nested scale"] + scales["offset"]
+    bytes_ = values.view(torch.uint8)
+    rows, block = bytes_.shape[0], 2 * bytes_.shape[1]
+    ops: Any = torch.ops.bitsandbytes
+    floats = ops.dequantize_4bit(bytes_.reshape(-1, 1), scale.reshape(-1), block, kind, (rows, block), dtype)
+    assert isinstance(floats, torch.Tensor)
+    return floats
+
+
 WORDS: Mapping[str, tuple[Sequence[int], int]] = MappingProxyType(
     {
         "awq int4": ((0, 16, 4, 20, 8, 24, 12, 28), 0),
@@ -89,7 +108,9 @@ WORDS: Mapping[str, tuple[Sequence[int], int]] = MappingProxyType(
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
+        "fp4": partial(_of_bitsandbytes, kind="fp4"),
         "mxfp4": _mxfp4,
+        "nf4": partial(_of_bitsandbytes, kind="nf4"),
         "nvfp4": _nvfp4,
         "scaled": _scaled,
         "scaled in fp32": _scaled_in_fp32,

@@ -17,7 +17,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError, l
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import model_class, set_aside_quantization, text_config
-from hf_fsdp_tools.modeling.linear4bit import make_quantizer, pack_weights, replace_linears
+from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
@@ -153,11 +153,10 @@ def build_meta_model(
             if (problem := _misused(error, config, auto_class, model_kwargs)) is None:
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
-    if quantizer is not None:
-        replace_linears(model, quantizer, dtype)
+    layers = layers_of(model, quantizer) if quantizer is not None else {}
     _keep_in_fp32(model, dtype)
-    if quantizer is not None:
-        pack_weights(model, quantizer)
+    if layers:
+        pack_4bit(model, layers)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     add_to_note(model, stored_quantization=quantization)

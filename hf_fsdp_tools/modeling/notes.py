@@ -19,8 +19,6 @@ class Note:
     """Whether an Accelerator of FSDP2 has prepared the model."""
     cache_is_off: bool = False
     """Whether `use_cache` was turned off in the config for training."""
-    packing: Any = None
-    """Of a linear layer with 4-bit weights: its `Packing`."""
     packed: Mapping[str, Any] = field(default_factory=dict)
     """Of a module whose weights stay quantised: the `PackedForm` of each."""
     compute_dtype: Any = None

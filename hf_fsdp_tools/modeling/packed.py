@@ -33,11 +33,15 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
     for fqn, (form, shapes) in forms.items():
         owner, _, name = fqn.rpartition(".")
         below.setdefault(owner, {})[name] = form
-        parameters = model.get_submodule(owner)._parameters
-        del parameters[name]
-        for part in form.parts(fqn):
-            empty = torch.empty(shapes[part], dtype=torch.uint8, device="meta")
-            parameters[part.rpartition(".")[2]] = nn.Parameter(empty, requires_grad=False)
+        module = model.get_submodule(owner)
+        del module._parameters[name]
+        for key, part in form.parts(fqn).items():
+            empty = torch.empty(shapes[key], dtype=torch.uint8, device="meta")
+            own = key.rpartition(".")[2]
+            if part.is_whole:
+                module.register_buffer(own, empty)
+            else:
+                module._parameters[own] = nn.Parameter(empty, requires_grad=False)
     for owner, named in below.items():
         module = model.get_submodule(owner)
         add_to_note(module, packed=named)
@@ -54,7 +58,7 @@ def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
 
 
 def packed_parts(model: nn.Module) -> set[str]:
-    """The fqns of the parameters of bytes."""
+    """The fqns of the parameters of bytes, and of buffers that belong to them."""
     return {part for fqn, form in packed_parameters(model).items() for part in form.parts(fqn)}
 
 
@@ -85,22 +89,28 @@ def check_experts(model: nn.Module) -> None:
 def _seen_as_floats(cls: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """A class like `cls` whose instances give the floats of these parameters."""
     content: dict[str, Any] = {name: property(partial(_packed_weight, name=name)) for name in names}
-    if cls.forward is nn.Linear.forward:
+    if cls.forward in (nn.Linear.forward, Conv1D.forward):
         content["forward"] = _linear
     return type(cls.__name__, (cls,), {**content, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
     form = note_of(module).packed[name]
-    parts = [module._parameters[part] for part in form.parts(name)]
+    parts = [getattr(module, part) for part in form.parts(name)]
     return PackedWeight(form, parts, note_of(module).compute_dtype or form.dtype, note_of(module).deltas.get(name, ()))
 
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
     form = note_of(module).packed["weight"]
-    parts = [module._parameters[part] for part in form.parts("weight")]
-    return linear(hidden, form, parts, note_of(module).compute_dtype or form.dtype, module.bias)
+    parts = [getattr(module, part) for part in form.parts("weight")]
+    bias, dtype = module.bias, note_of(module).compute_dtype or form.dtype
+    is_conv = isinstance(module, Conv1D)  # whose weight is (in, out)
+    if form.compute_dtype is None:
+        return linear(hidden, form, parts, dtype, bias, is_flipped=is_conv)
+    given, dtype = hidden.dtype, form.compute_dtype
+    bias = None if bias is None else bias.to(dtype)
+    return linear(hidden.to(dtype), form, parts, dtype, bias, is_flipped=is_conv).to(given)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ It is bytes in memory. A `PackedWeight` says shape and dtype of the floats that 
 it is multiplied, and again in the backward pass: what autograd keeps is the bytes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ class PackedPart:
     """Values, or what belongs to blocks of them, as a checkpoint has them."""
 
     name: str
-    """Its stored name: what follows the name of the plain tensor, or, after a ".", the last part of the name."""
+    """Its stored name: what follows the name of the plain tensor, or, after a ".", the last parts of the name."""
     dtype: torch.dtype
     """Stored dtype."""
     ndim: int
@@ -31,6 +32,10 @@ class PackedPart:
     bits: int = 0
     """Bits of each value where an element packs one for each row of its block (`BlockScales`): zero points, or of GPTQ
     the values themselves."""
+    is_column: bool = False
+    """Whether it is stored as one column."""
+    is_whole: bool = False
+    """Whether every rank holds it, in a buffer, being a few values for the whole weight."""
 
     def key(self, plain: str) -> str:
         """The stored name beside that of the plain tensor."""
@@ -39,11 +44,13 @@ class PackedPart:
     def look(self, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the stored tensor, from the shape of its bytes."""
         full = [*shape[:-1], shape[-1] // self.dtype.itemsize]
+        if self.is_column:
+            return self.dtype, (math.prod(full), 1)
         if self.ndim > len(full):  # blocks of bytes
             full = [*full[:-1], full[-1] // self.block[1], self.block[1]]
         while len(full) > self.ndim:
-            assert full[-1] == 1, (shape, self)
-            full.pop()
+            assert 1 in (full[-1], full[0]), (shape, self)
+            full.pop(-1 if full[-1] == 1 else 0)
         return self.dtype, tuple(full)
 
 
@@ -62,6 +69,10 @@ class PackedForm:
     values: PackedPart
     scales: Mapping[str, PackedPart]
     """By the rule's names."""
+    flat_block: int = 0
+    """Values in a row of the packed matrix where the weight is flattened; 0 where its rows are those of the weight."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype in which a linear layer computes; None: that of its inputs."""
 
     @property
     def rows(self) -> int:
@@ -84,10 +95,14 @@ class PackedForm:
         values are dequantised at a time; where torch compiles it, all, as kernels that it joins keep nothing between.
         """
         rows, columns = self.rows, self.columns
+        stored = [each.reshape(-1, *each.shape[-2:]) for each in (values, *scales)]
+        if self.flat_block:  # by a kernel of its own, which takes no memory beside
+            at = torch.arange(values.shape[-2], device=values.device)
+            whole = self._floats_of_rows(stored, at, 0).view(*values.shape[:-2], rows, columns)
+            return (whole.transpose(-2, -1) if self.is_transposed else whole).to(dtype)
         floats = values.new_empty((*values.shape[:-2], *self.shape[-2:]), dtype=dtype)
         matrices = floats.view(-1, *self.shape[-2:])
         matrices = matrices.transpose(-2, -1) if self.is_transposed else matrices
-        stored = [each.reshape(-1, *each.shape[-2:]) for each in (values, *scales)]
         most = VALUES_AT_A_TIME if values.device.type == "cpu" else VALUES_AT_A_TIME_ON_ACCELERATORS
         many = len(matrices) * rows if torch.compiler.is_compiling() else max(1, most // columns)
         for i in range(0, len(matrices), max(1, many // rows)):
@@ -100,12 +115,12 @@ class PackedForm:
 
     def _floats_of_rows(self, stored: Sequence[torch.Tensor], at: torch.Tensor, first: int) -> torch.Tensor:
         """The same of some matrices, of each the rows `at`, which follow each other from the first on."""
-        values, columns = _part_of_rows(self.values, stored[0], at, first), self.columns
+        values, columns = _part_of_rows(self.values, stored[0], at, first), self.flat_block or self.columns
         of_rows = {}
         for (name, part), each in zip(self.scales.items(), stored[1:], strict=True):
             of_rows[name] = _part_of_rows(part, each, at, first)
             blocks, wide = of_rows[name].shape[-1], part.block[1]
-            if blocks > 1 and blocks * wide > columns:  # the last block is short
+            if blocks > 1 and blocks * wide > columns and not part.is_whole:  # the last block is short
                 missing = (blocks * wide - columns) * values.shape[1] // columns
                 values = functional.pad(values.view(torch.uint8), (0, missing * values.itemsize)).view(values.dtype)
         return RULES[self.rule](values, of_rows, self.dtype)[:, :columns]
@@ -127,7 +142,10 @@ VALUES_AT_A_TIME_ON_ACCELERATORS = 2**23
 def _part_of_rows(part: PackedPart, stored: torch.Tensor, at: torch.Tensor, first: int) -> torch.Tensor:
     """What belongs to these rows of all matrices of bytes, [rows, elements]."""
     high = part.block[0]
-    found = stored.index_select(-2, at // high) if high > 1 else stored[:, first : first + len(at)]
+    if part.is_whole:
+        found = stored.expand(-1, len(at), -1)
+    else:
+        found = stored.index_select(-2, at // high) if high > 1 else stored[:, first : first + len(at)]
     found = found.view(part.dtype)
     if part.bits:
         found = unpacked(found, (at % high * part.bits).to(found).unsqueeze(1), part.bits)
@@ -219,10 +237,17 @@ class _Look:
 
 
 def linear(
-    hidden: torch.Tensor, form: PackedForm, parts: Sequence[Any], dtype: torch.dtype, bias: torch.Tensor | None
+    hidden: torch.Tensor,
+    form: PackedForm,
+    parts: Sequence[Any],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    *,
+    is_flipped: bool = False,
 ) -> torch.Tensor:
     """`functional.linear` with a packed matrix."""
-    output: torch.Tensor = _Product.apply("linear", _Look(form, dtype, False, ()), hidden, bias, None, *parts)  # type: ignore[no-untyped-call]
+    look = _Look(form, dtype, is_flipped, ())
+    output: torch.Tensor = _Product.apply("linear", look, hidden, bias, None, *parts)  # type: ignore[no-untyped-call]
     return output
 
 

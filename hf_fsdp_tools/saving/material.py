@@ -27,7 +27,7 @@ from hf_fsdp_tools.modeling.configs import (
     set_generation_config,
     stored_quantization,
 )
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -171,7 +171,7 @@ def _build(
     dtype = (config_dtype(checkpoint.config) if adapter_config else None) or checkpoint.index.dtype
     options |= {"auto_class": chosen, "dtype": dtype, "trust_remote_code": trust_remote_code}
     model = build_meta_model(checkpoint.config, **options)
-    if packed_linears(model):
+    if weights_4bit(model):
         raise ConfigError(
             f"{checkpoint.name!r} holds weights in 4 bits (bitsandbytes), which can neither be written in another "
             "layout nor take an adapter without rounding it. Give the plain model that it was made of; of an adapter, "

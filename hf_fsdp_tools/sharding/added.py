@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, fill_from_first, gather_on_device, local_tensor
-from hf_fsdp_tools.modeling.linear4bit import packed_linears, refuse_cast_weights
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of, is_wrapper
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
@@ -109,8 +109,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     if base is None or sharding is None:
         return {}
     refuse_adapters(model)
-    if packed_linears(base):
-        refuse_cast_weights(base)
+    if packed_parameters(base):
         _undo_casts(base)
     managed = set(managed_parameters(base))
     known = dict(base.named_parameters(remove_duplicate=False))

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
-from hf_fsdp_tools.modeling.linear4bit import mark_weights
 from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.sharding.fsdp2_internals import forget_memory, new_memory
 
@@ -39,7 +38,6 @@ def renew(model: nn.Module) -> None:
     """Let FSDP2 note parameters that were put in the place of others: it does in `_apply`, but not of those on meta."""
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch's own
     forget_memory(model)
-    mark_weights(model)
 
 
 def with_storage(

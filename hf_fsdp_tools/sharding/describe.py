@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.shard import sharding_of
 from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
@@ -36,11 +35,12 @@ def describe_sharding(model: nn.Module) -> str:
     sharding = sharding_of(model)
     if sharding is None:
         raise ConfigError(f"{type(model).__name__} was not sharded by shard_model, so there is no plan to describe.")
-    packed = {module.weight: (packing_of(module).numel, "4-bit") for module in packed_linears(model).values()}
+    packed: dict[nn.Parameter, tuple[int, str]] = {}
     for fqn, form in packed_parameters(model).items():
         for name, part in form.parts(fqn).items():
-            held = math.prod(form.shape) if part is form.values else 0
-            packed[model.get_parameter(name)] = held, dtype_name(part.dtype)
+            if not part.is_whole:
+                held = math.prod(form.shape) if part is form.values else 0
+                packed[model.get_parameter(name)] = held, form.rule if form.flat_block else dtype_name(part.dtype)
     parameters = [p for p in model.parameters() if p.is_floating_point() or p in packed]
 
     def count(parameter: nn.Parameter) -> int:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -53,6 +55,27 @@ def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The shards that FSDP2 manages below `model`, tied ones once; gathered units are resharded first."""
     reshard_units(model)
     return [entry.sharded_param for group in _groups(model) for entry in group.fsdp_params]
+
+
+@contextmanager
+def bytes_sharded() -> Iterator[None]:
+    """A block in which `fully_shard` takes frozen parameters of bytes.
+
+    Before torch 2.13 it makes each shard one that needs a gradient, which bytes cannot, and takes that back.
+    """
+    if torch.__version__ >= "2.13":
+        yield
+        return
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+    torchs: Any = _fsdp_param
+    torchs.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    try:
+        yield
+    finally:
+        torchs.nn = nn
 
 
 def count_units(model: nn.Module) -> int:

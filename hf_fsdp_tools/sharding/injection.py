@@ -19,7 +19,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
-from hf_fsdp_tools.modeling.linear4bit import mark_weights, packed_linears
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import listed_as_parameters, packed_parameters, with_added
@@ -112,7 +111,7 @@ def refuse_for_any(config: Any) -> None:
 def refuse_for_shards(config: Any, model: nn.Module) -> None:
     """Refuse an adapter that cannot be made on a model that is sharded already."""
     refuse_for_any(config)
-    if getattr(config, "use_dora", False) and (packed_linears(model) or packed_parameters(model)):
+    if getattr(config, "use_dora", False) and packed_parameters(model):
         raise ConfigError(
             "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
             "use_dora=False, or load the base without quantization_config and dequantize=False."
@@ -156,7 +155,6 @@ def errors_of_peft(config: Any) -> Iterator[None]:
 @contextmanager
 def _one_axis(model: nn.Module) -> Iterator[None]:
     """Show the shards on a nameless mesh of one axis for a block: of others, PEFT assumes tensor parallelism."""
-    mark_weights(model)
     shards = managed_parameters(model)
     mesh = shards[0].device_mesh  # type: ignore[attr-defined]  # a DTensor
     if mesh.mesh_dim_names is None:

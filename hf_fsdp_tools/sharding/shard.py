@@ -18,7 +18,6 @@ from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError
-from hf_fsdp_tools.modeling.linear4bit import refuse_cast
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -35,7 +34,7 @@ from hf_fsdp_tools.sharding.compile import (
     compile_blocks,
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
-from hf_fsdp_tools.sharding.fsdp2_internals import copy_released, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
@@ -173,7 +172,6 @@ def checked_sharding(
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if options is not None:
         check_options(options, mesh.device_type)
-    refuse_cast(model, mp_policy.param_dtype if mp_policy else None)
     check_parameters(model, plan.replicated)
     if activation_checkpointing:
         check_checkpointing(model)
@@ -309,15 +307,16 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         is_shared = note_of(members[0]).is_dispatched
         mesh = sharding.axes.expert_shards if is_shared else sharding.mesh
         assert mesh is not None
-        fully_shard(
-            members[0] if len(members) == 1 else members,
-            mesh=mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=mp_policy,
-            offload_policy=sharding.offload_policy,
-            shard_placement_fn=partial(choose_placement, ranks=mesh.size(-1)),
-            ignored_params=replicated or None,
-        )
+        with bytes_sharded():
+            fully_shard(
+                members[0] if len(members) == 1 else members,
+                mesh=mesh,
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=mp_policy,
+                offload_policy=sharding.offload_policy,
+                shard_placement_fn=partial(choose_placement, ranks=mesh.size(-1)),
+                ignored_params=replicated or None,
+            )
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
             divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)
         for module in members:

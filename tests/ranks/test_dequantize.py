@@ -29,7 +29,7 @@ from hf_fsdp_tools import (
     shard_model,
     wrap_fsdp1,
 )
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from tests._checkpoints import (
     ORDERED,
     QUANTIZED,
@@ -184,9 +184,8 @@ def packed_in_four_bits(folder: Path, tmp: Path) -> None:
     states = []
     for source in (folder / "fp8", out):
         model = from_pretrained(source, quantization_config=config, load_kwargs={"staging_bytes": 2**20})
-        scales = {name: module.quant_state.as_dict(packed=True) for name, module in packed_linears(model).items()}
-        states.append(full_state(model) | {f"{name}.{key}": t for name, of in scales.items() for key, t in of.items()})
-    assert states[0].keys() == states[1].keys() and len(packed_linears(model)) == 14
+        states.append(full_state(model) | beside_4bit(model))
+    assert states[0].keys() == states[1].keys() and len(weights_4bit(model)) == 14
     for key, tensor in states[0].items():
         bits = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, states[1][key])]
         assert torch.equal(*bits), key

@@ -30,7 +30,7 @@ from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.loading.io.files import write_transfers
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from tests._checkpoints import assert_same_model
 from tests._dist import num_gpus, run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, new_accelerator, train
@@ -122,20 +122,19 @@ def _held(folder: Path) -> None:
 
 
 def _packed(folder: Path) -> None:
-    from bitsandbytes.nn import Linear4bit
-
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
     options = {"quantization_config": config, "dtype": torch.bfloat16}
     model = from_pretrained(folder, **options)
     plain = AutoModelForCausalLM.from_pretrained(folder, device_map={"": local_device()}, **options)
     expected = dict(plain.named_parameters())
+    forms = weights_4bit(model)
+    found = {f"{fqn}_packed": expected.pop(fqn) for fqn in forms}
+    scales = {f"{fqn}_scale": found[f"{fqn}_packed"].quant_state.absmax for fqn in forms}
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found, wanted = (t.detach().contiguous().view(-1).view(torch.uint8).cpu() for t in (whole, expected[name]))
-        assert torch.equal(found, wanted), name
-    scales = {name: m.weight.quant_state.absmax for name, m in plain.named_modules() if isinstance(m, Linear4bit)}
-    for name, module in packed_linears(model).items():
-        assert torch.equal(module.quant_state.absmax.cpu(), scales[name.removesuffix(".weight")].cpu()), name
+        wanted = {**expected, **found, **scales}[name]
+        bits = [t.detach().contiguous().view(-1).view(torch.uint8).cpu() for t in (whole, wanted)]
+        assert torch.equal(*bits), name
 
 
 def _staged(folder: Path) -> None:

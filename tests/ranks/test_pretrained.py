@@ -116,7 +116,7 @@ def _counted(folder: Path, **options: Any) -> Counter[str]:
             (match, "persistent_tensors"),
             (conversion, "persistent_tensors"),
             (index, "_headers"),
-            (match, "packed_linears"),
+            (match, "weights_4bit"),
         ):
             stack.enter_context(counting(owner, name))
         from_pretrained(folder, **options)

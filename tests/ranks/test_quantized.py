@@ -29,8 +29,8 @@ from hf_fsdp_tools import (
     resize_token_embeddings,
     save_pretrained,
 )
-from hf_fsdp_tools.loading.quantized import pack
-from hf_fsdp_tools.modeling.linear4bit import packed_linears
+from hf_fsdp_tools.loading.quantized import four_bits as packing
+from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from hf_fsdp_tools.sharding.added import shard_added
 from tests._checkpoints import full_state, randomize
 from tests._dist import run_cases, run_ranks
@@ -40,8 +40,6 @@ from tests._training import train as run_steps
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
 
 STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
-if torch.__version__ < "2.13":
-    STORAGES = STORAGES[1:]  # FSDP2 shards no integers there
 
 
 def four_bits(storage: torch.dtype = torch.bfloat16, **options: Any) -> BitsAndBytesConfig:
@@ -54,12 +52,14 @@ def lora(**options: Any) -> LoraConfig:
 
 
 def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Weights of 20 x 40 to 52 x 40 values: blocks that are not full, and that the shards of 2 and 3 ranks cut
-    through."""
+    """Weights of 32 x 64 to 192 x 64 values, whose blocks three ranks cannot share evenly.
+
+    Their rows are whole blocks: on CPUs bitsandbytes 0.50 dequantises others wrongly (off by 75 %).
+    """
     config = hf.LlamaConfig(
         vocab_size=131,
-        hidden_size=40,
-        intermediate_size=52,
+        hidden_size=64,
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -82,11 +82,15 @@ def plain(folder: Path, config: BitsAndBytesConfig | None = None, **options: Any
 
 
 def everything(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict as bitsandbytes would give it: with the scales, which it adds where the weight itself has them."""
+    """The whole state dict as bitsandbytes would give it."""
     found = full_state(model)
-    for key, module in packed_linears(model).items():
-        found |= {f"{key}.{name}": tensor for name, tensor in module.quant_state.as_dict(packed=True).items()}
-    return found
+    for fqn, form in weights_4bit(model).items():
+        for name, part in form.parts(fqn).items():
+            stored = found.pop(name)
+            if not part.is_whole:
+                dtype, shape = part.look(stored.shape)
+                found[part.key(fqn)] = stored.view(dtype).reshape(shape)
+    return found | beside_4bit(model)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -117,9 +121,9 @@ def _load_all(folder: Path, kind: str) -> list[float]:
                 )
                 assert not report.missing_keys and not report.unexpected_keys
                 assert_same(everything(model), everything_plain(folder, dtype, storage, given))
-                packed = [module.weight for module in packed_linears(model).values()]
-                assert all(isinstance(weight, DTensor) and not weight.requires_grad for weight in packed)
-                assert {weight.dtype for weight in packed} == {storage}
+                packed = [model.get_parameter(f"{fqn}_packed") for fqn in weights_4bit(model)]
+                assert all(isinstance(each, DTensor) and not each.requires_grad for each in packed)
+                assert {each.dtype for each in packed} == {torch.uint8}, "whatever the dtype of storage"
                 ratios.append(report.read_ratio)
     return ratios
 
@@ -134,14 +138,14 @@ def everything_plain(
 def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks):
     folder = small_llama(tmp_path / "llama")
     for ratios in run_ranks(_load_all, ranks, folder, "llama"):
-        # whole blocks where a shard cuts through one: at most 2 x 64 of some hundred values here
-        assert all(1.0 <= ratio < 1.2 for ratio in ratios)
-        assert ranks > 1 or ratios == [1.0] * len(ratios)
+        assert ratios == [1.0] * len(ratios), "no block is read by two ranks"
 
 
-@pytest.mark.skipif(torch.uint8 not in STORAGES, reason="this GPT-2's weights do not fill 2-byte elements")
-def test_transposed_weights_and_tied_heads(folders):
-    run_ranks(_load_all, 2, folders["gpt2"], "gpt2")
+def test_transposed_weights_and_tied_heads(tmp_path):
+    config = hf.GPT2Config(vocab_size=131, n_embd=64, n_inner=192, n_layer=2, n_head=4, n_positions=64)
+    config.bos_token_id = config.eos_token_id = 1
+    randomize(hf.GPT2LMHeadModel(config)).save_pretrained(tmp_path)
+    run_ranks(_load_all, 2, tmp_path, "gpt2")
 
 
 def _replicas(folder: Path) -> None:
@@ -207,7 +211,6 @@ def _qlora(folder: Path, output: Path, storage: torch.dtype) -> list[float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = from_pretrained(folder, quantization_config=four_bits(storage), peft_config=lora())
-    assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit", "PEFT's own"
     before = {key: tensor.clone() for key, tensor in everything(model.get_base_model()).items() if "lora" not in key}
     losses = train(model, rank, ranks)
     with torch.no_grad():
@@ -246,11 +249,11 @@ def _grown(folder: Path) -> list[float]:
     expected = {key: tensor for key, tensor in plain(folder, four_bits()).state_dict().items() if ".layers." in key}
     assert_same({key: tensor for key, tensor in everything(model).items() if ".layers." in key}, expected)
     resize_token_embeddings(model, 150)
-    assert model.lm_head.weight.shape == (150, 40)
+    assert model.lm_head.weight.shape == (150, 64)
     torch.manual_seed(0)
     adapted = get_peft_model(model, lora())
     shard_added(adapted)
-    assert "4-bit in bfloat16 and float32" in describe_sharding(adapted)
+    assert "float32 and nf4 in uint8" in describe_sharding(adapted)
     return train(adapted, rank, ranks)
 
 
@@ -269,7 +272,7 @@ def _under_the_trainer(folder: Path, output: Path) -> list[float]:
     config = four_bits(bnb_4bit_compute_dtype=torch.bfloat16)
     data = [{"input_ids": row, "labels": row} for ids in batches() for row in ids]
     base = from_pretrained(folder, accelerator=accelerator, quantization_config=config)
-    assert {p.dtype for p in base.parameters()} == {torch.bfloat16}, "frozen: no fp32 masters"
+    assert {p.dtype for p in base.parameters()} == {torch.bfloat16, torch.uint8}, "frozen: no fp32 masters"
     with pytest.raises(ValueError, match="purely quantized"):
         ShardedTrainer(model=base, args=args, train_dataset=data)
     model = from_pretrained(folder, accelerator=accelerator, quantization_config=config, peft_config=lora())
@@ -297,8 +300,11 @@ def another_dtype(folder: Path, output: Path) -> None:
         load_weights(model, folder, dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"dtype=torch\.float32 cannot be honoured.*quantised"):
         save_pretrained(model, output, dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"bfloat16 and is torch\.float32 now.*prepare_model_for_kbit_training"):
-        shard_added(get_peft_model(prepare_model_for_kbit_training(model), lora()))
+    before = everything(model)
+    adapted = get_peft_model(prepare_model_for_kbit_training(model), lora())  # casts what is not packed
+    shard_added(adapted)
+    after = {key.replace("base_layer.", ""): tensor for key, tensor in everything(model).items()}
+    assert_same({key: tensor for key, tensor in after.items() if key in before}, before)
 
 
 def dora(folder: Path, output: Path) -> None:
@@ -322,12 +328,10 @@ def test_what_cannot_be_had_is_refused_with_the_reason(tmp_path):
 def _fails_on_one_rank(folder: Path) -> str:
     model = from_pretrained(folder, quantization_config=four_bits())
     broken = Mock(side_effect=CheckpointError("the disk is on fire"))
-    on_rank_1 = patch.object(pack, "_places_of", broken if dist.get_rank() == 1 else pack._places_of)
+    on_rank_1 = patch.object(packing, "_places_of", broken if dist.get_rank() == 1 else packing._places_of)
     with on_rank_1, pytest.raises(CheckpointError) as failure:
         load_weights(model, folder)
-    assert all(module.quant_state is None for module in packed_linears(model).values()), "no scales to compute with"
-    with pytest.raises(CheckpointError, match="has no scales"):
-        save_pretrained(model, folder.parent / "out")
+    assert model(torch.arange(3, 9).view(1, 6)).logits.isnan().all(), "nothing to compute with"
     return str(failure.value)
 
 
@@ -349,11 +353,11 @@ def _opens(folder: Path) -> str:
 DAMAGE = {
     "no scales": (
         lambda t: [t.pop(key) for key in list(t) if key.endswith("absmax")],
-        r"are no scales of bitsandbytes",
+        r"q_proj\.weight\.absmax': expected uint8 .* of a packed weight, found nothing",
     ),
     "plain values": (
-        lambda t: [t.update({key: torch.randn(40, 40)}) for key in list(t) if key.endswith("q_proj.weight")],
-        r"q_proj\.weight': expected bfloat16 \[400, 1\] with scales beside it, found float32 \[40, 40\]",
+        lambda t: [t.update({key: torch.randn(64, 64)}) for key in list(t) if key.endswith("q_proj.weight")],
+        r"q_proj\.weight': expected bfloat16 \[1024, 1\] of a packed weight, found float32 \[64, 64\]",
     ),
     "nothing": (
         lambda t: [t.pop(key) for key in list(t) if "k_proj.weight" in key],

@@ -22,11 +22,10 @@ from hf_fsdp_tools.foresight.events import Event, Gradient, Parameter, Trace, Wo
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import chunk_loss
 from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_of, give_memory, images_of, known_values
-from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, imitate_4bit, notes_of
+from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
-from hf_fsdp_tools.modeling.linear4bit import packed_linears, packing_of
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -109,7 +108,7 @@ def _trace(
     return Trace(
         events=tuple(events),
         parameters=parameters,
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()) + _bytes_of_scales(model),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         model_flops=sum(event.model_flops for event in events if isinstance(event, Work)),
         tokens=setup.batch_size * setup.seq_len // setup.dims.ranks_per_row,
         repeated=sum(stack.left_out for stack in stacks),
@@ -160,10 +159,9 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    packed = packed_linears(model)
     for parameter, (name, *other_names) in names.items():
         is_whole = name in plan.replicated
-        is_kept = name in packed or not parameter.is_floating_point()
+        is_kept = not parameter.is_floating_point()
         yield Parameter(
             fqn=name,
             other_names=tuple(other_names),
@@ -171,19 +169,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
             is_whole=is_whole or setup.wrapping == "none",
-            packed_values=packing_of(packed[name]).numel if name in packed else 0,
         )
-
-
-def _bytes_of_scales(model: nn.Module) -> int:
-    """Bytes of the scales of 4-bit weights, which every rank holds whole; nested ones are bytes with fp32 of their own,
-    256 to a block, and tables of 16 and 256 fp32 values for each layer."""
-    total = 0
-    for layer in packed_linears(model).values():
-        packing = packing_of(layer)
-        nested = packing.num_blocks + 4 * -(-packing.num_blocks // 256) + 4 * 256
-        total += 4 * 16 + (nested if packing.is_nested else 4 * packing.num_blocks)
-    return total
 
 
 def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: Recorder) -> None:
@@ -204,7 +190,6 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
     if setup.precision != "fp32":
         add_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
     reach_experts(dict(runners_of_experts(ModuleTree(model))))
-    imitate_4bit(model)
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     if setup.cp_size > 1:

@@ -35,7 +35,7 @@ from transformers.models.auto.image_processing_auto import (
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, imitate_4bit
+from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
 from hf_fsdp_tools.foresight.tracing.repeats import short_copy
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.text import first_line
@@ -184,7 +184,6 @@ def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         twin: Any = short_copy(model, ())
         give_memory(twin, {name: torch.float32 for name, one in twin.named_parameters() if one.is_floating_point()})
-        imitate_4bit(twin)
         with known_values() as values:
             batch = {name: values.as_fake(value) for name, value in made.items() if name in takes}
             output = twin.get_image_features(**batch)

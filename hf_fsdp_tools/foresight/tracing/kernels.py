@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils, modeling_utils
 
 from hf_fsdp_tools.foresight.events import Operation
-from hf_fsdp_tools.modeling.linear4bit import Packing, packed_linears, packing_of
 
 # Operations without a kernel
 MAKES_NOTHING = ("wait_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -156,39 +154,6 @@ def notes_of(model: nn.Module) -> Iterator[str]:
         yield f"{type(model).__name__} has eager attention alone in transformers, whose scores take memory."
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
         yield "Scratch memory of convolutions, which cuDNN chooses, is not foreseen."
-
-
-def imitate_4bit(model: nn.Module) -> None:
-    """Let layers of bitsandbytes, whose kernels need data, unpack their weight in each pass, as its `MatMul4Bit`."""
-    for module in packed_linears(model).values():
-        module.forward = partial(_linear_4bit, module)
-
-
-def _linear_4bit(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    dtype = layer.compute_dtype or hidden.dtype
-    result: torch.Tensor = _Linear4bit.apply(hidden.to(dtype), layer.weight, packing_of(layer))  # type: ignore[no-untyped-call]
-    return (result if layer.bias is None else result + layer.bias.to(dtype)).to(hidden.dtype)
-
-
-class _Linear4bit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
-        ctx.packing = packing
-        ctx.save_for_backward(packed)
-        return functional.linear(hidden, _unpacked(packed, packing, hidden.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (packed,) = ctx.saved_tensors
-        return torch.matmul(grads[0], _unpacked(packed, ctx.packing, grads[0].dtype)), None, None
-
-
-def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a weight that a kernel has unpacked; nested scales are unpacked first."""
-    scales = torch.zeros(packing.num_blocks, dtype=torch.float32, device=packed.device) if packing.is_nested else None
-    weight = torch.zeros(packing.shape, dtype=packing.dtype, device=packed.device)
-    del scales
-    return weight.to(dtype)
 
 
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:

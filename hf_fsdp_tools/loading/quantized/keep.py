@@ -54,8 +54,6 @@ def keep_stored(model: nn.Module, index: CheckpointIndex) -> None:
         ConfigError: nothing is quantised, or something quantised has no such form in the model: tables, tied weights,
             what a conversion computes, blocks that conversions cut through.
     """
-    if torch.__version__ < "2.13":
-        raise ConfigError(f"dequantize=False needs torch 2.13: FSDP2 of torch {torch.__version__} shards no bytes.")
     state = persistent_tensors(model)
     quantization = stored_quantization(model)
     floats, dequantized = with_floats(index.of_model(state), quantization, state)
@@ -107,8 +105,9 @@ def kept_parameters(
 
 def with_bytes(model: nn.Module, index: CheckpointIndex, load_map: LoadMap) -> tuple[CheckpointIndex, LoadMap]:
     """Index and load map (of plain parameters) in which a model's packed parameters are filled with stored bytes."""
-    forms = packed_parameters(model)
-    kept = kept_parameters(model, index, load_map, plain_parameters(model))
+    forms = {key: form for key, form in packed_parameters(model).items() if not form.flat_block}
+    plain = {key: tensor for key, tensor in plain_parameters(model).items() if key in forms}
+    kept = kept_parameters(model, index, load_map, plain)
     wrong = [key for key, form in forms.items() if key not in kept or kept[key].form != form]
     if wrong:
         raise CheckpointError(

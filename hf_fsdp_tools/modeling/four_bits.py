@@ -1,0 +1,172 @@
+"""4-bit weights of bitsandbytes as packed weights: transformers decides which layers have them.
+
+bitsandbytes packs the flattened weight, two values to a byte, in blocks that share a scale: here each block is a row.
+Under double quantisation the scales are bytes, less their mean, with scales of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import get_hf_quantizer
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.packed import pack, packed_parameters
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
+
+NESTED_BLOCKSIZE = 256
+"""Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
+
+_VALUES_OF_A_BYTE = 256
+
+
+def make_quantizer(config: PreTrainedConfig, model_kwargs: dict[str, Any]) -> Any:
+    """transformers' quantizer for a model with 4-bit weights of bitsandbytes; None for a plain model."""
+    chosen = model_kwargs.pop("quantization_config", None)
+    if getattr(chosen, "dequantize", False):  # what is done with such a checkpoint anyway
+        chosen = None
+    stored = _stored_in(config)
+    if chosen is not None and not _has(chosen, "load_in_4bit"):
+        raise ConfigError(
+            f"quantization_config is a {type(chosen).__name__} without load_in_4bit: only 4-bit weights of "
+            "bitsandbytes are packed in blocks that a shard can hold whole. Use "
+            "BitsAndBytesConfig(load_in_4bit=True, …), or load without it: the base stays in bf16, spread over all "
+            "ranks."
+        )
+    if chosen is None and not _has(stored, "load_in_4bit"):
+        return None
+    if stored is not None and not isinstance(stored, Mapping):
+        config.quantization_config = stored.to_dict()  # transformers reads a config's quantization only in this form
+    try:
+        quantizer, _, _ = get_hf_quantizer(config, chosen, device_map={"": "cpu"}, weights_only=True, user_agent={})
+    except ImportError as error:
+        raise ConfigError(
+            f"4-bit weights need bitsandbytes and accelerate: pip install bitsandbytes. ({error})"
+        ) from None
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"This quantisation cannot be had: {error}") from None
+    return quantizer
+
+
+def has_4bit_layers(config: PreTrainedConfig, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model of this config, with these keywords, has 4-bit layers of bitsandbytes."""
+    return _has(model_kwargs.get("quantization_config"), "load_in_4bit") or _has(_stored_in(config), "load_in_4bit")
+
+
+def _stored_in(config: PreTrainedConfig) -> Any:
+    stored = getattr(config, "quantization_config", None)
+    return stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+
+
+def layers_of(model: PreTrainedModel, quantizer: Any) -> dict[str, Any]:
+    """By fqn, bitsandbytes' layers as transformers would put them into a model on meta, which stays as it is."""
+    from bitsandbytes.nn import Linear4bit
+
+    plain = dict(model.named_modules())
+    quantizer.preprocess_model(
+        model=model, dtype=model.dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
+    )
+    layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, Linear4bit)}
+    for fqn in layers:
+        model.set_submodule(fqn, plain[fqn])
+    if not layers:
+        skipped = ", ".join(sorted(quantizer.modules_to_not_convert)) or "none"
+        raise ConfigError(
+            f"No layer of {type(model).__name__} would be quantised (left out: {skipped}). Change "
+            "llm_int8_skip_modules, or leave quantization_config out."
+        )
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    return layers
+
+
+def pack_4bit(model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
+    """Let linear layers of a model on meta have 4-bit weights, as `layers` from `layers_of` have them, in place."""
+    forms = {f"{fqn}.weight": _form(f"{fqn}.weight", model.get_submodule(fqn), layer) for fqn, layer in layers.items()}
+    pack(model, {fqn: (form, _shapes(fqn, form)) for fqn, form in forms.items()})
+    for fqn in layers:
+        model.get_submodule(fqn).requires_grad_(False)
+
+
+def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
+    weight: Any = module.weight
+    block = layer.weight.blocksize
+    if weight.numel() % block:
+        raise ConfigError(
+            f"{fqn!r} {list(weight.shape)} has {weight.numel()} values, which are no whole number of blocks of "
+            f"{block}. Leave the layer out with llm_int8_skip_modules."
+        )
+    rows = weight.numel() // block
+    f32 = torch.float32
+    if layer.weight.compress_statistics:
+        high, every = NESTED_BLOCKSIZE, (rows, block)
+        scales = {
+            "scale": PackedPart(name=".weight.absmax", dtype=torch.uint8, ndim=1, block=(1, block)),
+            "nested scale": PackedPart(name=".weight.nested_absmax", dtype=f32, ndim=1, block=(high, block)),
+            "code": PackedPart(name=".weight.nested_quant_map", dtype=f32, ndim=1, block=every, is_whole=True),
+            "offset": PackedPart(name=".weight.offset", dtype=f32, ndim=0, block=every, is_whole=True),
+        }
+    else:
+        scales = {"scale": PackedPart(name=".weight.absmax", dtype=f32, ndim=1, block=(1, block))}
+    return PackedForm(
+        shape=tuple(weight.shape),
+        dtype=weight.dtype,
+        rule=layer.weight.quant_type,
+        is_transposed=isinstance(module, Conv1D),
+        values=PackedPart(name="", dtype=layer.quant_storage, ndim=2, block=(1, block), is_column=True),
+        scales=scales,
+        flat_block=block,
+        compute_dtype=layer.compute_dtype,
+    )
+
+
+def _shapes(fqn: str, form: PackedForm) -> dict[str, tuple[int, ...]]:
+    """Shapes of the bytes of a weight's parts."""
+    rows = form.rows * form.columns // form.flat_block
+    shapes: dict[str, tuple[int, ...]] = {part_name(fqn, "packed"): (rows, form.flat_block // 2)}
+    for name, part in form.scales.items():
+        width = _VALUES_OF_A_BYTE if name == "code" else 1
+        shapes[part_name(fqn, name)] = (-(-rows // part.block[0]), width * part.dtype.itemsize)
+    return shapes
+
+
+def weights_4bit(model: nn.Module) -> dict[str, PackedForm]:
+    """The forms of a model's 4-bit weights of bitsandbytes, by the fqn of the plain weight."""
+    return {fqn: form for fqn, form in packed_parameters(model).items() if form.flat_block}
+
+
+def beside_4bit(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What bitsandbytes stores beside the values and scales of 4-bit weights, by stored key of a plain layout.
+
+    Each is whole on every rank: tables, and the text that says how the weight is packed.
+    """
+    from bitsandbytes.functional import QuantState, get_4bit_type
+
+    found: dict[str, torch.Tensor] = {}
+    for fqn, form in weights_4bit(model).items():
+        empty, nested, whole = torch.empty(0), None, {}
+        for name, part in form.scales.items():
+            if part.is_whole:
+                whole[name] = model.get_buffer(part_name(fqn, name)).cpu().view(part.dtype).flatten()
+        if whole:
+            nested = QuantState(empty, code=whole["code"], blocksize=NESTED_BLOCKSIZE, dtype=torch.float32)
+        state = QuantState(
+            absmax=empty,
+            shape=torch.Size((form.rows, form.columns)),
+            code=get_4bit_type(form.rule, device="cpu"),
+            blocksize=form.flat_block,
+            quant_type=form.rule,
+            dtype=form.dtype,
+            offset=whole.get("offset"),
+            state2=nested,
+        )
+        stored = state.as_dict(packed=True)
+        found |= {f"{fqn}.{name}": tensor for name, tensor in stored.items() if not name.endswith("absmax")}
+    return found
+
+
+def _has(config: Any, bits: str) -> bool:
+    return bool(config.get(bits) if isinstance(config, Mapping) else getattr(config, bits, False))
