@@ -1,1 +1,1 @@
-"""4-bit weights, packed while they are read."""
+"""Quantised weights: recognised, dequantised or packed while they are read, or kept as they are stored."""
