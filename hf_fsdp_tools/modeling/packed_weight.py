@@ -29,8 +29,7 @@ class PackedPart:
     block: tuple[int, int] = (1, 1)
     """Rows and columns of the values that share one element."""
     bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`): zero points, or of GPTQ
-    the values themselves."""
+    """Bits of each value where an element packs one for each row of its block (`BlockScales`), as GPTQ's values do."""
 
     def key(self, plain: str) -> str:
         """The stored name beside that of the plain tensor."""
@@ -117,8 +116,7 @@ def part_name(name: str, scale: str) -> str:
 
 
 VALUES_AT_A_TIME = 2**20
-"""Values that are dequantised at a time. Each takes at most 16 bytes meanwhile, so these 16 MiB: about a CPU's cache.
-(assumed)"""
+"""Values that are dequantised at a time. Each takes at most 16 bytes meanwhile, all 16 MiB: a CPU's cache. (assumed)"""
 
 VALUES_AT_A_TIME_ON_ACCELERATORS = 2**23
 """The same where an operation must be worth its start, 128 MiB: 10 µs for its values at 2 TB/s. (assumed)"""
@@ -127,8 +125,7 @@ VALUES_AT_A_TIME_ON_ACCELERATORS = 2**23
 def _part_of_rows(part: PackedPart, stored: torch.Tensor, at: torch.Tensor, first: int) -> torch.Tensor:
     """What belongs to these rows of all matrices of bytes, [rows, elements]."""
     high = part.block[0]
-    found = stored.index_select(-2, at // high) if high > 1 else stored[:, first : first + len(at)]
-    found = found.view(part.dtype)
+    found = (stored.index_select(-2, at // high) if high > 1 else stored[:, first : first + len(at)]).view(part.dtype)
     if part.bits:
         found = unpacked(found, (at % high * part.bits).to(found).unsqueeze(1), part.bits)
     return found.flatten(0, 1)
