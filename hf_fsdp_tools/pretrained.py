@@ -108,10 +108,10 @@ def from_pretrained(
             the same for any number of ranks; fewer tokens drop rows.
         pad_to_multiple_of: round the number of rows up, of `num_tokens` or of the vocabulary as it is.
         mean_resizing: new rows are the mean of the old ones; False: the model's own initialisation.
-        dequantize: False keeps the weights of a quantised checkpoint (FP8, MXFP4, NVFP4, 4 and 8 bits of
-            compressed-tensors) as they are stored, frozen: each rank holds and FSDP2 gathers their bytes, and each
-            weight is dequantised when it is multiplied, in the forward and again in the backward pass. For adapters
-            (`peft_config`).
+        dequantize: False keeps the weights of a quantised checkpoint (FP8, MXFP4, NVFP4, GPTQ, AWQ, 4 and 8
+            bits of compressed-tensors) as they are stored, frozen: each rank holds and FSDP2 gathers their bytes, and
+            each weight is dequantised when it is multiplied, in the forward and again in the backward pass. For
+            adapters (`peft_config`).
         allow_pickle: read legacy `pytorch_model*.bin` where there are no safetensors; no code of the file is run.
         output_loading_info: return `(model, LoadReport)` in place of the model.
         trust_remote_code: run model code that comes with the checkpoint, or with the base of an adapter.

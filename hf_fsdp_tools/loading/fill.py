@@ -197,16 +197,16 @@ def read_converted(
     return convert_group(model, group, whole), stats
 
 
-def check_values(match: Match, *, staging_bytes: int) -> None:
-    """Compare the two stored values of each tied pair, of which each rank compares its own shards, and look for columns
-    of packed weights that are ordered by activation, of which each rank looks at some."""
+def check_values(match: Match, *, staging_bytes: int) -> TransferStats:
+    """Compare the two stored values of each tied pair, and look for columns of quantised weights that are ordered by
+    activation; each rank compares its own shards, and looks at some weights, which costs what is returned."""
     index, (rank, world_size) = match.index, rank_and_size()
     quantized = [tensor for tensor in index.tensors.values() if isinstance(tensor, QuantizedTensor)]
-    packed = [tensor for tensor in quantized if tensor.groups is not None and tensor.groups.key in match.beside]
-    if not match.tied_pairs and not packed:
-        return
+    ordered = [tensor for tensor in quantized if tensor.groups is not None]
+    if not match.tied_pairs and not ordered:
+        return TransferStats()
     with Reader(staging_bytes=staging_bytes // 2, side=None) as reader:
-        check_order(packed[rank::world_size], reader, staging_bytes=staging_bytes // 4)
+        stats = check_order(ordered[rank::world_size], reader, staging_bytes=staging_bytes // 4)
         for name, other in match.tied_pairs:
             first, second = match.loaded[name], match.load_map.tensors[other]
             if first.pieces is None or second.pieces is None:
@@ -221,3 +221,4 @@ def check_values(match: Match, *, staging_bytes: int) -> None:
                             f"{index.name!r}: the config ties {name!r} and {other!r}, but the checkpoint holds "
                             "different values for them. Set tie_word_embeddings=False in the config to keep both."
                         )
+    return stats

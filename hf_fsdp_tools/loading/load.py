@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from os import PathLike
@@ -159,7 +160,7 @@ def load_weights(
                 resize_vocabulary=added_tokens is not None,
             )
             _refuse_other_dtype(model, match, dtype)
-            check_values(match, staging_bytes=staging_bytes)
+            checked = check_values(match, staging_bytes=staging_bytes)
         compare_at_end(own_seed(seed), seeds.extend)
     with rolled_back(model) as after:
         doing = f"reading the checkpoint ({after})"
@@ -187,7 +188,7 @@ def load_weights(
                 forget_quantization(model)
             if added_tokens is not None:
                 fill_added(model, match.added, added_tokens, seeds[0])
-    report = _report(model, match, filled, watch, seconds)
+    report = _report(model, match, replace(filled, stats=filled.stats + checked), watch, seconds)
     log_keys(model, report)
     log_dequantized(report, match.dequantized.other_blocks if match.dequantized else ())
     return report

@@ -30,8 +30,7 @@ class PackedPart:
     block: tuple[int, int] = (1, 1)
     """Rows and columns of the values that share one element."""
     bits: int = 0
-    """Bits of each value where an element packs one for each row of its block (`BlockScales`): zero points, or of GPTQ
-    the values themselves."""
+    """Bits of each value where an element packs one for each row of its block (`BlockScales`), as GPTQ's values do."""
     is_column: bool = False
     """Whether it is stored as one column."""
     is_whole: bool = False
@@ -132,8 +131,7 @@ def part_name(name: str, scale: str) -> str:
 
 
 VALUES_AT_A_TIME = 2**20
-"""Values that are dequantised at a time. Each takes at most 16 bytes meanwhile, so these 16 MiB: about a CPU's cache.
-(assumed)"""
+"""Values that are dequantised at a time. Each takes at most 16 bytes meanwhile, all 16 MiB: a CPU's cache. (assumed)"""
 
 VALUES_AT_A_TIME_ON_ACCELERATORS = 2**23
 """The same where an operation must be worth its start, 128 MiB: 10 µs for its values at 2 TB/s. (assumed)"""

@@ -75,7 +75,7 @@ def parities(kinds: list[str], precisions: list[dict[str, Any]], folder: Path) -
                 assert_equal(one_pass(ours, train=train), one_pass(theirs, train=train), (kind, options, train))
 
 
-SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4"]
+SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts"]
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def dequantised_at_once() -> Iterator[list[int]]:
 
 def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
     """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
-    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "compressed int4 experts"):
+    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "compressed int4 experts", "gptq experts"):
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         forms = packed_parameters(model)
         stored = sum(
             tensor.nbytes
             for file in (folder / kind).glob("*.safetensors")
             for key, tensor in load_file(file).items()
-            if key.endswith(("_blocks", "_scales", "_packed", "weight_scale_inv", "weight_scale", "global_scale"))
+            if key.endswith(("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales"))
             or tensor.dtype == torch.float8_e4m3fn
         )
         parts = [model.get_parameter(name) for key, form in forms.items() for name in form.parts(key)]

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor, StoredTensor
+from hf_fsdp_tools.loading.formats.stored import BlockScales, QuantizedTensor
 from hf_fsdp_tools.loading.io.files import Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import QuantizedPart, Transfer, transfer_of
 from hf_fsdp_tools.loading.quantized.recognize import BY_ACTIVATION
@@ -180,10 +180,6 @@ class _Slab:
         self.grids = {name: _ScalesOfRows(self, grid) for name, grid in tensor.grids.items()}
         for grid in self.grids.values():
             yield grid.transfer()
-        self.groups = None
-        if tensor.groups is not None and not self.part.view.offset:  # the one part that has the first value
-            self.groups, transfer = _groups_of(tensor.groups)
-            yield transfer
 
     def _of_values(self) -> Transfer:
         """The transfer that reads values of rows, and memory for it."""
@@ -206,8 +202,6 @@ class _Slab:
     def finish(self) -> None:
         """Dequantise what was read into the memory of the part."""
         tensor, memory = self.part.tensor, self.part.memory
-        if self.groups is not None:
-            _refuse_order(tensor, self.groups)
         of_rows = {name: grid.of_each_row() for name, grid in self.grids.items()}
         if tensor.is_packed_down:
             values = of_rows.pop("values")
@@ -222,26 +216,18 @@ class _Slab:
         memory.copy_(floats.as_strided(memory.shape, steps, self.first - self.begin_at))
 
 
-def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_bytes: int) -> None:
-    """Refuse columns ordered by activation, of weights that are not dequantised."""
+def check_order(tensors: Iterable[QuantizedTensor], reader: Reader, *, staging_bytes: int) -> TransferStats:
+    """Refuse columns ordered by activation, of which the file says the groups; what reading these cost."""
+    stats = TransferStats()
     ordered = ((tensor, tensor.groups) for tensor in tensors if tensor.groups is not None)
     for some in batches(ordered, staging_bytes, lambda pair: pair[1].num_bytes):
-        read = [_groups_of(groups) for _, groups in some]
-        reader.read([transfer for _, transfer in read])
-        for (tensor, _), (groups, _) in zip(some, read, strict=True):
-            _refuse_order(tensor, groups)
-
-
-def _groups_of(stored: StoredTensor) -> tuple[torch.Tensor, Transfer]:
-    """Memory for the groups of a weight's rows, and the transfer that fills it."""
-    groups = torch.empty(stored.shape, dtype=stored.dtype)
-    return groups, transfer_of(stored, View(offset=0, length=stored.shape, strides=(1,)), groups)
-
-
-def _refuse_order(tensor: QuantizedTensor, groups: torch.Tensor) -> None:
-    own = torch.arange(len(groups)) // tensor.scales["scale"].block[0]
-    if tensor.groups is not None and not torch.equal(groups, own.to(groups)):
-        raise CheckpointError(f"{tensor.groups.file}: {tensor.groups.key!r} {BY_ACTIVATION}.")
+        read = [(tensor, stored, torch.empty(stored.shape, dtype=stored.dtype)) for tensor, stored in some]
+        stats += reader.read([transfer_of(stored, stored.pieces()[0].view, groups) for _, stored, groups in read])
+        for tensor, stored, groups in read:
+            own = torch.arange(len(groups)) // tensor.scales["scale"].block[0]
+            if not torch.equal(groups, own.to(groups)):
+                raise CheckpointError(f"{stored.file}: {stored.key!r} {BY_ACTIVATION}.")
+    return stats
 
 
 class _ScalesOfRows:
