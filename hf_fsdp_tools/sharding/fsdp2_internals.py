@@ -8,7 +8,8 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,16 +62,25 @@ def managed_parameters(model: nn.Module) -> list[nn.Parameter]:
 def bytes_sharded() -> Iterator[None]:
     """A block in which `fully_shard` takes frozen parameters of bytes.
 
-    Before torch 2.13 it makes each shard one that needs a gradient, which bytes cannot, and takes that back.
+    Before torch 2.13 it makes each shard one that needs a gradient, which bytes cannot, and takes that back; and it
+    would cast bytes to the dtype of computation, from here on too.
     """
     if torch.__version__ >= "2.13":
         yield
         return
+    torchs: Any = _fsdp_param
+    own = torchs.FSDPParam.init_dtype_attrs
 
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
-    torchs: Any = _fsdp_param
+    @wraps(own)
+    def init_dtype_attrs(entry: Any, mp_policy: Any) -> None:
+        is_float = entry.sharded_param.is_floating_point()
+        own(entry, mp_policy if is_float else replace(mp_policy, param_dtype=None))
+
+    if not hasattr(own, "__wrapped__"):
+        torchs.FSDPParam.init_dtype_attrs = init_dtype_attrs
     torchs.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
     try:
         yield
