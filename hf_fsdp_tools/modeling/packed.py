@@ -44,6 +44,12 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
         module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
 
 
+def pack_alike(model: nn.Module, packed: nn.Module) -> None:
+    """Put parameters of bytes on meta where another model of the same structure has them, in place."""
+    forms, sizes = packed_parameters(packed), {name: tuple(p.shape) for name, p in packed.named_parameters()}
+    pack(model, {fqn: (form, sizes) for fqn, form in forms.items()})
+
+
 def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
     """The forms of a model's packed parameters by fqn."""
     return {
@@ -118,9 +124,10 @@ def with_added(module: nn.Module, name: str, added: Sequence[Factors]) -> Iterat
 def listed_as_parameters(model: nn.Module) -> Iterator[None]:
     """A block in which modules list packed stacks of experts too: PEFT looks for `target_parameters` among their own.
 
-    Packed matrices are not listed: of these, PEFT adapts the layer (`target_modules`).
+    Packed matrices are not listed: of these, PEFT adapts the layer (`target_modules`). All have the dtype of the plain
+    weights, to which PEFT rounds new adapters, and not that of computation.
     """
-    packed = [module for module in model.modules() if note_of(module).packed]
+    packed = {m: note_of(m).compute_dtype for m in model.modules() if note_of(m).packed}
 
     def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
         yield from listed(*args, recurse=recurse, **kwargs)
@@ -130,8 +137,10 @@ def listed_as_parameters(model: nn.Module) -> Iterator[None]:
 
     for module in packed:
         module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)
+        add_to_note(module, compute_dtype=None)
     try:
         yield
     finally:
-        for module in packed:
+        for module, compute_dtype in packed.items():
+            add_to_note(module, compute_dtype=compute_dtype)
             del module.__dict__["named_parameters"]

@@ -4,6 +4,7 @@ It is bytes in memory. A `PackedWeight` says shape and dtype of the floats that 
 it is multiplied, and again in the backward pass: what autograd keeps is the bytes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -176,6 +177,12 @@ class PackedWeight(torch.Tensor):
                 return func(*args, **kwargs)
         if (own := _OWN.get(func)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
             return done
+        name = str(getattr(func, "__name__", ""))
+        if args and isinstance(args[0], PackedWeight) and (name in _WRITES or re.fullmatch("[a-z].*[^_]_", name)):
+            raise ConfigError(
+                f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their base; "
+                "hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
+            )
         plain = [each.floats() if isinstance(each, PackedWeight) else each for each in args]
         return func(*plain, **{k: v.floats() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})
 
@@ -337,8 +344,10 @@ def _looks() -> Iterator[Any]:
 
 
 _LOOKS = frozenset(_looks())
+_WRITES = ("__set__", "__setitem__")
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__get__: lambda weight: weight,  # type: ignore[attr-defined]
     functional.linear: _linear_of,
     torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
     torch.addmm: _addmm,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import listed
 
 
@@ -69,7 +70,6 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
     def check(module: nn.Module, args: object) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        handle.remove()
         parameters = list(module.parameters())
         moved = {p.device.type for p in parameters if isinstance(p, DTensor)} - {device.type, "meta"}
         if moved:
@@ -78,6 +78,12 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
                 f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
                 "model.cpu(); the mesh decides where shards are."
             )
+        if packed_parameters(module) and not any(parameter.requires_grad for parameter in parameters):
+            raise ConfigError(
+                f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give from_pretrained "
+                "a peft_config, or dequantize=True."
+            )
+        handle.remove()
         problems = [never_called(module, is_sharded=True)]
         if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
             problems.append(

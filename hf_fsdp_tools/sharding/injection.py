@@ -145,6 +145,11 @@ def errors_of_peft(config: Any) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+        if "can require gradients" in str(error):
+            raise ConfigError(
+                "PEFT would train weights that stay quantised. Name no linear layers in modules_to_save, use LoraConfig, "
+                "or load the base without dequantize=False."
+            ) from None
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise
         cure = "Load the base that it was trained on." if "size mismatch" in str(error) else _PLAIN
