@@ -180,8 +180,8 @@ class PackedWeight(torch.Tensor):
         name = str(getattr(func, "__name__", ""))
         if args and isinstance(args[0], PackedWeight) and (name in _WRITES or re.fullmatch("[a-z].*[^_]_", name)):
             raise ConfigError(
-                f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their base; "
-                "hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
+                f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their "
+                "base; hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
             )
         plain = [each.floats() if isinstance(each, PackedWeight) else each for each in args]
         return func(*plain, **{k: v.floats() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})

@@ -147,8 +147,8 @@ def errors_of_peft(config: Any) -> Iterator[None]:
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
         if "can require gradients" in str(error):
             raise ConfigError(
-                "PEFT would train weights that stay quantised. Name no linear layers in modules_to_save, use LoraConfig, "
-                "or load the base without dequantize=False."
+                "PEFT would train weights that stay quantised. Name no linear layers in modules_to_save, use "
+                "LoraConfig, or load the base without dequantize=False."
             ) from None
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise

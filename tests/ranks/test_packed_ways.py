@@ -8,16 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import set_seed
+from datasets import Dataset
 from peft import LNTuningConfig, LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.nn.utils import clip_grad_norm_
 
-from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
-from tests._checkpoints import Tensors, full, make_quantized, refusal
+from tests._checkpoints import Tensors, full, make_quantized, refusal, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows
+
+trl = pytest.importorskip("trl")
+
+
+class ShardedGRPO(FSDPTrainerMixin, trl.GRPOTrainer):
+    """TRL's trainer as the README has it."""
+
 
 KINDS = ("fp8", "fp8 experts", "mxfp4", "compressed int4", "compressed nvfp4", "compressed per channel")
 LORA = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
@@ -135,6 +144,10 @@ def changed(source: Path, target: Path, change: Callable[[Tensors], Tensors], **
     return target
 
 
+def without(key: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != key}
+
+
 def nothing_to_train(folder: Path, tmp: Path) -> None:
     model = from_pretrained(folder / "fp8", dequantize=False, **QUIET)
     batch = batches_of(make_rows(2), 2)[0]
@@ -151,8 +164,65 @@ def nothing_to_train(folder: Path, tmp: Path) -> None:
         LoraConfig(**LORA, modules_to_save=["mlp"]),
         LNTuningConfig(target_modules=["v_proj"]),
     ):
-        said = refusal(lambda: from_pretrained(folder / "fp8", dequantize=False, peft_config=config, **QUIET))
+        said = refusal(partial(from_pretrained, folder / "fp8", dequantize=False, peft_config=config, **QUIET))
         assert "quantised" in said and "modules_to_save" in said, said
+
+
+def checkpoints_that_do_not_fit(folder: Path, tmp: Path) -> None:
+    """Each is refused by its headers, with the tensor and what to do."""
+    fp8, proj = folder / "fp8", "model.layers.0.self_attn.q_proj.weight"
+    nvfp4, int4 = folder / "compressed nvfp4", folder / "compressed int4"
+    scale, packed = f"{proj}_scale_inv", f"{proj}_packed"
+    head = torch.zeros(131, 48, dtype=torch.float8_e4m3fn)
+    quantised_head = {"lm_head.weight": head, "lm_head.weight_scale": torch.ones(131, 1, dtype=torch.bfloat16)}
+    of_one = "model.layers.0.block_sparse_moe.experts.1.w1.weight_scale_inv"
+    cases: tuple[tuple[str, Path, Callable[[Tensors], Tensors], dict[str, Any], dict[str, Any]], ...] = (
+        (f"'{proj}' (float8_e4m3fn [48, 48]) has no scales beside it", fp8, without(scale), {}, {}),
+        (f"its scales '{scale}' [7, 3] lie on no blocks of it", fp8, lambda t: t | {scale: torch.ones(7, 3)}, {}, {}),
+        ("the config's weight_block_size is [48, 'x']", fp8, dict, {"weight_block_size": [48, "x"]}, {}),
+        (f"'{packed}' (int32 [48, 6]): it has no scales beside it", int4, without(f"{proj}_scale"), {}, {}),
+        (
+            f"'{packed}' (uint8 [48, 20]): its scales '{proj}_scale' [48, 3] lie on no blocks of it",
+            nvfp4, lambda t: t | {packed: t[packed][:, :20].contiguous()}, {}, {},
+        ),
+        (
+            "lm_head.weight cannot be resized while it stays quantised",
+            folder / "compressed per channel", lambda t: t | quantised_head, {"ignore": []}, {"num_tokens": 133},
+        ),
+        (
+            "layers.0.mlp.experts.gate_up_proj of MixtralForCausalLM cannot stay quantised (fp8)",
+            folder / "fp8 experts", lambda t: t | {of_one: torch.ones(1, 1)}, {}, {},
+        ),
+    )  # fmt: skip
+    for number, (expected, source, change, config, options) in enumerate(cases):
+        if dist.get_rank() == 0:
+            changed(source, tmp / str(number), change, **config)
+        dist.barrier()
+        said = refusal(
+            partial(from_pretrained, tmp / str(number), dequantize=False, peft_config=LORA, **QUIET, **options)
+        )
+        assert expected in said, (expected, said)
+
+
+def grpo(folder: Path, tmp: Path) -> None:
+    """It generates with the model that it trains, whose adapter is turned off to be its own reference."""
+    losses = []
+    for dequantize in (False, True):
+        options = {"dequantize": dequantize, "dtype": torch.float32, **QUIET}
+        model = from_pretrained(folder / "compressed int4", accelerator=make_accelerator(cpu=True), **options)
+        settings = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "max_steps": 2, "seed": 0}
+        trainer = ShardedGRPO(
+            model=model,
+            reward_funcs=lambda completions, **_: [text.count("w3") + 0.1 * len(text) for text in completions],
+            args=arguments(tmp / "grpo", trl.GRPOConfig, bf16=False, **settings),
+            train_dataset=Dataset.from_dict({"prompt": [f"w{n} w4 w5" for n in range(3, 11)]}),
+            processing_class=word_tokenizer(),
+            peft_config=LoraConfig(**LORA),
+        )
+        set_seed(0)
+        trainer.train()
+        losses.append([(entry["loss"], entry["kl"]) for entry in trainer.state.log_history if "kl" in entry])
+    assert losses[0] == losses[1] and len(losses[0]) == 2 and losses[0][0][1] == 0 != losses[0][1][1]
 
 
 def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
@@ -166,7 +236,9 @@ CASES = [
     generates_between_steps,
     frozen_bytes_in_an_optimizer_are_left_alone,
     train_and_save,
+    grpo,
     nothing_to_train,
+    checkpoints_that_do_not_fit,
     adapters_do_not_go_into_bytes,
 ]
 
