@@ -4,6 +4,7 @@ Linear layers (but the head) and stacks of experts are stored as 8-bit floats wi
 same adapter is made on the stored bytes and on the floats; losses, logits and its gradients are to be the same bits.
 """
 
+import copy
 import json
 import math
 import tempfile
@@ -170,7 +171,7 @@ def computed(case: Case, precision: str, lora: LoraConfig, *, dequantize: bool) 
         auto_class=case.model_class,
         dtype=PRECISIONS[precision],
         dequantize=dequantize,
-        peft_config=lora,
+        peft_config=copy.deepcopy(lora),  # PEFT changes it
         load_kwargs={"progress": False, "seed": 1},
     )
     batch = case.batches_of("rows", precision)[torch.distributed.get_rank()]

@@ -104,6 +104,8 @@ def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
+    if note_of(module).deltas:
+        return nn.functional.linear(hidden, module.weight, module.bias)
     form = note_of(module).packed["weight"]
     parts = [module._parameters[part] for part in form.parts("weight")]
     return linear(hidden, form, parts, note_of(module).compute_dtype or form.dtype, module.bias)
@@ -122,18 +124,16 @@ def with_added(module: nn.Module, name: str, added: Sequence[Factors]) -> Iterat
 
 @contextmanager
 def listed_as_parameters(model: nn.Module) -> Iterator[None]:
-    """A block in which modules list packed stacks of experts too: PEFT looks for `target_parameters` among their own.
+    """A block in which modules list packed parameters too: PEFT looks for `target_parameters` among their own.
 
-    Packed matrices are not listed: of these, PEFT adapts the layer (`target_modules`). All have the dtype of the plain
-    weights, to which PEFT rounds new adapters, and not that of computation.
+    They have the dtype of the plain weights, to which PEFT rounds new adapters, and not that of computation.
     """
     packed = {m: note_of(m).compute_dtype for m in model.modules() if note_of(m).packed}
 
     def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
         yield from listed(*args, recurse=recurse, **kwargs)
         if not recurse:
-            stacks = (name for name, form in note_of(module).packed.items() if len(form.shape) == 3)
-            yield from ((name, getattr(module, name)) for name in stacks)
+            yield from ((name, getattr(module, name)) for name in note_of(module).packed)
 
     for module in packed:
         module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)

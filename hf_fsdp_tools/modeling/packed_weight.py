@@ -195,6 +195,9 @@ class PackedWeight(torch.Tensor):
 def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
     floats = form.floats(parts[0], parts[1:], dtype)
     for lhs, rhs, scaling in added:  # of a stack of experts, or of one
+        if lhs.dim() > floats.dim():  # of a matrix, to which PEFT adds the product
+            floats = floats + (lhs @ rhs * scaling)[0].to(floats.dtype)
+            continue
         add = torch.baddbmm if floats.dim() == 3 else torch.addmm
         floats = add(floats, lhs, rhs, alpha=scaling)
     return floats.transpose(-2, -1) if is_flipped else floats

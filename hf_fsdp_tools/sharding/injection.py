@@ -74,7 +74,12 @@ def guard_injection() -> None:
             with activate(wrapper, active):
                 yield
             return
-        added = [wrapper.get_delta_factors(adapter) for adapter in active if adapter in wrapper.lora_A]
+        a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
+        names = [adapter for adapter in active if adapter in a]
+        if len(note_of(base).packed[name].shape) == 2:  # PEFT has factors of stacks alone
+            added = [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
+        else:
+            added = [wrapper.get_delta_factors(each) for each in names]
         with with_added(base, name, added):
             yield
 
