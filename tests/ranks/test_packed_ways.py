@@ -159,13 +159,19 @@ def nothing_to_train(folder: Path, tmp: Path) -> None:
     assert "q_proj.weight" in said and "peft_config" in said
     trainer = ShardedTrainer(model=model, args=arguments(tmp / "x"), train_dataset=make_rows(4))
     assert "stay quantised" in refusal(trainer.train)
-    for config in (
-        LoraConfig(**LORA, modules_to_save=["v_proj"]),
-        LoraConfig(**LORA, modules_to_save=["mlp"]),
-        LNTuningConfig(target_modules=["v_proj"]),
-    ):
-        said = refusal(partial(from_pretrained, folder / "fp8", dequantize=False, peft_config=config, **QUIET))
-        assert "quantised" in said and "modules_to_save" in said, said
+    adapters = {
+        "modules_to_save would train model.layers.0.self_attn.v_proj.weight": LoraConfig(
+            **LORA, modules_to_save=["v_proj"]
+        ),
+        "modules_to_save would train model.layers.0.mlp.gate_proj.weight": LoraConfig(**LORA, modules_to_save=["mlp"]),
+        "PEFT cannot make a LN_TUNING adapter on this model (only Tensors of floating point": LNTuningConfig(
+            target_modules=["v_proj"]
+        ),
+    }
+    for expected, config in adapters.items():
+        assert expected in refusal(
+            partial(from_pretrained, folder / "fp8", dequantize=False, peft_config=config, **QUIET)
+        )
 
 
 def checkpoints_that_do_not_fit(folder: Path, tmp: Path) -> None:
