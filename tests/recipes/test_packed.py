@@ -18,17 +18,18 @@ KINDS = {
     "fp8": LINEAR,  # per block, with a tied head
     "fp8 and fp4 experts": [*LINEAR, "--lora_dropout", "0"],  # PEFT takes its experts too
     "mxfp4": EXPERTS,
-    "compressed per channel": LINEAR,
     "compressed per tensor": LINEAR,
     "compressed int8": LINEAR,
-    "compressed int4": LINEAR,
     "compressed int4 experts": EXPERTS,
     "compressed nvfp4": LINEAR,
     "awq": LINEAR,
 }
 
-ON_FLOATS = ["mxfp4", "fp8 and fp4 experts", "compressed nvfp4", "awq"]
-"""Kinds of which the same run is made on floats; with those of other recipes, each rule of dequantising has one."""
+ON_FLOATS = ["mxfp4"]
+"""Kinds of which the same run is made on floats; `tests/ranks/test_packed.py` has passes of every kind."""
+
+OTHERS = {"head": "compressed per channel", "dpo": "compressed int4", "classes": "fp8"}
+"""Runs of which the same is made on floats, and the kinds of their bases."""
 
 
 def texts(count: int, length: int, seed: int) -> list[str]:
@@ -39,7 +40,7 @@ def texts(count: int, length: int, seed: int) -> list[str]:
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
     folder = tmp_path_factory.mktemp("packed")
-    for kind in KINDS:
+    for kind in {*KINDS, *OTHERS.values()}:
         word_tokenizer().save_pretrained(make_quantized(kind, folder / "bases" / kind))
     pairs = {"prompt": texts(8, 4, 1), "chosen": texts(8, 5, 2), "rejected": texts(8, 5, 3)}
     pairs["chosen"], pairs["rejected"] = ([f" {text}" for text in pairs[name]] for name in ("chosen", "rejected"))
@@ -53,21 +54,22 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
     ours += ["--lora_r", "4", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--dtype", "float32"]
     ours += ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
 
-    def both(name: str, recipe: str, kind: str, *options: str) -> dict[str, list[str]]:
+    def both(name: str, recipe: str, *options: str, kind: str | None = None) -> dict[str, list[str]]:
         """A run on the base as it is stored, and one on its floats."""
-        given = [recipe, "--model_name_or_path", str(folder / "bases" / kind), *ours, *options]
+        base = folder / "bases" / (kind or OTHERS[name])
+        given = [recipe, "--model_name_or_path", str(base), *ours, *options]
         return {name: [*given, "--dequantize", "false"], f"{name}-floats": given}
 
     runs: dict[str, list[str]] = {}
     for kind, options in KINDS.items():
-        made = both(name_of(kind), "finetune", kind, *data["text"], *options)
+        made = both(name_of(kind), "finetune", *data["text"], *options, kind=kind)
         runs |= made if kind in ON_FLOATS else dict([*made.items()][:1])
     evaluated = ["--eval_strategy", "steps", "--eval_steps", "1"]
     accumulated = ["--gradient_accumulation_steps", "2", "--gradient_checkpointing", "true", "--bf16", "true"]
     head = [*data["text"], *LINEAR, "--lora_modules_to_save", "lm_head"]
-    runs |= both("head", "finetune", "compressed per channel", *head, *accumulated, *evaluated)
-    runs |= both("dpo", "dpo", "compressed int4", *data["pairs"], *LINEAR, *evaluated)
-    runs |= both("classes", "classify", "fp8", *data["classes"], *LINEAR, *evaluated)
+    runs |= both("head", "finetune", *head, *accumulated, *evaluated)
+    runs |= both("dpo", "dpo", *data["pairs"], *LINEAR, *evaluated)
+    runs |= both("classes", "classify", *data["classes"], *LINEAR, *evaluated)
     refused = {
         "plain": ["finetune", "--model_name_or_path", str(make_plain(folder / "bases" / "plain")), *ours, *data["text"]]
     }
@@ -86,7 +88,7 @@ def name_of(kind: str) -> str:
     return kind.replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", [*map(name_of, ON_FLOATS), "head", "dpo", "classes"])
+@pytest.mark.parametrize("name", [*map(name_of, ON_FLOATS), *OTHERS])
 def test_a_base_that_stays_quantised_trains_as_its_floats(series, name):
     """Bit for bit; gradients of adapters on experts that run one by one may round the last bit, which AdamW divides."""
     rounded = 1e-4 if "experts" in name or name == "mxfp4" else 0.0
@@ -106,15 +108,15 @@ def test_what_is_trained_beside_a_base_that_stays_quantised(series):
     assert series.log("dpo", "eval_loss")[0] == pytest.approx(0.6931, abs=1e-4), "the adapter off is the reference"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_and_peft_open_the_adapter_on_the_same_base(series, kind):
+@pytest.mark.parametrize(("name", "kind"), [*((name_of(kind), kind) for kind in KINDS), ("dpo", OTHERS["dpo"])])
+def test_transformers_and_peft_open_the_adapter_on_the_same_base(series, name, kind):
     """transformers dequantises all of these bases on a CPU, but AWQ: of that, what its library computes with is plain.
 
     The trained model computed its logits on packed shards; the adapter is plain, and they are the same.
     """
-    assert all("lora_" in key for key in series.weights(name_of(kind)))
+    assert all("lora_" in key for key in series.weights(name))
     base = dequantized_by_transformers(kind, series.folder / "bases" / kind, torch.float32).float()
-    series.check_opened(name_of(kind), PeftModel.from_pretrained(base, series.folder / name_of(kind)))
+    series.check_opened(name, PeftModel.from_pretrained(base, series.folder / name))
 
 
 def test_a_plain_base_cannot_stay_quantised(series):
