@@ -29,6 +29,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.case import NotBuiltError, tiny_case
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, loss_of
@@ -145,23 +146,36 @@ def in_fp8(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def examine_on_ranks(folder: Path) -> Row:
     """What differs on this rank between the packed and the dequantised base."""
     case: Case = torch.load(folder / "case.pt", weights_only=False)
-    model = build_meta_model(case.folder, auto_class=case.model_class, dtype=torch.float32)
-    keep_stored(model, CheckpointIndex.open(case.folder))
-    forms = packed_parameters(model)
+    forms, lora = adapter_of(case)
     row: Row = {"packed": len(forms)}
-    in_attention = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    own = [fqn for fqn in forms if not any(fqn.startswith(f"{other}.") for other in in_attention)]
-    lora = LoraConfig(
-        r=4,
-        target_modules=[fqn.removesuffix(".weight") for fqn in own if len(forms[fqn].shape) == 2],
-        target_parameters=[fqn for fqn in own if len(forms[fqn].shape) == 3] or None,
-        init_lora_weights=False,
-    )
     for precision in PRECISIONS:
         ours, theirs = (computed(case, precision, lora, dequantize=dequantize) for dequantize in (False, True))
         row[f"{precision}_gradients"] = sum(name.startswith("gradient") for name in theirs)
         row[f"{precision}_apart"] = apart(ours, theirs)
     return row
+
+
+def adapter_of(case: Case) -> tuple[dict[str, PackedForm], LoraConfig]:
+    """What stays packed, and an adapter on all of it that PEFT adapts."""
+    model = build_meta_model(case.folder, auto_class=case.model_class, dtype=torch.float32)
+    adapted = {fqn for fqn, module in model.named_modules() if is_adapted(model, fqn, module)}
+    keep_stored(model, CheckpointIndex.open(case.folder))
+    forms = packed_parameters(model)
+    matrices = {fqn.removesuffix(".weight") for fqn, form in forms.items() if len(form.shape) == 2}
+    lora = LoraConfig(
+        r=4,
+        target_modules=sorted(adapted & matrices),
+        target_parameters=[fqn for fqn, form in forms.items() if len(form.shape) == 3] or None,
+        init_lora_weights=False,
+    )
+    return forms, lora
+
+
+def is_adapted(model: nn.Module, fqn: str, module: nn.Module) -> bool:
+    """Whether PEFT adapts a linear layer: none that gives more than a product, none that is read and not called."""
+    above = model.get_submodule(fqn.rpartition(".")[0])
+    is_read = isinstance(above, nn.MultiheadAttention) or (fqn.endswith("out_proj") and hasattr(above, "conv1d"))
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) and not is_read
 
 
 def computed(case: Case, precision: str, lora: LoraConfig, *, dequantize: bool) -> dict[str, torch.Tensor]:

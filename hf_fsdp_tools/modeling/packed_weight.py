@@ -195,7 +195,7 @@ class PackedWeight(torch.Tensor):
 def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
     floats = form.floats(parts[0], parts[1:], dtype)
     for lhs, rhs, scaling in added:  # of a stack of experts, or of one
-        if lhs.dim() > floats.dim():  # of a matrix, to which PEFT adds the product
+        if lhs.dim() == 3 and len(lhs) == 1:  # of a matrix, or a stack of one, to which PEFT adds the product
             floats = floats + (lhs @ rhs * scaling)[0].to(floats.dtype)
             continue
         add = torch.baddbmm if floats.dim() == 3 else torch.addmm
@@ -304,7 +304,7 @@ def _index(weight: PackedWeight, index: Any) -> Any:
     is_one = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_complex())
     if not is_one or len(weight.shape) != 3:
         return NotImplemented
-    added = tuple((lhs[index], rhs[index], scaling) for lhs, rhs, scaling in weight.added)
+    added = tuple(each if len(each[0]) == 1 else (each[0][index], each[1][index], each[2]) for each in weight.added)
     return weight.with_(parts=[part[index] for part in weight.parts], added=added)
 
 

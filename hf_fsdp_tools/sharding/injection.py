@@ -77,7 +77,7 @@ def guard_injection() -> None:
             return
         a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
         names = [adapter for adapter in active if adapter in a]
-        if len(note_of(base).packed[name].shape) == 2:  # PEFT has factors of stacks alone
+        if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
             added = [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
         else:
             added = [wrapper.get_delta_factors(each) for each in names]
