@@ -67,7 +67,7 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
     handle: Any = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def check(module: nn.Module, args: object) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
         parameters = list(module.parameters())
@@ -78,10 +78,12 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
                 f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
                 "model.cpu(); the mesh decides where shards are."
             )
-        if packed_parameters(module) and not any(parameter.requires_grad for parameter in parameters):
+        trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
+        is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
+        if packed_parameters(module) and not trained and not is_prefixed:
             raise ConfigError(
                 f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give from_pretrained "
-                "a peft_config, or dequantize=True."
+                "a peft_config, or dequantize=True; or run it under torch.no_grad()."
             )
         handle.remove()
         problems = [never_called(module, is_sharded=True)]
@@ -94,7 +96,7 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
             for problem in filter(None, problems):
                 warnings.warn(problem, stacklevel=2)
 
-    handle = model.register_forward_pre_hook(check, prepend=True)
+    handle = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
 # ---- optimizers ----

@@ -83,6 +83,13 @@ def new_words(folder: Path, tmp: Path) -> None:
     assert load_file(tmp / "words" / "adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (133, 48)
 
 
+def prompts(folder: Path, tmp: Path) -> None:
+    """What is trained may be outside of the base, which has nothing but frozen bytes then."""
+    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        config = {"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+        as_on_floats(folder / "fp8", peft_config=config)
+
+
 def generates_between_steps(folder: Path, tmp: Path) -> None:
     ids = torch.arange(3, 9)[None]
     model = from_pretrained(folder / "mxfp4", dequantize=False, peft_config=LORA, **QUIET)
@@ -239,6 +246,7 @@ def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
 
 CASES = [
     new_words,
+    prompts,
     generates_between_steps,
     frozen_bytes_in_an_optimizer_are_left_alone,
     train_and_save,
