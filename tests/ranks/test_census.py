@@ -126,6 +126,7 @@ def _sample_packed(folder, types):
     run_cases({name: partial(_as_its_floats, folder, name) for name in types})
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 shards no bytes before torch 2.13")
 def test_a_sample_trains_on_a_base_that_stays_quantised_as_on_its_floats(tmp_path):
     # GPT-2: weights the other way round; AFMoE: PEFT takes routers by their weights; HunYuan: a stack of one expert
     types = [name for name in ("gpt2", "afmoe", "hunyuan_v1_moe") if name in CONFIG_MAPPING]

@@ -21,6 +21,8 @@ from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from tests._checkpoints import QUANTIZED, make_every_quantized, refusal
 from tests._dist import run_cases, run_ranks
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 shards no bytes before torch 2.13")
+
 KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
 """GPTQ packs values along columns; experts of AWQ are joined along the dimension in which they are packed."""
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]

@@ -22,6 +22,7 @@ from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 shards no bytes before torch 2.13")
 
 
 class ShardedGRPO(FSDPTrainerMixin, trl.GRPOTrainer):
