@@ -237,7 +237,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: str, look: _Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
         factors, parts = tensors[: 2 * len(look.scalings)], tensors[2 * len(look.scalings) :]
-        ctx.how, ctx.look, ctx.dtype = how, look, x.dtype
+        ctx.how, ctx.look, ctx.dtype, ctx.is_folded = how, look, x.dtype, _is_folded(x)
         output = _FORWARD[how](x, _weight_of(look, factors, parts), bias, offs)
         is_used = any(each.requires_grad for each in factors)
         ctx.save_for_backward(x if is_used else None, offs, *tensors)
@@ -251,7 +251,8 @@ class _Product(torch.autograd.Function):
         of_x = of_bias = None
         if ctx.needs_input_grad[2]:
             weight = _weight_of(ctx.look, factors, parts).to(gradient.dtype)
-            of_x = _OF_INPUT[ctx.how](gradient, weight, offs).to(ctx.dtype)
+            product = _OF_INPUT[ctx.how] if ctx.is_folded else _OF_STACKED[ctx.how]
+            of_x = product(gradient, weight, offs).to(ctx.dtype)
             del weight
         if ctx.needs_input_grad[3]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
@@ -288,6 +289,23 @@ _OF_INPUT: Mapping[str, Callable[..., torch.Tensor]] = {
     "addmm": lambda g, weight, offs: g.mm(weight.t()),
     "grouped": lambda g, weight, offs: functional.grouped_mm(g, weight.transpose(-2, -1), offs=offs),
 }
+
+_OF_STACKED: Mapping[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda g, weight, offs: _stacked(g, weight),
+    "matmul": lambda g, weight, offs: _stacked(g, weight.t()),
+}
+"""Of inputs that torch multiplies as a stack, so that the last bit is the same."""
+
+
+def _is_folded(x: torch.Tensor) -> bool:
+    """Whether torch multiplies all rows of an input as one matrix (`should_fold` in its `LinearAlgebra.cpp`)."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+
+
+def _stacked(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    stack = gradient.reshape(-1, *gradient.shape[-2:])
+    return stack.bmm(weight.expand(len(stack), *weight.shape)).view(*gradient.shape[:-1], weight.shape[1])
+
 
 _OF_WEIGHT: Mapping[str, Callable[..., torch.Tensor]] = {
     "linear": lambda x, g, offs: _rows(g).t().mm(_rows(x)),
