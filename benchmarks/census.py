@@ -14,7 +14,8 @@ of parameters on one module; and there are about two units per block at most.
 --train     a tiny checkpoint of every type is loaded, trained, saved and reopened on 2 ranks, beside the plain model in
             one process (see `hf_fsdp_tools/proof`). A row is written as it comes, and what has a row is not run
             again, unless --only asks for it; the summary beside the rows is written at the end. Types that take other
-            inputs than words, images and sound take no part
+            inputs than words, images and sound take no part. With `--dequantize false`, a checkpoint in FP8 is loaded
+            as it is stored and as floats, and both train the same adapter
 """
 
 import argparse
@@ -42,13 +43,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.architectures.cases import write_census
+from benchmarks.architectures import packed
+from benchmarks.architectures.cases import OnMesh, write_census
 from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_by_default
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.blocks import detect_blocks
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from tests._dist import run_ranks
+from tests._dist import hide_gpus, run_ranks
 
 WORLD = 8
 TIMEOUT_S = 300.0
@@ -212,10 +214,15 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help="train a tiny model of every type on 2 ranks")
     about = "with --train: these degrees in place of FSDP on 2 ranks, such as cp2, cp4, shard2xcp2"
     parser.add_argument("--mesh", default="", metavar="DEGREES", help=about)
+    about = "with --train: false compares bases that stay quantised with their floats"
+    parser.add_argument("--dequantize", choices=("true", "false"), default="true", help=about)
     arguments = parser.parse_args()
     if arguments.train:
-        output = arguments.output or Path(__file__).parent / "results" / f"census_{arguments.mesh or 'train'}.jsonl"
-        return write_census(output, arguments.only, arguments.jobs, arguments.mesh)
+        name = "packed" if arguments.dequantize == "false" else arguments.mesh or "train"
+        output = arguments.output or Path(__file__).parent / "results" / f"census_{name}.jsonl"
+        kind = packed if arguments.dequantize == "false" else OnMesh(arguments.mesh)
+        hide_gpus()  # so that processes begin with more imports behind them
+        return write_census(output, arguments.only, arguments.jobs, kind)
     rows: list[dict[str, Any]] = []
     types = arguments.only or sorted(CONFIG_MAPPING)
     work = [(name, role, names) for name in types for role, names in classes_by_default(name).items()]

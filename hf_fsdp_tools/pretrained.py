@@ -30,6 +30,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.adapters import add_adapter, as_peft_config, load_adapter, with_modules_to_save
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_parallel
+from hf_fsdp_tools.sharding.injection import refuse_for_shards
 from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
@@ -208,6 +209,8 @@ def from_pretrained(
                         "dequantize=False keeps a quantised base, quantization_config quantises a plain one. Give one."
                     )
                 keep_stored(model, checkpoint.index)
+            if peft_config is not None:
+                refuse_for_shards(peft_config, model)
             if num_tokens is not None or pad_to_multiple_of is not None:
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)
                 load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs

@@ -17,10 +17,13 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.architectures.defaults import build_config
 from hf_fsdp_tools.distributed.agreement import all_ranks
@@ -136,6 +139,16 @@ def plain_model(kind: str, folder: Path, **options: Any) -> PreTrainedModel:
     return type(make_model(kind)).from_pretrained(folder, **options)
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the 131 words that these models know."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 131)}
+    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
+    )
+
+
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the folder's safetensors files."""
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
@@ -226,10 +239,13 @@ def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
     return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
 
 
-def _per_channel(key: str, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+def _per_channel(
+    key: str, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16, is_int: bool = False
+) -> Tensors:
     """8 bits with a scale per row, as compressed-tensors stores them; and a scale of activations."""
-    scales = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
-    values = (weight.float() / scales.float()).to(torch.float8_e4m3fn)
+    scales = (weight.float().abs().amax(1, keepdim=True) / (127 if is_int else 448)).to(dtype)
+    values = weight.float() / scales.float()
+    values = values.round().clamp(-128, 127).to(torch.int8) if is_int else values.to(torch.float8_e4m3fn)
     module = key.removesuffix("weight")
     return {key: values, f"{key}_scale": scales, f"{module}input_scale": torch.ones(1)}
 
@@ -329,11 +345,11 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False,
 _FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
-def _compressed(strategy: str) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+def _compressed(strategy: str, kind: str = "float") -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"strategy": "tensor"}}
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": {"group_0": group},
         "ignore": ["lm_head"], "quantization_status": "compressed",
     }  # fmt: skip
 
@@ -356,6 +372,7 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "mxfp4": (gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
     "compressed per channel": (_even_llama, _per_channel, _compressed("channel")),
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
+    "compressed int8": (_even_llama, partial(_per_channel, is_int=True), _compressed("channel", "int")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
     "compressed int4": (
         _even_llama,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,15 @@ def size_of(mesh: str) -> int:
     return max(math.prod(map(int, re.findall(r"\d+", mesh))), WORLD)
 
 
-def write_census(output: Path, only: list[str], jobs: int, mesh: str = "") -> int:
-    """Write a row of each type to a file as it comes, and the summary beside it; return the exit status."""
+def write_census(output: Path, only: list[str], jobs: int, kind: Any) -> int:
+    """Write a row of each type to a file as it comes, and the summary beside it; return the exit status.
+
+    `kind` has `takes_part`, `row_of` and `render`: `OnMesh`, or the module `packed`.
+    """
     written = written_rows(output)
-    types = only or [name for name in sorted(CONFIG_MAPPING) if name not in written and takes_part(name, mesh)]
+    types = only or [name for name in sorted(CONFIG_MAPPING) if name not in written and kind.takes_part(name)]
     with output.open("a") as file, ThreadPoolExecutor(jobs) as pool:  # each job takes two processes
-        for count, future in enumerate(as_completed([pool.submit(row_of, name, mesh) for name in types]), 1):
+        for count, future in enumerate(as_completed([pool.submit(kind.row_of, name) for name in types]), 1):
             row = future.result()
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -88,8 +92,17 @@ def write_census(output: Path, only: list[str], jobs: int, mesh: str = "") -> in
     rows = written_rows(output)
     output.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))  # the last row of each type
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    output.with_suffix(".md").write_text(render(rows.values(), versions, output.name, mesh))
+    output.with_suffix(".md").write_text(kind.render(rows.values(), versions, output.name))
     return int(any(rows[name]["verdict"] == "failed" for name in types))
+
+
+class OnMesh:
+    """The census of plain checkpoints on a mesh."""
+
+    def __init__(self, mesh: str) -> None:
+        self.takes_part = partial(takes_part, mesh=mesh)
+        self.row_of = partial(row_of, mesh=mesh)
+        self.render = partial(render, mesh=mesh)
 
 
 def takes_part(model_type: str, mesh: str) -> bool:

@@ -48,6 +48,13 @@ def pack(model: nn.Module, forms: Mapping[str, tuple[PackedForm, Mapping[str, tu
         module.__class__ = _seen_as_floats(type(module), tuple(named))  # type: ignore[arg-type]  # a class has a hash
 
 
+def pack_alike(model: nn.Module, packed: nn.Module) -> None:
+    """Put parameters of bytes on meta where another model of the same structure has them, in place."""
+    sizes = {name: tuple(each.shape) for name, each in (*packed.named_parameters(), *packed.named_buffers())}
+    own = packed_parameters(model)  # 4-bit weights follow from the config
+    pack(model, {fqn: (form, sizes) for fqn, form in packed_parameters(packed).items() if fqn not in own})
+
+
 def packed_parameters(model: nn.Module) -> dict[str, PackedForm]:
     """The forms of a model's packed parameters by fqn."""
     return {
@@ -102,10 +109,12 @@ def _packed_weight(module: nn.Module, name: str) -> PackedWeight:
 
 def _linear(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear layer's own pass, without a `PackedWeight`, of which torch's compiler knows nothing."""
+    is_conv = isinstance(module, Conv1D)  # whose weight is (in, out)
+    if note_of(module).deltas:
+        return nn.functional.linear(hidden, module.weight.t() if is_conv else module.weight, module.bias)
     form = note_of(module).packed["weight"]
     parts = [getattr(module, part) for part in form.parts("weight")]
     bias, dtype = module.bias, note_of(module).compute_dtype or form.dtype
-    is_conv = isinstance(module, Conv1D)  # whose weight is (in, out)
     if form.compute_dtype is None:
         return linear(hidden, form, parts, dtype, bias, is_flipped=is_conv)
     given, dtype = hidden.dtype, form.compute_dtype
@@ -126,22 +135,23 @@ def with_added(module: nn.Module, name: str, added: Sequence[Factors]) -> Iterat
 
 @contextmanager
 def listed_as_parameters(model: nn.Module) -> Iterator[None]:
-    """A block in which modules list packed stacks of experts too: PEFT looks for `target_parameters` among their own.
+    """A block in which modules list packed parameters too: PEFT looks for `target_parameters` among their own.
 
-    Packed matrices are not listed: of these, PEFT adapts the layer (`target_modules`).
+    They have the dtype of the plain weights, to which PEFT rounds new adapters, and not that of computation.
     """
-    packed = [module for module in model.modules() if note_of(module).packed]
+    packed = {m: note_of(m).compute_dtype for m in model.modules() if note_of(m).packed}
 
     def own(module: nn.Module, listed: Any, *args: Any, recurse: bool = True, **kwargs: Any) -> Iterator[Any]:
         yield from listed(*args, recurse=recurse, **kwargs)
         if not recurse:
-            stacks = (name for name, form in note_of(module).packed.items() if len(form.shape) == 3)
-            yield from ((name, getattr(module, name)) for name in stacks)
+            yield from ((name, getattr(module, name)) for name in note_of(module).packed)
 
     for module in packed:
         module.__dict__["named_parameters"] = partial(own, module, module.named_parameters)
+        add_to_note(module, compute_dtype=None)
     try:
         yield
     finally:
-        for module in packed:
+        for module, compute_dtype in packed.items():
+            add_to_note(module, compute_dtype=compute_dtype)
             del module.__dict__["named_parameters"]

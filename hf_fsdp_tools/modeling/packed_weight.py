@@ -5,6 +5,7 @@ it is multiplied, and again in the backward pass: what autograd keeps is the byt
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,12 @@ class PackedWeight(torch.Tensor):
                 return func(*args, **kwargs)
         if (own := _OWN.get(func)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
             return done
+        name = str(getattr(func, "__name__", ""))
+        if args and isinstance(args[0], PackedWeight) and (name in _WRITES or re.fullmatch("[a-z].*[^_]_", name)):
+            raise ConfigError(
+                f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their "
+                "base; hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
+            )
         plain = [each.floats() if isinstance(each, PackedWeight) else each for each in args]
         return func(*plain, **{k: v.floats() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})
 
@@ -219,6 +226,9 @@ class PackedWeight(torch.Tensor):
 def _value(form: PackedForm, dtype: torch.dtype, is_flipped: bool, parts: Any, added: Any) -> torch.Tensor:
     floats = form.floats(parts[0], parts[1:], dtype)
     for lhs, rhs, scaling in added:  # of a stack of experts, or of one
+        if lhs.dim() == 3 and len(lhs) == 1:  # of a matrix, or a stack of one, to which PEFT adds the product
+            floats += (lhs @ rhs * scaling)[0].to(floats.dtype)
+            continue
         add = torch.Tensor.baddbmm_ if floats.dim() == 3 else torch.Tensor.addmm_
         add(floats, lhs, rhs, alpha=scaling)
     return floats.transpose(-2, -1) if is_flipped else floats
@@ -265,7 +275,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: str, look: _Look, x: torch.Tensor, bias: Any, offs: Any, *tensors: torch.Tensor) -> Any:
         factors, parts = tensors[: 2 * len(look.scalings)], tensors[2 * len(look.scalings) :]
-        ctx.how, ctx.look, ctx.dtype = how, look, x.dtype
+        ctx.how, ctx.look, ctx.dtype, ctx.is_folded = how, look, x.dtype, _is_folded(x)
         output = _FORWARD[how](x, _weight_of(look, factors, parts), bias, offs)
         is_used = any(each.requires_grad for each in factors)
         ctx.save_for_backward(x if is_used else None, offs, *tensors)
@@ -279,7 +289,8 @@ class _Product(torch.autograd.Function):
         of_x = of_bias = None
         if ctx.needs_input_grad[2]:
             weight = _weight_of(ctx.look, factors, parts).to(gradient.dtype)
-            of_x = _OF_INPUT[ctx.how](gradient, weight, offs).to(ctx.dtype)
+            product = _OF_INPUT[ctx.how] if ctx.is_folded else _OF_STACKED[ctx.how]
+            of_x = product(gradient, weight, offs).to(ctx.dtype)
             del weight
         if ctx.needs_input_grad[3]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
@@ -317,6 +328,23 @@ _OF_INPUT: Mapping[str, Callable[..., torch.Tensor]] = {
     "grouped": lambda g, weight, offs: functional.grouped_mm(g, weight.transpose(-2, -1), offs=offs),
 }
 
+_OF_STACKED: Mapping[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda g, weight, offs: _stacked(g, weight),
+    "matmul": lambda g, weight, offs: _stacked(g, weight.t()),
+}
+"""Of inputs that torch multiplies as a stack, so that the last bit is the same."""
+
+
+def _is_folded(x: torch.Tensor) -> bool:
+    """Whether torch multiplies all rows of an input as one matrix (`should_fold` in its `LinearAlgebra.cpp`)."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+
+
+def _stacked(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    stack = gradient.reshape(-1, *gradient.shape[-2:])
+    return stack.bmm(weight.expand(len(stack), *weight.shape)).view(*gradient.shape[:-1], weight.shape[1])
+
+
 _OF_WEIGHT: Mapping[str, Callable[..., torch.Tensor]] = {
     "linear": lambda x, g, offs: _rows(g).t().mm(_rows(x)),
     "matmul": lambda x, g, offs: _rows(x).t().mm(_rows(g)),
@@ -332,7 +360,7 @@ def _index(weight: PackedWeight, index: Any) -> Any:
     is_one = isinstance(index, int) or (isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_complex())
     if not is_one or len(weight.shape) != 3:
         return NotImplemented
-    added = tuple((lhs[index], rhs[index], scaling) for lhs, rhs, scaling in weight.added)
+    added = tuple(each if len(each[0]) == 1 else (each[0][index], each[1][index], each[2]) for each in weight.added)
     return weight.with_(parts=[part[index] for part in weight.parts], added=added)
 
 
@@ -375,8 +403,10 @@ def _looks() -> Iterator[Any]:
 
 
 _LOOKS = frozenset(_looks())
+_WRITES = ("__set__", "__setitem__")
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__get__: lambda weight: weight,  # type: ignore[attr-defined]
     functional.linear: _linear_of,
     torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
     torch.addmm: _addmm,

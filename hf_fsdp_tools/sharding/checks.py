@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import listed
 
 
@@ -66,10 +67,9 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
     handle: Any = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def check(module: nn.Module, args: object) -> None:
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        handle.remove()
         parameters = list(module.parameters())
         moved = {p.device.type for p in parameters if isinstance(p, DTensor)} - {device.type, "meta"}
         if moved:
@@ -78,6 +78,14 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
                 f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
                 "model.cpu(); the mesh decides where shards are."
             )
+        trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
+        is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
+        if packed_parameters(module) and not trained and not is_prefixed:
+            raise ConfigError(
+                f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give from_pretrained "
+                "a peft_config, or dequantize=True; or run it under torch.no_grad()."
+            )
+        handle.remove()
         problems = [never_called(module, is_sharded=True)]
         if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
             problems.append(
@@ -88,7 +96,7 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
             for problem in filter(None, problems):
                 warnings.warn(problem, stacklevel=2)
 
-    handle = model.register_forward_pre_hook(check, prepend=True)
+    handle = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
 # ---- optimizers ----

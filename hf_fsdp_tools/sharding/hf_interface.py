@@ -16,6 +16,7 @@ from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
 from hf_fsdp_tools.text import listed
 
@@ -67,12 +68,14 @@ def answer_for_shards(model: nn.Module) -> None:
 
     - `model.save_pretrained(folder)` calls this package's `save_pretrained`, `model.resize_token_embeddings(n)` its
       `resize_token_embeddings`; of PEFT models, too. `model.push_to_hub` is refused, with the call that does the same.
+    - `model.requires_grad_(True)` is refused where weights stay quantised.
     - `model.load_state_dict(plain)` takes each rank's part of whole tensors; nothing is communicated.
     """
     answers: dict[str, Callable[..., Any]] = {
         "save_pretrained": _save_pretrained,
         "push_to_hub": _push_to_hub,
         "resize_token_embeddings": _resize_token_embeddings,
+        "requires_grad_": _requires_grad,
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
@@ -94,6 +97,16 @@ def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
         return answer(self, MethodType(plain, self), *args, **kwargs)
 
     setattr(model, name, MethodType(method, model))
+
+
+def _requires_grad(model: nn.Module, plain: Any, requires_grad: bool = True) -> Any:
+    """Answer `model.requires_grad_(…)`, which bytes cannot have."""
+    if requires_grad and (packed := packed_parameters(model)):
+        raise ConfigError(
+            f"{listed(packed)} cannot be trained while they stay quantised. Give from_pretrained a peft_config, or "
+            "dequantize=True."
+        )
+    return plain(requires_grad)
 
 
 def _public(name: str) -> Any:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import listed_as_parameters, packed_parameters, with_added
 from hf_fsdp_tools.sharding.allocate import renew, with_data
 from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, managed_parameters
-from hf_fsdp_tools.text import first_lines
+from hf_fsdp_tools.text import first_lines, listed
 
 _PLAIN = "Make the adapter on the plain model (get_peft_model), and let prepare() shard the whole."
 
@@ -37,8 +38,8 @@ _DECOMPOSE = ("DEFT", "FROD")
 _BESIDE_FORWARD = ("ADALORA", "SHADOW")
 """Methods that use weights outside of the forward passes of their modules (measured: PEFT 0.21)."""
 
-_OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape")
-"""Words in torch's errors about whole tensors and shards in one operation."""
+_OF_SHARDS = ("DTensor", "sharding strategy", "size mismatch", "size of tensor", "shape", "can require gradients")
+"""Words in torch's errors about whole tensors and shards in one operation, and about bytes."""
 
 
 def guard_injection() -> None:
@@ -73,7 +74,12 @@ def guard_injection() -> None:
             with activate(wrapper, active):
                 yield
             return
-        added = [wrapper.get_delta_factors(adapter) for adapter in active if adapter in wrapper.lora_A]
+        a, b, scaling = wrapper.lora_A, wrapper.lora_B, wrapper.scaling
+        names = [adapter for adapter in active if adapter in a]
+        if wrapper.num_experts == 1:  # PEFT has factors of stacks alone
+            added = [(b[each].weight[None], a[each].weight[None], scaling[each]) for each in names]
+        else:
+            added = [wrapper.get_delta_factors(each) for each in names]
         with with_added(base, name, added):
             yield
 
@@ -115,6 +121,13 @@ def refuse_for_shards(config: Any, model: nn.Module) -> None:
         raise ConfigError(
             "DoRA takes norms over whole rows of the base, and a shard of quantised weights holds bytes. Use "
             "use_dora=False, or load the base without quantization_config and dequantize=False."
+        )
+    whole = tuple(getattr(config, "modules_to_save", None) or ())
+    owners = {fqn: accumulate(fqn.split(".")[:-1], "{}.{}".format) for fqn in packed_parameters(model) if whole}
+    if trained := [fqn for fqn, names in owners.items() if any(name.endswith(whole) for name in names)]:
+        raise ConfigError(
+            f"modules_to_save would train {listed(trained)}, which stay quantised. Leave them out, or load the base "
+            "without dequantize=False."
         )
     start = getattr(config, "init_lora_weights", None)
     needs = {

@@ -10,14 +10,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from datasets import Dataset, load_from_disk
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -28,6 +24,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.shard import sharding_of
+from tests._checkpoints import word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units
 
@@ -47,15 +44,6 @@ def _accelerator(**settings: Any) -> Accelerator:
     return make_accelerator(cpu=local_device().type == "cpu", **settings)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 131)}
-    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
-    )
-
-
 def _texts(words: int, seed: int) -> list[str]:
     ids = torch.randint(3, 9, (ROWS, words), generator=torch.Generator().manual_seed(seed))
     return [" ".join(f"w{n}" for n in row) for row in ids.tolist()]
@@ -70,7 +58,7 @@ def _rows(task: str) -> Dataset:
     if task == "grpo":
         return Dataset.from_dict({"prompt": prompts})
     if task == "classify":
-        return Dataset.from_dict({**_tokenizer()(prompts), "labels": [n % 3 for n in range(ROWS)]})
+        return Dataset.from_dict({**word_tokenizer()(prompts), "labels": [n % 3 for n in range(ROWS)]})
     return Dataset.from_dict({"prompt": prompts, "chosen": good, "rejected": bad})
 
 
@@ -112,7 +100,7 @@ def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = N
     extra = ({"reward_funcs": _reward} if task == "grpo" else {}) | (extra or {})
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
     args = _arguments(task, folder, **settings)
-    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), **extra)
+    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **extra)
     if task == "classify":
         # Heads that score sequences take a mean over their own rows, and the Trainer (5.23) multiplies it by the number
         # of processes, as if it were a sum divided by the rows of all. TRL's trainers say the same for theirs.
@@ -286,7 +274,7 @@ def settings_of_the_arguments(sources, folder):
     args = _arguments("sft", folder / "run", max_steps=1, ddp_timeout=1234, **settings)
     model = _model("sft", sources["tied"], make_accelerator(args))
     kind = type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
-    kind(model=model, args=args, train_dataset=_rows("sft"), processing_class=_tokenizer()).train()
+    kind(model=model, args=args, train_dataset=_rows("sft"), processing_class=word_tokenizer()).train()
     assert not any(unit.reshard_after_forward for unit in sharding_of(model).plan.units)
     assert model.model.layers[0].gradient_checkpointing and timeout_of().total_seconds() == 1234
 
@@ -368,7 +356,7 @@ def _generate(sources, folder, mixed):
         os.environ["ACCELERATE_USE_CPU"] = "true"
         model = _model("grpo", sources["llama"])
     scorer = _model("reward", sources["reward"])
-    rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, _tokenizer()]}
+    rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, word_tokenizer()]}
     trainer = _trainer("grpo", model, folder, mixed=mixed, extra=rewards)
     trainer.train()
     if mixed:

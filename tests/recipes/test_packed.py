@@ -1,0 +1,123 @@
+"""Recipes on bases that stay quantised: what they train is what they train on the dequantised base, and opens on it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from tests._checkpoints import dequantized_by_transformers, make_checkpoint, make_quantized, word_tokenizer
+from tests.recipes._launch import Series, launch_series, write_split
+
+pytest.importorskip("trl")
+
+LINEAR = ["--lora_target_modules", "all-linear"]
+EXPERTS = ["--lora_dropout", "0", "--lora_target_modules", "q_proj,o_proj", "--lora_target_parameters"]
+EXPERTS += ["mlp.experts.gate_up_proj,mlp.experts.down_proj"]
+KINDS = {
+    "fp8": LINEAR,  # per block, with a tied head
+    "fp8 and fp4 experts": [*LINEAR, "--lora_dropout", "0"],  # PEFT takes its experts too
+    "mxfp4": EXPERTS,
+    "compressed per tensor": LINEAR,
+    "compressed int8": LINEAR,
+    "compressed int4 experts": EXPERTS,
+    "compressed nvfp4": LINEAR,
+    "awq": LINEAR,
+}
+
+ON_FLOATS = ["mxfp4"]
+"""Kinds of which the same run is made on floats; `tests/ranks/test_packed.py` has passes of every kind."""
+
+OTHERS = {"head": "compressed per channel", "dpo": "compressed int4", "classes": "fp8"}
+"""Runs of which the same is made on floats, and the kinds of their bases."""
+
+
+def texts(count: int, length: int, seed: int) -> list[str]:
+    ids = torch.randint(3, 9, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(f"w{n}" for n in row) for row in ids.tolist()]
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    folder = tmp_path_factory.mktemp("packed")
+    for kind in {*KINDS, *OTHERS.values()}:
+        word_tokenizer().save_pretrained(make_quantized(kind, folder / "bases" / kind))
+    pairs = {"prompt": texts(8, 4, 1), "chosen": texts(8, 5, 2), "rejected": texts(8, 5, 3)}
+    pairs["chosen"], pairs["rejected"] = ([f" {text}" for text in pairs[name]] for name in ("chosen", "rejected"))
+    data = {
+        "text": [{"text": text} for text in texts(16, 9, 0)],
+        "pairs": [dict(zip(pairs, row, strict=True)) for row in zip(*pairs.values(), strict=True)],
+        "classes": [{"text": text, "label": n % 3} for n, text in enumerate(texts(16, 9, 0))],
+    }
+    data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", rows)] for name, rows in data.items()}
+    ours = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--max_length", "16", "--use_peft"]
+    ours += ["--lora_r", "4", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--dtype", "float32"]
+    ours += ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
+
+    def both(name: str, recipe: str, *options: str, kind: str | None = None) -> dict[str, list[str]]:
+        """A run on the base as it is stored, and one on its floats."""
+        base = folder / "bases" / (kind or OTHERS[name])
+        given = [recipe, "--model_name_or_path", str(base), *ours, *options]
+        return {name: [*given, "--dequantize", "false"], f"{name}-floats": given}
+
+    runs: dict[str, list[str]] = {}
+    for kind, options in KINDS.items():
+        made = both(name_of(kind), "finetune", *data["text"], *options, kind=kind)
+        runs |= made if kind in ON_FLOATS else dict([*made.items()][:1])
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "1"]
+    accumulated = ["--gradient_accumulation_steps", "2", "--gradient_checkpointing", "true", "--bf16", "true"]
+    head = [*data["text"], *LINEAR, "--lora_modules_to_save", "lm_head"]
+    runs |= both("head", "finetune", *head, *accumulated, *evaluated)
+    runs |= both("dpo", "dpo", *data["pairs"], *LINEAR, *evaluated)
+    runs |= both("classes", "classify", *data["classes"], *LINEAR, *evaluated)
+    refused = {
+        "plain": ["finetune", "--model_name_or_path", str(make_plain(folder / "bases" / "plain")), *ours, *data["text"]]
+    }
+    refused = {name: [*words, "--dequantize", "false"] for name, words in refused.items()}
+    done = launch_series(folder, runs, refused=refused)
+    assert done.code == 0, done.stderr[-4000:]
+    return done
+
+
+def make_plain(folder: Path) -> Path:
+    word_tokenizer().save_pretrained(make_checkpoint("llama", folder))
+    return folder
+
+
+def name_of(kind: str) -> str:
+    return kind.replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", [*map(name_of, ON_FLOATS), *OTHERS])
+def test_a_base_that_stays_quantised_trains_as_its_floats(series, name):
+    """Bit for bit; gradients of adapters on experts that run one by one may round the last bit, which AdamW divides."""
+    rounded = 1e-4 if "experts" in name or name == "mxfp4" else 0.0
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert series.log(name, key) == pytest.approx(series.log(f"{name}-floats", key), rel=rounded, abs=0.0), key
+    ours, theirs = series.weights(name), series.weights(f"{name}-floats")
+    assert ours.keys() == theirs.keys() and any("lora_" in key for key in ours)
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=rounded)
+
+
+def test_what_is_trained_beside_a_base_that_stays_quantised(series):
+    assert {key.rpartition("model.")[2] for key in series.weights("head") if "lora_" not in key} == {"lm_head.weight"}
+    assert {key.rpartition("model.")[2] for key in series.weights("classes") if "lora_" not in key} == {"score.weight"}
+    before, after = series.log("classes", "eval_loss")[:2]
+    assert after < before
+    assert series.log("dpo", "eval_loss")[0] == pytest.approx(0.6931, abs=1e-4), "the adapter off is the reference"
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name_of(kind), kind) for kind in KINDS), ("dpo", OTHERS["dpo"])])
+def test_transformers_and_peft_open_the_adapter_on_the_same_base(series, name, kind):
+    """transformers dequantises all of these bases on a CPU, but AWQ: of that, what its library computes with is plain.
+
+    The trained model computed its logits on packed shards; the adapter is plain, and they are the same.
+    """
+    assert all("lora_" in key for key in series.weights(name))
+    base = dequantized_by_transformers(kind, series.folder / "bases" / kind, torch.float32).float()
+    series.check_opened(name, PeftModel.from_pretrained(base, series.folder / name))
+
+
+def test_a_plain_base_cannot_stay_quantised(series):
+    assert "holds no quantised weights" in series.error("plain")
