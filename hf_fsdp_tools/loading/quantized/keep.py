@@ -197,4 +197,25 @@ def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[Quan
             own_rows = each.shape[-1 if each.is_transposed else -2]
             if (own_rows % high and own_rows != rows) or (each.columns % wide and each.columns != columns):
                 return False
-    return all(part.pieces is not None and part.shape == shape for part, shape in zip(parts, shapes, strict=True))
+    if any(part.pieces is None or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
+        return False
+    blocks_of = {part.block for part in form.scales.values()}
+    return all(_moves_blocks(parts[0], high, wide, members) for high, wide in blocks_of)
+
+
+def _moves_blocks(values: PieceTensor, high: int, wide: int, members: Sequence[QuantizedTensor]) -> bool:
+    """Whether a conversion has left the values of each block of a stored tensor together, in their order."""
+    for piece in values.pieces or ():
+        each = next(each for each in members if each.values.key == piece.source)
+        rows, width = each.shape[-1 if each.is_transposed else -2], _width(each)
+        across = max(1, wide * width // each.columns)
+        row, column = divmod(piece.view.offset % (rows * width), width)
+        places, (count, _) = (row, piece.box.start[-2]), piece.box.length[-2:]
+        is_whole = high >= rows or high == 1
+        if not is_whole and (
+            piece.view.strides[-2] != width or any(p % high for p in places) or (count % high and row + count != rows)
+        ):
+            return False
+        if across < width and (piece.view.strides[-1] != 1 or column % across or piece.box.start[-1] % across):
+            return False
+    return True
