@@ -4,6 +4,7 @@ It is bytes in memory. A `PackedWeight` says shape and dtype of the floats that 
 it is multiplied, and again in the backward pass: what autograd keeps is the bytes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,9 @@ from torch.nn import functional
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
+
+_AT_ONCE = 2**26
+"""Values of a stack that are dequantised together: copies of 256 MB each in float32. (assumed)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +83,14 @@ class PackedForm:
     def floats(self, values: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weight or, of leading dimensions that were indexed, a part of it.
 
-        As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then.
+        As on reading, it is rounded to the dtype of the plain parameter, and cast to that of computation then. A rule's
+        own copies, most of them in float32, are of a few matrices of a stack at a time.
         """
+        if values.dim() == 3 and len(values) > (few := max(1, _AT_ONCE // math.prod(self.shape[-2:]))):
+            whole = torch.empty((len(values), *self.shape[-2:]), dtype=dtype, device=values.device)
+            for at in range(0, len(values), few):
+                whole[at : at + few] = self.floats(values[at : at + few], [s[at : at + few] for s in scales], dtype)
+            return whole
         *outer, rows, width = values.shape
         columns, stored = self.columns, values.reshape(-1, width)
         of_rows = {}

@@ -10,6 +10,7 @@ import transformers as hf
 from hf_fsdp_tools import ConfigError, build_meta_model
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
+from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
@@ -65,6 +66,22 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     assert found == expected and list(found) == list(expected)
     looks = ([(name, p.shape, p.dtype) for name, p in model.named_parameters()] for model in (foreseen, real))
     assert next(looks) == next(looks)
+
+
+@pytest.mark.parametrize("kind", ["fp8 experts", "compressed int4 experts", "mxfp4"])
+def test_a_stack_that_is_dequantised_in_parts_is_the_same(kind, monkeypatch):
+    """A rule's copies are of few matrices then, and the floats lie as those of a plain parameter."""
+    config = QUANTIZED[kind][0]().config
+    config.quantization_config = QUANTIZED[kind][2]
+    for form, shapes in stored_forms(build_meta_model(config, dtype=torch.float32)).values():
+        if len(form.shape) == 3:
+            values, *scales = (torch.randint(60, 100, shape, dtype=torch.uint8) for shape in shapes.values())
+            whole = form.floats(values, scales, torch.bfloat16)
+            for few in (1, 2, 3):
+                monkeypatch.setattr(packed_weight, "_AT_ONCE", few * whole[0].numel() + 1)
+                parts = form.floats(values, scales, torch.bfloat16)
+                assert torch.equal(parts, whole) and parts.is_contiguous()
+            monkeypatch.undo()
 
 
 def llama(**quantization: Any) -> Any:
@@ -123,5 +140,5 @@ def test_blocks_through_which_a_conversion_cuts_are_refused():
     config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
     assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
     config.intermediate_size = 97
-    with pytest.raises(ConfigError, match="gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
+    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
         stored_forms(build_meta_model(config))

@@ -131,9 +131,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
-        if self._on_cuda:
-            taken = [self._append(num_bytes, "temporaries") for num_bytes in scratch(func, args) if num_bytes]
-            self.events += [Free(number) for number in reversed(taken)]
+        sizes = scratch(func, args, on_cuda=self._on_cuda)
+        taken = [self._append(num_bytes, "temporaries") for num_bytes in sizes if num_bytes]
+        self.events += [Free(number) for number in reversed(taken)]
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
