@@ -68,7 +68,8 @@ def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
 
 @pytest.mark.parametrize("name", STAYING)
 def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
-    """The peak, which stands where a weight is dequantised, and all that a step takes, with the scratch of the rules.
+    """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
+    what is gathered.
 
     On CPUs checkpointing keeps the generator's state for each block in the memory that is counted; that is left out.
     """
@@ -87,6 +88,9 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
             taken, rel=4e-2 if "experts" in name else 1e-2
         )
         assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
+        works = [event for event in step.events if isinstance(event, Work) and event.operation == "all_gather"]
+        sent = [num_bytes for kind, num_bytes in rank[name]["collectives"] if kind.startswith("all_gather")]
+        assert sent == [work.num_bytes for work in works]
 
 
 def test_what_ranks_that_share_rows_take_is_foreseen(real):
