@@ -38,11 +38,10 @@ def amount(text: str) -> float:
 
 
 def truth(text: str) -> bool:
-    """Yes or no in the words that recipes take, as a type for argparse."""
-    found = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower())
-    if found is None:
+    """Yes or no, as a type for argparse."""
+    if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return found
+    return text.lower() == "true"
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -244,8 +243,7 @@ def add_training_options(add: Callable[..., Any]) -> None:
     add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")
     add("--freeze-vision-tower", action="store_const", const=True, help="does not train the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="holds the base of LoRA in 4 bits (QLoRA)")
-    about = "false: holds the base of LoRA as its checkpoint stores it: FP8, MXFP4, NVFP4, int4 (default: true)"
-    add("--dequantize", type=truth, metavar="BOOL", help=about)
+    add("--dequantize", type=truth, metavar="BOOL", help="false: keeps a quantised base of LoRA as it is stored")
     about = "makes logits in pieces (the recipes, TRL, Liger; default for causal models) or whole (transformers' loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")

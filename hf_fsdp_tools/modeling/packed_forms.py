@@ -4,14 +4,13 @@
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
@@ -164,6 +163,13 @@ def _left_out(model: Any, config: Mapping[str, Any], *, usual: bool) -> list[str
     return [*kept, *(named or ()), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
 
 
+def _is_named(fqn: str, names: Sequence[str]) -> bool:
+    """Whether one of these is the name, its end, or a pattern of it or of a module above, as transformers has it; of
+    which older versions (5.17) take "mlp.gate" for "mlp.gate_proj"."""
+    ends = r"(?:(?<=\.)|(?=\.|$))"
+    return any(re.match(f"(?:{each}){ends}", fqn) or fqn.endswith(each) for each in names)
+
+
 def _fp8(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
     """Fine-grained FP8 as transformers' `FP8Linear` and `FP8Experts` have it; by `expert_dtype`, experts of 4 bits."""
     left_out = _left_out(model, config, usual=False)
@@ -178,7 +184,7 @@ def _fp8(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
         experts = _Format(rule="scaled in fp32", dtype=torch.int8, packed=2, scales={"scale": scales}, is_even=True)
 
     def choose(fqn: str, module: nn.Module) -> _Format | None:
-        if not should_convert_module(fqn, left_out):
+        if _is_named(fqn, left_out):
             return None
         return linear if isinstance(module, nn.Linear) else experts
 
@@ -195,7 +201,7 @@ def _mxfp4(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
     )  # fmt: skip
 
     def choose(fqn: str, module: nn.Module) -> _Format | None:
-        return None if isinstance(module, nn.Linear) or not should_convert_module(fqn, left_out) else experts
+        return None if isinstance(module, nn.Linear) or _is_named(fqn, left_out) else experts
 
     return choose
 
@@ -208,7 +214,7 @@ def _awq(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
     size = int(config.get("group_size") or 128)
 
     def choose(fqn: str, module: nn.Module) -> _Format | None:
-        if not should_convert_module(fqn, left_out):
+        if _is_named(fqn, left_out):
             return None
         high = int(getattr(module, "in_features", 0)) if size < 0 else size
         return _Format(

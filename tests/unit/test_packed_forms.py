@@ -107,7 +107,9 @@ def test_layers_that_a_config_leaves_plain_are_plain():
 
     every = packed(**FP8)
     assert len(every) == 14 and not any("lm_head" in fqn for fqn in every)
-    assert packed(**FP8, modules_to_not_convert=["lm_head", "model.layers.1"]) == {n for n in every if n[0] == "0"}
+    left_out = ["lm_head", "model.layers.1", "model.layers.0.mlp.gate", "model.layers.*.self_attn"]
+    kept = packed(**FP8, modules_to_not_convert=left_out)
+    assert kept == {n for n in every if n.startswith("0.mlp")}, "with gate_proj, which no name of a router is"
     ignored = ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]
     assert packed(**of_group(), ignore=ignored) == {n for n in every if "mlp" in n} - {"0.mlp.up_proj.weight"}
     patterns = of_group()
