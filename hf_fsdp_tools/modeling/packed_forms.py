@@ -263,19 +263,14 @@ def _of_group(config: Mapping[str, Any], group: Mapping[str, Any], weights: Mapp
         scales = {"scale": of_blocks, "global scale": of_weight}
         return _Format(rule="nvfp4", dtype=torch.uint8, packed=2, name="_packed", scales=scales)
     size = weights.get("group_size") or 0
-    blocks = {
-        "tensor": None,
-        "channel": (1, 0),
-        "group": (1, size),
-        "block": tuple(weights.get("block_structure") or ()),
-    }
+    blocks: dict[Any, Any] = {"tensor": None, "channel": (1, 0), "group": (1, size)}
+    if strategy == "block":
+        high, wide = str(weights["block_structure"]).strip("[]()").replace("x", ",").split(",")
+        blocks["block"] = int(high), int(wide)
     is_packed = kind == "pack-quantized" and bits in (4, 8)
     is_plain = kind in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8
-    if (
-        not (is_packed or is_plain)
-        or strategy not in blocks
-        or weights.get("actorder") not in (None, "static", "weight")
-    ):
+    is_ordered = weights.get("actorder") not in (None, "static", "weight")
+    if not (is_packed or is_plain) or strategy not in blocks or is_ordered:
         raise _refused(f"{bits} bits of compressed-tensors ({kind}, {strategy}, actorder {weights.get('actorder')})")
     dtype = as_dtype(str(weights.get("scale_dtype") or "bfloat16").removeprefix("torch.")) or torch.bfloat16
     scale = _Scales(name="_scale", dtype=dtype, block=blocks[strategy], ndim=1 if strategy == "tensor" else 2)
@@ -284,10 +279,8 @@ def _of_group(config: Mapping[str, Any], group: Mapping[str, Any], weights: Mapp
     if is_packed:
         packed = 32 // bits
         if has_zeros:  # packed down the rows
-            zero = replace(
-                scale, name="_zero_point", dtype=torch.int32, block=(packed, (scale.block or (1, 0))[1]), bits=bits
-            )
-            scales["zero point"] = zero
+            block = (packed, (scale.block or (1, 0))[1])
+            scales["zero point"] = replace(scale, name="_zero_point", dtype=torch.int32, block=block, bits=bits)
         return _Format(rule=f"packed int{bits}", dtype=torch.int32, packed=packed, name="_packed", scales=scales)
     of_values = torch.float8_e4m3fn if weights.get("type") == "float" else torch.int8
     if has_zeros:
