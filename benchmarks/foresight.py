@@ -5,6 +5,7 @@
     python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
     python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
     python benchmarks/foresight.py published memory --rows Liger --output FILE.md          # published peaks
+    python benchmarks/foresight.py stored --output benchmarks/results/foresight_stored.md  # LoRA on quantised bases
 
 A record is written as it comes, and a page (.md) of all beside them; what has one is not run again. On CPUs all ranks
 run; on CUDA this machine's one device is rank 0 of a group whose collectives do nothing. `--size` says how large the
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.foreseeing import memory
 from benchmarks.foreseeing.cases import CASES, SIZES
 from benchmarks.foreseeing.published import START, Row, fit, read_rows
+from benchmarks.foreseeing.released import HEADS, RELEASED, foreseen_rows
 from benchmarks.measuring import table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from tests._dist import hide_gpus
@@ -67,6 +69,15 @@ def run_published(args: argparse.Namespace) -> None:
     if args.fit:
         constants = fit([row for row in rows if row.entry["held_out"] != "yes" and row.entry["era"] != "2022"])
     args.output.write_text(published_report(rows, constants))
+
+
+def run_stored(args: argparse.Namespace) -> None:
+    """Foresee LoRA on bases that stay quantised beside dequantised ones; nothing is measured."""
+    found = []
+    for row in foreseen_rows(args.models):
+        print(*row, flush=True)
+        found.append(row)
+    args.output.write_text("\n".join(["# LoRA on quantised bases, foreseen", "", *table_of(HEADS, found), ""]))
 
 
 def measured_report(records: Sequence[dict[str, Any]]) -> str:
@@ -145,6 +156,10 @@ def main() -> None:
     one.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64], help="of the groups, with --device cuda")
     one.add_argument("--records", type=Path, required=True, help="JSON lines to which runs are added; a page beside it")
     one.set_defaults(run=run_memory)
+    three = commands.add_parser("stored", help="foresee LoRA on checkpoints that were released quantised")
+    three.add_argument("--models", nargs="+", choices=list(RELEASED), default=list(RELEASED), help="only these")
+    three.add_argument("--output", type=Path, required=True, help="Markdown file")
+    three.set_defaults(run=run_stored)
     two = commands.add_parser("published", help="compare with published trainings")
     two.add_argument("kind", choices=["throughput", "memory"])
     two.add_argument("--rows", default="", help="only rows whose source or name has this text in it")

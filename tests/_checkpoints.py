@@ -210,10 +210,10 @@ def _fp8(key: str, weight: torch.Tensor, block: tuple[int, int] = (8, 16)) -> Te
 
 
 def _fp8_and_exponents(key: str, weight: torch.Tensor) -> Tensors:
-    """Experts of 4 bits, two to a byte, in blocks of 16; other weights of 8 bits. Scales are exponents, of both
+    """Experts of 4 bits, two to a byte, in blocks of at most 32; other weights of 8 bits. Scales are exponents, of both
     dtypes."""
     is_expert = ".experts." in key
-    values, scales = _in_blocks(weight, (1, 16) if is_expert else (8, 16), 6 if is_expert else 448)
+    values, scales = _in_blocks(weight, (1, 32) if is_expert else (8, 16), 6 if is_expert else 448)
     exponents = scales.log2().ceil()
     values = (values * (scales / exponents.exp2())[:, None, :, None]).view(weight.shape)
     stored = (exponents + 127).to(torch.uint8)

@@ -72,6 +72,27 @@ def _qwen3_moe(size: Size) -> PreTrainedConfig:
     return hf.Qwen3MoeConfig(**_of_decoder(size), **experts, decoder_sparse_step=1, tie_word_embeddings=False)
 
 
+def _gpt_oss(size: Size) -> PreTrainedConfig:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": size.inner // 4 // 32 * 32}
+    return hf.GptOssConfig(**_of_decoder(size) | experts)
+
+
+def _stored_as(config: Callable[[Size], PreTrainedConfig], **quantization: Any) -> Callable[[Size], PreTrainedConfig]:
+    """The configuration of a checkpoint that is quantised."""
+
+    def made(size: Size) -> PreTrainedConfig:
+        own = config(size)
+        own.quantization_config = quantization
+        return own
+
+    return made
+
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+_INT4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": _INT4}}, "ignore": ["lm_head"]}
+_INT4 |= {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
 def _t5(size: Size) -> PreTrainedConfig:
     sizes = {"d_model": size.hidden, "d_kv": size.head_dim, "d_ff": size.inner, "vocab_size": size.vocabulary}
     sizes |= {"num_layers": size.layers, "num_heads": size.heads}
@@ -181,6 +202,19 @@ CASES = (
     ),
     Case(name="LoRA", config=_llama, settings=dict(lora_r=16)),
     Case(name="LoRA, checkpointing", config=_qwen3, settings=dict(lora_r=16, activation_checkpointing=True)),
+    *(
+        Case(
+            name=f"{name} that stays",
+            config=config,
+            settings=dict(lora_r=16, dequantize=False, activation_checkpointing=True) | settings,
+        )
+        for name, config, settings in (
+            ("FP8", _stored_as(_llama, quant_method="fp8", weight_block_size=[32, 32]), {}),
+            ("FP8 experts", _stored_as(_qwen3_moe, quant_method="fp8", weight_block_size=[8, 8]), {}),
+            ("MXFP4", _stored_as(_gpt_oss, quant_method="mxfp4"), dict(attn_implementation="eager")),
+            ("int4", _stored_as(_llama, **_INT4), {}),
+        )
+    ),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
     Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),
     Case(name="root only", config=_llama, settings=dict(wrapping="root")),

@@ -13,6 +13,8 @@ from hf_fsdp_tools import add_adapter, build_meta_model, make_wrap_plan, paralle
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
+from hf_fsdp_tools.modeling.packed import pack
+from hf_fsdp_tools.modeling.packed_forms import stored_forms
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
@@ -65,6 +67,9 @@ def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -
         part.use_cache = False  # as the Trainer does
     if setup.freeze_vision_tower:
         model.get_encoder(modality="image").requires_grad_(False)
+    if not setup.dequantize:
+        pack(model, stored_forms(model))
+        model.requires_grad_(False)
     model = _sharded(model, setup, device)
     allocate(model, device=torch.device("cpu") if setup.offload else device)
     _fill(model)
@@ -108,7 +113,7 @@ def _fill(model: nn.Module) -> None:
             if local.is_floating_point():
                 local.normal_(0.0, 0.02)
             else:
-                local.zero_()
+                local.fill_(60 if local.dtype == torch.uint8 else 0)  # of scales, a small number in most dtypes
 
 
 def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -201,6 +201,7 @@ def _recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
         names = [targets] if isinstance(targets, str) else list(targets)
         words += ["--use_peft", "--lora_r", str(setup.lora_r), "--lora_target_modules", *names]
     words += ["--load_in_4bit"] if setup.load_in_4bit else []
+    words += [] if setup.dequantize else ["--dequantize", "false"]
     words += ["--attn_implementation", setup.attn_implementation] if setup.attn_implementation != "sdpa" else []
     return [*words, *(["--torch_compile"] if setup.compile else [])]
 

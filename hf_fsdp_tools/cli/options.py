@@ -37,6 +37,13 @@ def amount(text: str) -> float:
     return number
 
 
+def truth(text: str) -> bool:
+    """Yes or no, as a type for argparse."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the model, its class, whether its code may run, and `--json`."""
     about = "reads this model: a hub name, a local folder, or the path of a config.json"
@@ -236,6 +243,7 @@ def add_training_options(add: Callable[..., Any]) -> None:
     add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")
     add("--freeze-vision-tower", action="store_const", const=True, help="does not train the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="holds the base of LoRA in 4 bits (QLoRA)")
+    add("--dequantize", type=truth, metavar="BOOL", help="false: keeps a quantised base of LoRA as it is stored")
     about = "makes logits in pieces (the recipes, TRL, Liger; default for causal models) or whole (transformers' loss)"
     add("--loss", choices=("chunked", "full"), help=about)
     kernels = ("sdpa", "eager", "flash_attention_2")

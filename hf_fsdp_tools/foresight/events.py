@@ -230,7 +230,7 @@ class Parameter(TensorSize):
     other_names: tuple[str, ...] = ()  # Its other names, where it is tied
     requires_grad: bool  # Whether it is trained
     is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
-    packed_values: int = 0  # Of a 4-bit weight: how many values its elements hold
+    packed_values: int | None = None  # Of a part of a quantised weight: how many values its elements hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,5 +249,5 @@ class Trace:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model, tied ones once, 4-bit ones as values."""
-        return sum(each.packed_values or each.numel for each in self.parameters)
+        """Parameters of the model, tied ones once, quantised ones as values."""
+        return sum(each.numel if each.packed_values is None else each.packed_values for each in self.parameters)

@@ -21,6 +21,8 @@ from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.packed import check_experts, pack, packed_parameters
+from hf_fsdp_tools.modeling.packed_forms import stored_forms
 from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
@@ -122,6 +124,13 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     own = name_or_model if isinstance(name_or_model, nn.Module) else None
     model = _built(name_or_model, setup, model_kwargs) if own is None else own
     is_divided = max(setup.tp_size, setup.ep_size) > 1
+    if not setup.dequantize and not packed_parameters(model):
+        if own is not None:
+            raise ConfigError(
+                "dequantize=False: this model has floats. Give the name of its checkpoint, or its config."
+            )
+        pack(model, stored_forms(model))
+        check_experts(model)
     if is_divided:
         model = model if own is None else _on_meta(model)
         mark_parts(base_of(model), setup)

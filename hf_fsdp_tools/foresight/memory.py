@@ -214,7 +214,8 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
     return MemoryEstimate(
         model_class=forecast.model_class,
-        num_params=max(forecast.plan.num_params, forecast.trace.num_params),  # whole, of which a rank may have a part
+        # of the plan where a rank has a part, of the trace where the plan counts bytes
+        num_params=max(forecast.plan.num_params * setup.dequantize, forecast.trace.num_params),
         setup=setup,
         peak_allocated=used.peak_allocated,
         peak_reserved=used.peak_reserved,

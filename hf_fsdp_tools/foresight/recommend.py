@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from textwrap import wrap
@@ -134,6 +134,7 @@ _TITLES = {
     "compile": "torch.compile",
     "reduce_dtype": "reduction in",
     "wrapping": "wrapping",
+    "dequantize": "dequantised base",
 }
 
 
@@ -178,9 +179,10 @@ def recommend_config(
     otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
     machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, or
     GPUs wait for each other, GPUs that share experts (`ep_size`), and those of a machine that share layers (`tp_size`);
-    for long rows, or where nothing fits, those that share rows (`cp_size`); and then CPU offload. LoRA or all
-    parameters, precision, optimizer and sequence length (unless it is None) are never searched. Faster settings that
-    change how numbers are rounded are named (`Recommendation.proposals`).
+    for long rows, or where nothing fits, those that share rows (`cp_size`); and then CPU offload; for LoRA on a
+    quantised checkpoint, whether the base stays as it is stored. LoRA or all parameters, precision, optimizer and
+    sequence length (unless it is None) are never searched. Faster settings that change how numbers are rounded are
+    named (`Recommendation.proposals`).
 
     Args:
         name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
@@ -217,12 +219,15 @@ def recommend_config(
 
     given = frozenset(fixed) & frozenset(SEARCHED)
     job = Job(_model_name(name_or_model), TrainingSetup.of(setup, **fixed), given, margin, priced)
+    staying = None if "dequantize" in given else _with_stored_base(job)
+    ways = [job] if staying is None else [job, staying]
     if longest is not None:  # of powers of two and the longest, where the leanest setting fits
         most = _most_per_row(job)
         lengths = [length for power in range(30) if SHORTEST <= (length := 1 << power) < longest] + [longest]
-        place = bisect(lengths[1:], False, key=lambda length: not job.fits(seq_len=length, cp_size=most))
-        job = replace(job, setup=replace(job.setup, seq_len=lengths[place]))
-    search, sharing = _over_degrees(job, global_batch_size)
+        places = (bisect(lengths[1:], False, key=lambda n: not way.fits(seq_len=n, cp_size=most)) for way in ways)
+        length = lengths[max(places)]
+        ways = [replace(way, setup=replace(way.setup, seq_len=length)) for way in ways]
+    job, search, sharing = _fastest_way(ways, global_batch_size)
     best: Point | None = None
     while (found := search.best()) not in (best, None):  # what is priced to be compared may turn out to be better
         best = found
@@ -243,6 +248,38 @@ def recommend_config(
         estimated=len(prices),
         possible=len(search.space),
     )
+
+
+def _with_stored_base(job: Job) -> Job | None:
+    """The job with a base that stays quantised; None where there is none, or it cannot stay."""
+    if job.setup.lora_r is None or job.setup.load_in_4bit or not job.setup.dequantize:
+        return None
+    try:
+        job.least_bytes(dequantize=False)
+        return replace(job, setup=replace(job.setup, dequantize=False))
+    except ConfigError:
+        return None
+
+
+def _fastest_way(ways: Sequence[Job], global_batch_size: int | None) -> tuple[Job, Search, dict[str, tuple[str, ...]]]:
+    """The job whose base, dequantised or stored, is faster, or alone fits without offload; where nothing fits the one
+    that takes less memory; with its search, and why it has its degrees and its base."""
+    found = [(way, *_over_degrees(way, global_batch_size)) for way in ways]
+    if len(found) == 1:
+        return found[0]
+    bests = [search.best() for _, search, _ in found]
+    rates = [0.0 if best is None else search.rate(best) for (_, search, _), best in zip(found, bests, strict=True)]
+    ranks = [0 if best is None else 1 if best.offload else 2 for best in bests]
+    at = int(ranks[1] > ranks[0] or (ranks[1] == ranks[0] and rates[1] > rates[0] * (1 + GAIN)))
+    if not any(ranks):
+        return found[min(range(2), key=lambda each: ways[each].least_bytes())]
+    other, line = 1 - at, "fits at no setting"
+    if ranks[other]:
+        change = rates[other] / rates[at] - 1
+        speed = f"{_percent(abs(change))} {'faster' if change > 0 else 'slower'}"
+        line = f"fits{' with offload' * (ranks[other] == 1)}, {'but ' * (change < -GAIN)}{speed}"
+    job, search, reasons = found[at]
+    return job, search, reasons | {"dequantize": (f"{_value_words(ways[other].setup.dequantize)}: {line}",)}
 
 
 def _sizes(job: Job, name: str, setup: TrainingSetup) -> list[int]:
@@ -500,13 +537,14 @@ def _nearest(job: Job) -> Iterator[str]:
     lengths = (setup.seq_len // 2**power for power in range(1, 20))
     if shorter := next((n for n in lengths if n >= SHORTEST and job.fits(seq_len=n)), None):
         yield f"sequences of {shorter:,} tokens"
-    if setup.lora_r is None:
-        for four_bits in (False, True):
-            if job.fits(lora_r=16, load_in_4bit=four_bits):
-                yield f"{'QLoRA' if four_bits else 'LoRA'} (r 16)"
-                break
-    elif not setup.load_in_4bit and job.fits(load_in_4bit=True):
-        yield "QLoRA"
+    adapted = replace(job, setup=replace(setup, lora_r=setup.lora_r or 16))
+    rank = " (r 16)" * (setup.lora_r is None)
+    if setup.lora_r is None and adapted.fits():
+        yield f"LoRA{rank}"
+    elif (staying := _with_stored_base(adapted)) is not None and staying.fits():
+        yield f"LoRA{rank} of a base that stays quantised"
+    elif setup.dequantize and not setup.load_in_4bit and adapted.fits(load_in_4bit=True):
+        yield f"QLoRA{rank}"
     needed = job.least_bytes() / (1 - job.margin)
     larger = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
     if larger:

@@ -55,7 +55,7 @@ class Point(NamedTuple):
 DEGREES = ("ep_size", "cp_size", "tp_size")
 """Degrees that are searched around all else, in the order in which they are tried."""
 
-SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:], *DEGREES)
+SEARCHED = ("batch_size", "gradient_accumulation_steps", *Point._fields[1:], *DEGREES, "dequantize")
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
 
 

@@ -85,6 +85,9 @@ class TrainingSetup:
     """The image encoder is not trained; what leads from it to the text is."""
     load_in_4bit: bool = False
     """NF4 base (QLoRA)."""
+    dequantize: bool = True
+    """False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, MXFP4, int4, …), as in
+    `from_pretrained`."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
     reshard_after_forward: bool = True
@@ -133,6 +136,17 @@ class TrainingSetup:
             raise ConfigError(f"lora_dropout is {self.lora_dropout:g}; give a share from 0 to below 1.")
         if self.load_in_4bit and self.lora_r is None:
             raise ConfigError("load_in_4bit freezes the base, so nothing would be trained; give lora_r, such as 16.")
+        if not self.dequantize:
+            if self.lora_r is None:
+                raise ConfigError("dequantize=False freezes the base, so nothing would be trained; give lora_r: 16.")
+            if self.load_in_4bit:
+                raise ConfigError(
+                    "load_in_4bit quantises a plain base, dequantize=False keeps a quantised one. Give one."
+                )
+            if max(self.tp_size, self.ep_size) > 1:
+                raise ConfigError(
+                    "tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out."
+                )
         self.dims.resolve(self.num_gpus)
         if max(self.cp_size, self.tp_size, self.ep_size) > 1 and self.wrapping == "none":
             raise ConfigError("cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
@@ -146,6 +160,7 @@ class TrainingSetup:
         targets = targets if isinstance(targets, str) else " ".join(targets)
         trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
         trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
+        trained += " of a base that stays quantised" * (not self.dequantize)
         trained += f" with dropout {self.lora_dropout:g}" * (self.lora_r is not None and self.lora_dropout > 0)
         is_reduced_late = self.gradient_accumulation_steps > 1 and not self.sync_each_batch
         return ", ".join(

@@ -6,7 +6,7 @@ it is multiplied, and again in the backward pass: what autograd keeps is the byt
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,14 +104,17 @@ class PackedForm:
         matrices = floats.view(-1, *self.shape[-2:])
         matrices = matrices.transpose(-2, -1) if self.is_transposed else matrices
         most = VALUES_AT_A_TIME if values.device.type == "cpu" else VALUES_AT_A_TIME_ON_ACCELERATORS
-        many = len(matrices) * rows if torch.compiler.is_compiling() else max(1, most // columns)
-        for i in range(0, len(matrices), max(1, many // rows)):
-            some = slice(i, i + max(1, many // rows))
-            for first in range(0, rows, many):
-                at = torch.arange(first, min(first + many, rows), device=values.device)
-                place = matrices[some, first : first + many]
-                place.copy_(self._floats_of_rows([each[some] for each in stored], at, first).view(place.shape))
+        for some, first, stop in self.chunks(len(matrices), floats.numel() if torch.compiler.is_compiling() else most):
+            at, place = torch.arange(first, stop, device=values.device), matrices[some, first:stop]
+            place.copy_(self._floats_of_rows([each[some] for each in stored], at, first).view(place.shape))
         return floats
+
+    def chunks(self, matrices: int, most: int) -> Iterable[tuple[slice, int, int]]:
+        """What is dequantised at a time of so many matrices: some of them, and of these the rows from one to another."""
+        many = max(1, most // self.columns)
+        step = max(1, many // self.rows)
+        starts = [(i, first) for i in range(0, matrices, step) for first in range(0, self.rows, many)]
+        return [(slice(i, i + step), first, min(first + many, self.rows)) for i, first in starts]
 
     def _floats_of_rows(self, stored: Sequence[torch.Tensor], at: torch.Tensor, first: int) -> torch.Tensor:
         """The same of some matrices, of each the rows `at`, which follow each other from the first on."""

@@ -22,6 +22,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_rank
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
+from hf_fsdp_tools.modeling.packed import listed_as_parameters
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
@@ -297,7 +298,7 @@ def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str], dropo
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules, lora_dropout=dropout)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    with errors_of_peft(config), warnings.catch_warnings():
+    with errors_of_peft(config), warnings.catch_warnings(), listed_as_parameters(model):
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
     return adapted

@@ -116,12 +116,34 @@ def test_every_option_reaches_the_setup(capsys, llama):
         "--lora-target-modules q_proj,v_proj": {"lora_target_modules": ["q_proj", "v_proj"]},
         "--activation-checkpointing": {"activation_checkpointing": True},
         "--no-reshard-after-forward --offload-params": {"reshard_after_forward": False, "offload": True},
+        "--dequantize true": {"dequantize": True},
         "--loss chunked --torch-compile": {"loss": "chunked", "compile": True},
         "--attn-implementation eager": {"attn_implementation": "eager"},
     }
     setup = json.loads(run(capsys, "estimate", llama, *" ".join(options).split(), "--json")[1])["memory"]["setup"]
     for words, fields in options.items():
         assert {name: setup[name] for name in fields} == fields, words
+
+
+def test_a_base_stays_quantised_where_it_is_asked_for_or_only_that_fits(capsys, llama, tmp_path):
+    code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--lora-r", "8", "--dequantize", "false")
+    assert code == 1 and "the configuration of LlamaForCausalLM has no quantization_config" in err
+    code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--dequantize", "false")
+    assert code == 1 and "dequantize=False freezes the base" in err
+    content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    words = ["--lora-r", "8", "--dequantize", "false"]
+    value = json.loads(run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--json")[1])["memory"]
+    assert not value["setup"]["dequantize"] and value["num_params"] == pytest.approx(2.0e9, rel=0.05)
+    _, out, _ = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words)
+    assert "LoRA (r 8) on all-linear of a base that stays quantised" in " ".join(out.split())
+    tight = ["--gpu", "rtx-4090", "--num-processes", "2", "--max-length", "512", "--lora-r", "8", "--margin", "0.68"]
+    fixed = "--no-offload-params --activation-checkpointing --reshard-after-forward --dp-replicate-size 1 --cp-size 1"
+    fixed = [*fixed.split(), "--tp-size", "1", "--per-device-train-batch-size", "1"]
+    value = json.loads(run(capsys, "config", tmp_path, *tight, *fixed, "--json")[1])
+    assert value["launch"].endswith(" --dequantize false")
+    assert value["recommendation"]["reasons"]["dequantize"] == ["yes: fits at no setting"]
 
 
 def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):

@@ -23,14 +23,21 @@ GPU = gpu_named("h100-80gb").memory_bytes
 class Toy:
     """Prices of a training: bytes and seconds by a formula that has what FSDP has."""
 
-    def __init__(self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False, most_experts=1):
+    def __init__(
+        self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False, most_experts=1, stored=None
+    ):
         self.params, self.activation, self.gather, self.latency = params, activation, gather, latency
         self.asked, self.shares_rows, self.most_experts = [], shares_rows, most_experts
+        self.stored = stored  # How much longer a step takes on weights that stay quantised
 
     def __call__(self, setup):
         self.asked.append(setup)
         trained = self.params / 400 if setup.lora_r else self.params
-        base = (0.5 if setup.load_in_4bit else 4) * (self.params - trained if setup.lora_r else 0)
+        if not setup.dequantize and self.stored is None:
+            raise ConfigError("holds no quantised weights")
+        base = (0.5 if setup.load_in_4bit or not setup.dequantize else 4) * (
+            self.params - trained if setup.lora_r else 0
+        )
         shards = (16 * trained + base) / setup.dp_shard_size
         shards = 0 if setup.offload else shards
         gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1) / setup.ep_size
@@ -39,6 +46,7 @@ class Toy:
         tokens = setup.batch_size * setup.seq_len // setup.cp_size
         kept = self.activation * tokens * (0.1 if setup.activation_checkpointing else 1)
         floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
+        floor *= 1 if setup.dequantize else self.stored
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
         links /= max(1, setup.ep_size / 8)  # within a machine all traffic between machines stays
         links += self.latency * (setup.dp_replicate_size > 1) + 1.5 * setup.offload
@@ -203,6 +211,25 @@ def test_experts_are_shared_where_gpus_wait_for_gathers_and_not_where_they_are_h
     assert choose(replace(setup, ep_size=8), slow, fixed=("ep_size",)).reasons["ep_size"] == ("as given",)
     quick = Toy(gather=1e-4, latency=0, most_experts=16)
     assert choose(setup, quick).setup.ep_size == 1 and all(one.ep_size == 1 for one in quick.asked)
+
+
+def test_a_base_stays_quantised_where_nothing_else_fits_or_it_is_faster():
+    lora = TrainingSetup(num_gpus=8, lora_r=16)
+    small = choose(lora, Toy(stored=1.5))
+    assert small.setup.dequantize and small.reasons["dequantize"] == ("no: fits, but 33 % slower",)
+    assert not choose(lora, Toy(stored=0.5)).setup.dequantize, "fewer bytes travel"
+    alone = choose(lora, Toy(2e11, stored=1.5), fixed=())
+    assert not alone.setup.dequantize and not alone.setup.offload
+    (line,) = alone.reasons["dequantize"]
+    assert line.startswith("yes: fits with offload, ") and "dequantised base" in str(alone)
+    with pytest.raises(ConfigError, match=r"What fits: .*LoRA of a base that stays quantised"):
+        choose(TrainingSetup(lora_r=16, wrapping="none"), Toy(3e10, stored=1.5), fixed=("dequantize",))
+    toy = Toy(stored=1.5)
+    assert "dequantize" not in choose(lora, toy, fixed=("dequantize",)).reasons
+    assert all(one.dequantize for one in toy.asked)
+    assert not choose(replace(lora, dequantize=False), toy).setup.dequantize
+    for setup, plain in ((TrainingSetup(num_gpus=8), Toy(stored=1.5)), (lora, Toy())):
+        assert "dequantize" not in choose(setup, plain).reasons
 
 
 def test_a_global_batch_or_a_margin_that_cannot_be():

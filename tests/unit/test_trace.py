@@ -268,6 +268,27 @@ def test_a_4bit_base_is_gathered_packed_and_unpacked_for_each_product():
     assert trace.num_params == traced("llama", lora_r=4).num_params, "values are counted, not the bytes that hold them"
 
 
+def test_a_base_that_stays_quantised_is_gathered_as_stored_and_dequantised_for_each_product():
+    """FP8: a byte is read and a float32 written, multiplied by its scale, and rounded, before each product."""
+    config = CONFIGS["llama"](2)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [12, 16]}
+    setup = TrainingSetup(seq_len=32, lora_r=4, dequantize=False)
+    trace, plain = trace_model(*build(config, setup), setup), traced("llama", lora_r=4)
+    stored = {each.fqn: each for each in trace.parameters}
+    of_up = "model.layers.0.mlp.up_proj.base_layer.weight"
+    assert stored[f"{of_up}_packed"].num_bytes == 48 * 68 and stored[f"{of_up}_packed"].dtype == torch.uint8
+    assert stored[f"{of_up}_scale"].shape == (6, 3 * 4) and not stored[f"{of_up}_scale"].requires_grad
+    assert trace.num_params == plain.num_params, "values are counted, not the bytes that hold them"
+    assert trace.model_flops == pytest.approx(plain.model_flops, rel=1e-3)
+    moved, before = (sum(w.num_bytes for w in each.events if isinstance(w, Work)) for each in (trace, plain))
+    values = 2 * (3 * 48 * 68 + 2 * 48 * 48 + 2 * 48 * 24)
+    in_both_passes = 2 * values * ((1 + 4) + (4 + 4) + (4 + 2))
+    assert moved - before == pytest.approx(in_both_passes, rel=0.2), "and scales, copied for the rows of small blocks"
+    whole = [each for each in allocs(trace, unit="model.layers.0") if each.num_bytes == 4 * 48 * 68]
+    assert len(whole) == 2 * 2 * 2, "of gate and up; the short last blocks of down are filled up"
+    assert {each.kind for each in whole} == {"temporaries"}
+
+
 def test_a_loss_in_chunks_never_holds_all_logits():
     full, chunked = (traced("llama", seq_len=64, loss=loss, device="cuda") for loss in ("full", "chunked"))
     assert max(each.num_bytes for each in allocs(full) if each.kind == "logits and loss") == 4 * 64 * 131
@@ -280,6 +301,24 @@ def test_a_loss_in_chunks_never_holds_all_logits():
 
 
 # ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "dequantize=False freezes the base, so nothing would be trained; give lora_r"),
+        ({"lora_r": 4, "load_in_4bit": True}, "load_in_4bit quantises a plain base"),
+        ({"lora_r": 4, "tp_size": 2, "num_gpus": 2}, "tp_size and ep_size divide no weights that stay quantised"),
+        ({"lora_r": 4}, "LlamaForCausalLM has no quantization_config"),
+    ],
+)
+def test_a_base_that_cannot_stay_quantised_is_one_error(fields, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        traced("llama", dequantize=False, **fields)
+    assert "\n" not in str(caught.value)
+    model = build_meta_model(CONFIGS["llama"](2))
+    with pytest.raises(ConfigError, match="this model has floats"):
+        build(model, TrainingSetup(lora_r=4, dequantize=False, seq_len=32))
 
 
 def test_what_fails_in_the_models_own_code_or_needs_values_is_one_line():

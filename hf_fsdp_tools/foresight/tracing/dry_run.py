@@ -4,6 +4,7 @@ FSDP2's places are imitated by its own means, so that memory lives as long as in
 forward passes of the plan's modules, hooks on the gradients of their outputs, and an autograd function on their inputs.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
@@ -144,6 +147,7 @@ def _dry_run(
                 stack.enter_context(flash_attention())
             if device == "cuda":
                 stack.enter_context(AsOnCuda())
+            stack.enter_context(recorder.chunks_once())
             stack.enter_context(recorder)
             stack.enter_context(_failures_named(twin, recorder, is_all=images is None))
             loss = twin(**batch)["loss"]  # the logits are dropped before the backward pass, as by a Trainer
@@ -159,6 +163,9 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    values: dict[str, int] = {}
+    for fqn, form in packed_parameters(model).items():
+        values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
     for parameter, (name, *other_names) in names.items():
         is_whole = name in plan.replicated
         is_kept = not parameter.is_floating_point()
@@ -169,6 +176,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
             is_whole=is_whole or setup.wrapping == "none",
+            packed_values=values.get(name),
         )
 
 

@@ -201,15 +201,20 @@ def run_on(func: Any, args: Any, kwargs: Any, *, on_cuda: bool) -> Any:
     return func(*args, **kwargs)
 
 
-def scratch(func: Any, args: Sequence[Any]) -> Sequence[int]:
-    """Bytes of each piece of memory that a CUDA kernel takes beside its results, and gives back when it ends.
+def scratch(func: Any, args: Sequence[Any], *, on_cuda: bool) -> Sequence[int]:
+    """Bytes of each piece of memory that a kernel takes beside its results, and gives back when it ends.
 
     As in `attention_backward.cu` and `flash_api.cpp`, checked against the log of PyTorch's allocator (2.14): of flash
     attention, a product per row and the gradient of queries in fp32, rows rounded to 128, and the gradients of keys and
     values for each head of the queries; of efficient attention, the product, and the gradients of 64 queries at a time
-    with a lock. As in `IndexKernel.cpp`: a running sum of the mask for each element, and the mask, where expanded.
+    with a lock. As in `IndexKernel.cpp`: a running sum of the mask for each element, and the mask, where expanded. On
+    any device, 64-bit copies of indices of 32 (`make_info` in `TensorAdvancedIndexing.cpp`).
     """
     name = func.overloadpacket.__name__
+    if name == "index":
+        return [8 * each.numel() for each in args[1] if each is not None and each.dtype == torch.int32]
+    if not on_cuda:
+        return ()
     if name == "masked_scatter":
         numel = args[0].numel()
         return [8 * numel, 0 if args[1].shape == args[0].shape and args[1].is_contiguous() else numel]

@@ -3,7 +3,8 @@
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
+from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
 
 @dataclass(eq=False)
@@ -46,6 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
+        self.times = 1  # How often what runs now is run
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
         self._on_cuda = on_cuda
@@ -113,6 +116,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._kept.append(gradient)
         parameter.grad = None
 
+    @contextmanager
+    def chunks_once(self) -> Iterator[None]:
+        """A block in which quantised weights, which are dequantised in equal chunks, run through the first one alone."""
+        own, on_cuda = PackedForm.chunks, self._on_cuda
+
+        def first(form: PackedForm, matrices: int, most: int) -> Iterator[tuple[slice, int, int]]:
+            found = list(own(form, matrices, VALUES_AT_A_TIME_ON_ACCELERATORS if on_cuda else most))
+            self.times = len(found)
+            yield found[0]
+            self.times = 1
+
+        PackedForm.chunks = first  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            PackedForm.chunks = own  # type: ignore[method-assign]
+
     def close(self) -> None:
         """Note nothing more: what is freed from now on outlives the micro-step."""
         self._blocks.clear()
@@ -131,9 +151,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
-        if self._on_cuda:
-            taken = [self._append(num_bytes, "temporaries") for num_bytes in scratch(func, args) if num_bytes]
-            self.events += [Free(number) for number in reversed(taken)]
+        sizes = scratch(func, args, on_cuda=self._on_cuda)
+        taken = [self._append(num_bytes, "temporaries") for num_bytes in sizes if num_bytes]
+        self.events += [Free(number) for number in reversed(taken)]
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
@@ -151,8 +171,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.events.append(
             Work(
                 operation=operation,
-                flops=flops,
-                num_bytes=float(sum(map(_touched, read)) + sum(map(_touched, made))),
+                flops=self.times * flops,
+                num_bytes=self.times * float(sum(map(_touched, read)) + sum(map(_touched, made))),
                 unit=self._passes[-1].unit,
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),

@@ -1,0 +1,154 @@
+"""What a quantization_config alone says of a checkpoint's weights is what its files hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_fsdp_tools import ConfigError, build_meta_model
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.quantized.keep import keep_stored
+from hf_fsdp_tools.modeling import packed_weight
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.packed import pack, packed_parameters
+from hf_fsdp_tools.modeling.packed_forms import stored_forms
+from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
+from tests._checkpoints import QUANTIZED, make_quantized
+
+KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
+
+
+def deepseek_v3() -> Any:
+    """Of sizes that the blocks of the configuration divide, as those of released models."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size": 131}
+    sizes |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, first_k_dense_replace=1))
+
+
+SAYS: dict[str, dict[str, Any]] = {
+    "fp8 and fp4 experts": {"weight_block_size": [8, 16], "expert_dtype": "fp4"},
+    "compressed per tensor": {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "scale_dtype": "torch.float32"},
+            }
+        }
+    },
+}
+"""What released configurations say, beside the small ones of the checkpoints."""
+
+
+def in_one_byte(form: PackedForm) -> PackedForm:
+    """A form in which exponents of a byte have one dtype and one name, of which files have two."""
+
+    def alike(part: PackedPart) -> PackedPart:
+        is_exponent = part.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        return replace(part, dtype=torch.uint8, name=part.name.replace(".scale", "_scale_inv")) if is_exponent else part
+
+    return replace(form, scales={name: alike(part) for name, part in form.scales.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
+    folder = make_quantized(kind, tmp_path, deepseek_v3 if kind in SAYS and "fp4" in kind else None)
+    real, foreseen = build_meta_model(folder), build_meta_model(folder)
+    keep_stored(real, CheckpointIndex.open(folder))
+    add_to_note(foreseen, stored_quantization={**QUANTIZED[kind][2], **SAYS.get(kind, {})})
+    pack(foreseen, stored_forms(foreseen))
+    found, expected = packed_parameters(foreseen), packed_parameters(real)
+    if "fp4" in kind:
+        found, expected = ({key: in_one_byte(form) for key, form in each.items()} for each in (found, expected))
+    assert found == expected and list(found) == list(expected)
+    looks = ([(name, p.shape, p.dtype) for name, p in model.named_parameters()] for model in (foreseen, real))
+    assert next(looks) == next(looks)
+
+
+@pytest.mark.parametrize("kind", ["fp8 experts", "compressed int4 experts", "mxfp4"])
+def test_a_stack_that_is_dequantised_in_parts_is_the_same(kind, monkeypatch):
+    """A rule's copies are of few matrices then, and the floats lie as those of a plain parameter."""
+    config = QUANTIZED[kind][0]().config
+    config.quantization_config = QUANTIZED[kind][2]
+    for form, shapes in stored_forms(build_meta_model(config, dtype=torch.float32)).values():
+        if len(form.shape) == 3:
+            values, *scales = (torch.randint(60, 100, shape, dtype=torch.uint8) for shape in shapes.values())
+            whole = form.floats(values, scales, torch.bfloat16)
+            for few in (1, 2, 3):
+                monkeypatch.setattr(packed_weight, "_AT_ONCE", few * whole[0].numel() + 1)
+                parts = form.floats(values, scales, torch.bfloat16)
+                assert torch.equal(parts, whole) and parts.is_contiguous()
+            monkeypatch.undo()
+
+
+def llama(**quantization: Any) -> Any:
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
+    )
+    config.quantization_config = quantization
+    return build_meta_model(config)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+
+
+def of_group(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}}
+    group["weights"] |= weights
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group}}
+
+
+def test_layers_that_a_config_leaves_plain_are_plain():
+    def packed(**quantization: Any) -> set[str]:
+        return {fqn.removeprefix("model.layers.") for fqn in stored_forms(llama(**quantization))}
+
+    every = packed(**FP8)
+    assert len(every) == 14 and not any("lm_head" in fqn for fqn in every)
+    left_out = ["lm_head", "model.layers.1", "model.layers.0.mlp.gate", "model.layers.*.self_attn"]
+    kept = packed(**FP8, modules_to_not_convert=left_out)
+    assert kept == {n for n in every if n.startswith("0.mlp")}, "with gate_proj, which no name of a router is"
+    ignored = ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]
+    assert packed(**of_group(), ignore=ignored) == {n for n in every if "mlp" in n} - {"0.mlp.up_proj.weight"}
+    patterns = of_group()
+    patterns["config_groups"]["a"]["targets"] = [r"re:.*\.down_proj$"]
+    assert packed(**patterns) == {n for n in every if "down_proj" in n}
+
+
+@pytest.mark.parametrize("size", [[32, 16], "32x16"])
+def test_blocks_of_compressed_tensors(size):
+    config = of_group(num_bits=8, type="float", strategy="block", block_structure=size) | {"format": "float-quantized"}
+    form, shapes = stored_forms(llama(**config))["model.layers.0.mlp.up_proj.weight"]
+    assert form.rule == "scaled" and form.scales["scale"].block == (32, 16)
+    assert [*shapes.values()] == [(96, 64), (3, 4 * 2)], "bytes of values, and of scales of 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        ({}, "has no quantization_config"),
+        ({"quant_method": "gptq", "bits": 4}, "weights of gptq cannot stay quantised"),
+        ({"quant_method": "awq", "version": "gemv"}, "another version than gemm cannot stay"),
+        ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot stay"),
+        (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
+        (of_group(num_bits=3), "3 bits of compressed-tensors (pack-quantized, group"),
+        (of_group(actorder="group"), "actorder group) cannot stay quantised"),
+    ],
+)
+def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):
+    with pytest.raises(ConfigError) as caught:
+        stored_forms(llama(**quantization))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_blocks_through_which_a_conversion_cuts_are_refused():
+    """Gate and up are joined along rows, of which blocks of one would reach into the other."""
+    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=131, num_local_experts=2)
+    config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
+    assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
+    config.intermediate_size = 97
+    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
+        stored_forms(build_meta_model(config))
