@@ -15,6 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import stored_quantization
+from hf_fsdp_tools.modeling.float_rules import RULES
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
 from hf_fsdp_tools.text import first_line, listed
 
@@ -39,6 +40,8 @@ class _Format:
     dtype: torch.dtype
     packed: int = 1
     """Values in one stored element."""
+    is_packed_down: bool = False
+    """Whether these are of rows that follow each other."""
     name: str = ""
     scales: Mapping[str, _Scales]
     is_even: bool = False
@@ -75,6 +78,8 @@ def stored_forms(model: nn.Module) -> Forms:
         raise _refused(f"weights of {method}")
     try:
         found, floating = _found(model, _METHODS[method](model, config))
+    except ConfigError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
         raise ConfigError(
             f"dequantize=False: the quantization_config of {method} cannot be read ({type(error).__name__}: "
@@ -92,7 +97,7 @@ def _found(model: nn.Module, choose: _Choice) -> tuple[Forms, list[str]]:
     for fqn, module, plain in _matrices(model):
         if (stored := choose(fqn.rpartition(".")[0], module)) is None:
             continue
-        is_turned = getattr(module, "is_transposed", stored.is_transposed) != stored.is_transposed and plain.dim() == 3
+        is_turned = plain.dim() == 3 and getattr(module, "is_transposed", False) and not stored.is_transposed
         if is_turned or (made := _form(stored, fqn, plain)) is None:
             floating.append(fqn)
         else:
@@ -121,25 +126,33 @@ def _form(stored: _Format, fqn: str, plain: torch.Tensor) -> tuple[PackedForm, d
     if stored.is_transposed:
         rows, columns = columns, rows
     is_joined = bool(outer) and fqn.endswith(".gate_up_proj") and stored.ndim == 2
-    of_one = rows // 2 if is_joined else rows  # rows of each matrix that the checkpoint stores
+    of_one, across = rows, columns  # of each matrix that the checkpoint stores
+    if is_joined:
+        of_one, across = (rows, columns // 2) if stored.is_transposed else (rows // 2, columns)
     scales = {}
     for name, each in stored.scales.items():
-        high, wide = _block(each.block, of_one, columns, stored)
-        if of_one % high and of_one != rows:
+        high, wide = _block(each.block, of_one, across, stored)
+        if (of_one % high and of_one != rows) or (across % wide and across != columns):
             return None
         scales[name] = PackedPart(name=each.name, dtype=each.dtype, ndim=each.ndim, block=(high, wide), bits=each.bits)
-    width = columns // stored.packed
+    down = stored.packed if stored.is_packed_down else 1
+    width = columns * down // stored.packed
+    of_values = (down, 1) if down > 1 else (1, stored.bytes_of_block or width * across // columns)
     form = PackedForm(
         shape=tuple(plain.shape),
         dtype=plain.dtype,
         rule=stored.of_experts if outer and stored.of_experts else stored.rule,
         is_transposed=stored.is_transposed,
         values=PackedPart(
-            name=stored.name, dtype=stored.dtype, ndim=stored.ndim, block=(1, stored.bytes_of_block or width)
+            name=stored.name,
+            dtype=stored.dtype,
+            ndim=stored.ndim,
+            block=of_values,
+            bits=32 // down if down > 1 else 0,
         ),
         scales=scales,
     )
-    shapes = [(*outer, rows, width * stored.dtype.itemsize)]
+    shapes = [(*outer, -(-rows // down), width * stored.dtype.itemsize)]
     for part in scales.values():
         high, wide = part.block
         shapes.append((*outer, -(-rows // high), -(-columns // wide) * part.dtype.itemsize))
@@ -206,25 +219,31 @@ def _mxfp4(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
     return choose
 
 
-def _awq(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
-    """Integers of AutoAWQ: [in, out] with scales and zero points for groups along `in`, packed along `out`."""
-    if config.get("bits", 4) != 4 or str(config.get("version", "gemm")).lower() != "gemm":
-        raise _refused("AWQ of other bits or another version than gemm")
-    left_out = _left_out(model, config, usual=True)
+def _in_words(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
+    """Integers of AutoAWQ and GPTQModel: [in, out] with scales and zero points for groups along `in`; packed along
+    `out`, of GPTQ the values along `in`."""
+    is_awq, bits = config["quant_method"] == "awq", int(config.get("bits") or 4)
+    kind = str(config.get("checkpoint_format") or config.get("version") or ("gemm" if is_awq else "gptq")).lower()
+    rules = {"gemm": "awq int{}", "gptq": "gptq int{}", "gptq_v2": "packed int{}"}
+    rule = rules.get(kind, "").format(bits)
     size = int(config.get("group_size") or 128)
+    if rule not in RULES or is_awq != (kind == "gemm") or (config.get("desc_act") and size > 0):
+        ordered = ", ordered by activation" * bool(config.get("desc_act"))
+        raise _refused(f"{bits} bits of {config['quant_method']} ({kind}{ordered})")
+    left_out = _left_out(model, config, usual=True)
 
     def choose(fqn: str, module: nn.Module) -> _Format | None:
         if _is_named(fqn, left_out):
             return None
-        high = int(getattr(module, "in_features", 0)) if size < 0 else size
         return _Format(
-            rule="awq int4",
+            rule=rule,
             dtype=torch.int32,
-            packed=8,
+            packed=32 // bits,
+            is_packed_down=not is_awq,
             name=".qweight",
             scales={
-                "scale": _Scales(name=".scales", dtype=torch.float16, block=(high, 1)),
-                "zero point": _Scales(name=".qzeros", dtype=torch.int32, block=(high, 8)),
+                "scale": _Scales(name=".scales", dtype=torch.float16, block=(max(0, size), 1)),
+                "zero point": _Scales(name=".qzeros", dtype=torch.int32, block=(max(0, size), 32 // bits)),
             },
             is_transposed=True,
         )
@@ -296,9 +315,10 @@ def _matches(name: str, kinds: Collection[str], targets: Collection[str]) -> boo
 
 
 _METHODS: Mapping[str, Callable[[nn.Module, Mapping[str, Any]], _Choice]] = {
-    "awq": _awq,
+    "awq": _in_words,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "gptq": _in_words,
     "mxfp4": _mxfp4,
     "mxfp8": _fp8,
 }

@@ -110,7 +110,7 @@ class PackedForm:
         return floats
 
     def chunks(self, matrices: int, most: int) -> Iterable[tuple[slice, int, int]]:
-        """What is dequantised at a time of so many matrices: some of them, and of these the rows from one to another."""
+        """What is dequantised at a time of so many matrices: some of them, of which rows, from one to another."""
         many = max(1, most // self.columns)
         step = max(1, many // self.rows)
         starts = [(i, first) for i in range(0, matrices, step) for first in range(0, self.rows, many)]

@@ -10,14 +10,13 @@ import transformers as hf
 from hf_fsdp_tools import ConfigError, build_meta_model
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.quantized.keep import keep_stored
-from hf_fsdp_tools.modeling import packed_weight
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
 from tests._checkpoints import QUANTIZED, make_quantized
 
-KINDS = [kind for kind in QUANTIZED if "gptq" not in kind and kind != "awq experts"]
+KINDS = list(QUANTIZED)
 
 
 def deepseek_v3() -> Any:
@@ -68,22 +67,6 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     assert next(looks) == next(looks)
 
 
-@pytest.mark.parametrize("kind", ["fp8 experts", "compressed int4 experts", "mxfp4"])
-def test_a_stack_that_is_dequantised_in_parts_is_the_same(kind, monkeypatch):
-    """A rule's copies are of few matrices then, and the floats lie as those of a plain parameter."""
-    config = QUANTIZED[kind][0]().config
-    config.quantization_config = QUANTIZED[kind][2]
-    for form, shapes in stored_forms(build_meta_model(config, dtype=torch.float32)).values():
-        if len(form.shape) == 3:
-            values, *scales = (torch.randint(60, 100, shape, dtype=torch.uint8) for shape in shapes.values())
-            whole = form.floats(values, scales, torch.bfloat16)
-            for few in (1, 2, 3):
-                monkeypatch.setattr(packed_weight, "_AT_ONCE", few * whole[0].numel() + 1)
-                parts = form.floats(values, scales, torch.bfloat16)
-                assert torch.equal(parts, whole) and parts.is_contiguous()
-            monkeypatch.undo()
-
-
 def llama(**quantization: Any) -> Any:
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
@@ -129,8 +112,10 @@ def test_blocks_of_compressed_tensors(size):
     ("quantization", "said"),
     [
         ({}, "has no quantization_config"),
-        ({"quant_method": "gptq", "bits": 4}, "weights of gptq cannot stay quantised"),
-        ({"quant_method": "awq", "version": "gemv"}, "another version than gemm cannot stay"),
+        ({"quant_method": "quip", "bits": 4}, "weights of quip cannot stay quantised"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits of gptq (gptq) cannot stay quantised"),
+        ({"quant_method": "gptq", "desc_act": True}, "4 bits of gptq (gptq, ordered by activation) cannot stay"),
+        ({"quant_method": "awq", "version": "gemv"}, "4 bits of awq (gemv) cannot stay quantised"),
         ({"quant_method": "mxfp4"}, "no weight of LlamaForCausalLM (mxfp4) cannot stay"),
         (FP8 | {"weight_block_size": "8 x 16"}, "the quantization_config of fp8 cannot be read (ValueError"),
         (of_group(num_bits=3), "3 bits of compressed-tensors (pack-quantized, group"),

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     @contextmanager
     def chunks_once(self) -> Iterator[None]:
-        """A block in which quantised weights, which are dequantised in equal chunks, run through the first one alone."""
+        """A block in which the first of the chunks in which a weight is dequantised stands for all of them."""
         own, on_cuda = PackedForm.chunks, self._on_cuda
 
         def first(form: PackedForm, matrices: int, most: int) -> Iterator[tuple[slice, int, int]]:
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             yield found[0]
             self.times = 1
 
-        PackedForm.chunks = first  # type: ignore[method-assign]
+        PackedForm.chunks = first  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:

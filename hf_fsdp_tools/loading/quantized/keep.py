@@ -200,14 +200,18 @@ def _fits(form: PackedForm, parts: Sequence[PieceTensor], members: Sequence[Quan
     if any(part.pieces is None or part.shape != shape for part, shape in zip(parts, shapes, strict=True)):
         return False
     blocks_of = {part.block for part in form.scales.values()}
-    return all(_moves_blocks(parts[0], high, wide, members) for high, wide in blocks_of)
+    down = form.values.block[0]
+    return all(_moves_blocks(parts[0], -(-high // down), wide, members) for high, wide in blocks_of)
 
 
 def _moves_blocks(values: PieceTensor, high: int, wide: int, members: Sequence[QuantizedTensor]) -> bool:
-    """Whether a conversion has left the values of each block of a stored tensor together, in their order."""
+    """Whether a conversion has left the values of each block of a stored tensor together, in their order.
+
+    Rows, and the height of blocks, are those of the stored matrix, of GPTQ the words that pack values down.
+    """
     for piece in values.pieces or ():
         each = next(each for each in members if each.values.key == piece.source)
-        rows, width = each.shape[-1 if each.is_transposed else -2], _width(each)
+        *_, rows, width = _as_bytes(each, "packed").shape
         across = max(1, wide * width // each.columns)
         row, column = divmod(piece.view.offset % (rows * width), width)
         places, (count, _) = (row, piece.box.start[-2]), piece.box.length[-2:]
