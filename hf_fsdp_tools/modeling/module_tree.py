@@ -238,13 +238,13 @@ def has_forward(module: nn.Module) -> bool:
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def reads_table(module: nn.Module, child: nn.Module, name: str) -> bool:
-    """Whether a module's code reads the weight of an embedding below it without calling the embedding.
+def reads_weight(module: nn.Module, child: nn.Module, name: str) -> bool:
+    """Whether a module's code reads the weight of an embedding or convolution below it without calling that.
 
-    Position embeddings of encoders are read like this. Judged by the source of the module's class; where there is no
-    source, the answer is False.
+    Position embeddings of encoders are read like this, and convolutions of linear attention. Judged by the source of
+    the module's class; where there is no source, the answer is False.
     """
-    if not isinstance(child, nn.Embedding):
+    if not isinstance(child, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
     read = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
     code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash

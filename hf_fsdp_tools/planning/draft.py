@@ -24,7 +24,7 @@ from hf_fsdp_tools.modeling.module_tree import (
     Weight,
     has_forward,
     reads_given_table,
-    reads_table,
+    reads_weight,
 )
 from hf_fsdp_tools.planning.blocks import ModelBlocks, describe_blocks
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
@@ -266,7 +266,7 @@ class PlanDraft:
             for child in node.children:
                 # A tied table is in the unit of the head, which stays gathered from its first call on.
                 is_tied = any(len(weight.owners) > 1 for weight in child.own)
-                if not is_tied and reads_table(node.module, child.module, child.name):
+                if not is_tied and reads_weight(node.module, child.module, child.name):
                     yield child
         for block in chain.from_iterable(self.stacks):
             for experts in lists_of_experts(block):

@@ -191,6 +191,24 @@ def test_two_dtypes_on_one_module_leave_the_rarer_whole(census: ModuleType, fake
     assert faults(census, model) == []
 
 
+class ReadsConvolution(nn.Module):
+    """Hands the weight of its convolution to a kernel, as linear attention does, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(32, 32, 4, groups=32, padding=3, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + nn.functional.conv1d(hidden.float(), self.conv1d.weight, padding=3, groups=32)[..., :-3]
+
+
+def test_a_convolution_of_another_dtype_that_is_read_without_a_call_is_no_unit() -> None:
+    model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.mixer = ReadsConvolution()
+    assert unit_names(model)[1:3] == [("layers.0.attn", "layers.0.mlp", "layers.0.norm"), ("layers.0",)]
+
+
 # ---- shapes that no registry knows -----------------------------------------------------------------------------------
 
 
