@@ -28,7 +28,7 @@ from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.context_parallel import experts_without_values, tokens_without_values
+from hf_fsdp_tools.sharding.context_parallel import check_rows, experts_without_values, tokens_without_values
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 try:
@@ -104,6 +104,8 @@ def parallelize_model(
             "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest.",
             stacklevel=frames_of_package(),
         )
+    if axes.dims.cp_size > 1:  # while it can still be tried without other ranks
+        check_rows(model, axes.dims.cp_size)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole = _tried(model, layers)
     with _ties_kept(model):

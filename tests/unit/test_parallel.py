@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_fsdp_tools import ConfigError, ParallelDims, build_meta_model
+from hf_fsdp_tools import ConfigError, ParallelDims, build_meta_model, parallelize_model
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.sharding.parallel import checked_rules
@@ -46,6 +49,21 @@ def test_what_cannot_be_divided_is_refused_with_values_and_cure(kind, changes, s
         checked_rules(model, *sizes, **given)
     assert "\n" not in str(error.value)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_rows_are_tried_before_experts_are_divided():
+    """Divided experts exchange tokens, for which a model on meta has no ranks."""
+    model = build_meta_model(tiny_config("qwen3_moe", 2))
+    mlp = model.model.layers[0].mlp
+    whole, of_tried_rows = mlp.forward, torch.zeros(1, 8, 1, device="meta")
+    mlp.forward = lambda hidden: whole(hidden) + of_tried_rows
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
+        with pytest.raises(ConfigError, match=r"cp_size 2: it does not run on a part of a row .* Leave cp_size out"):
+            parallelize_model(model, mesh)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_adapters_come_after_layers_are_divided():
