@@ -41,6 +41,7 @@ from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.routing import Choices, choices
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.replicated import clip_norm
+from hf_fsdp_tools.sharding.shard import sharding_of
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -313,13 +314,16 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
-        names = names_of(model)
-        with choices(model, names, plain.chosen_in_evaluation[kind][group] if precision == "bf16" else {}):
+        names, sharding = names_of(model), sharding_of(model)
+        rows = sharding.axes.rows if sharding else None
+        place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
+        part = (*place, silent["input_ids"].shape[1]) if "input_ids" in silent else (0, 1, 0)
+        with choices(model, names, plain.chosen_in_evaluation[kind][group] if precision == "bf16" else {}, part):
             outputs = evaluate(model, silent)
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
         seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
-        with choices(model, names, plain.chosen[kind][group] if precision == "bf16" else {}):
+        with choices(model, names, plain.chosen[kind][group] if precision == "bf16" else {}, part):
             with noted_modules(model) as modules:
                 output = forward(model.train(case.is_training), case.batches_of(kind, "fp32")[group])
                 loss = loss_of(output)

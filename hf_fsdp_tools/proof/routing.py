@@ -21,9 +21,9 @@ Choices = dict[tuple[str, int], torch.Tensor]
 class _Choosing(TorchFunctionMode):
     """Notes what `torch.topk` gives in modules that are called once, or gives what was noted."""
 
-    def __init__(self, given: Mapping[tuple[str, int], torch.Tensor] | None) -> None:
+    def __init__(self, given: Mapping[tuple[str, int], torch.Tensor] | None, part: tuple[int, int, int]) -> None:
         super().__init__()
-        self.given, self.noted = given, Choices()
+        self.given, self.part, self.noted = given, part, Choices()
         self._running: list[list[Any]] = []  # name and number of calls of topk, of modules inside each other
         self._again: set[str] = set()
 
@@ -54,10 +54,23 @@ class _Choosing(TorchFunctionMode):
                 self.noted[name, number] = result[1].clone()
             return result
         indices = self.given.get((name, number))
+        if indices is not None and indices.shape != result[1].shape:
+            indices = self._of_part(indices)
         if indices is None or indices.shape != result[1].shape:
             return result
         dim = (kwargs or {}).get("dim", args[2] if len(args) > 2 else -1)
         return torch.return_types.topk((args[0].gather(dim, indices), indices))
+
+    def _of_part(self, indices: torch.Tensor) -> torch.Tensor:
+        """Of indices for all tokens of whole rows, those for this rank's part, with padding at the end."""
+        rank, size, length = self.part
+        if size == 1 or indices.dim() < 2 or indices.shape[:-1].numel() % length:
+            return indices
+        rows = indices.reshape(-1, length, indices.shape[-1])
+        many = -(-length // size)
+        at = torch.arange(rank * many, (rank + 1) * many).clamp(max=length - 1)
+        own = rows[:, at]
+        return own.flatten(0, 1) if indices.dim() == 2 else own
 
     def once(self) -> Choices:
         """What was noted of modules that were called once."""
@@ -66,14 +79,18 @@ class _Choosing(TorchFunctionMode):
 
 @contextmanager
 def choices(
-    model: nn.Module, names: Mapping[str, str], given: Mapping[tuple[str, int], torch.Tensor] | None = None
+    model: nn.Module,
+    names: Mapping[str, str],
+    given: Mapping[tuple[str, int], torch.Tensor] | None = None,
+    part: tuple[int, int, int] = (0, 1, 0),
 ) -> Iterator[_Choosing]:
     """A block in which a model's choices of experts are noted (`once`), or, of its modules, given.
 
     Args:
         names: the plain names of the model's modules, by their own.
+        part: which of how many parts of rows this rank has, and how many tokens a whole row has.
     """
-    mode = _Choosing(given)
+    mode = _Choosing(given, part)
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name in names:
