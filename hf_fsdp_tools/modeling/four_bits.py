@@ -86,7 +86,7 @@ def layers_of(model: PreTrainedModel, quantizer: Any) -> dict[str, Any]:
 def pack_4bit(model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
     """Let linear layers of a model on meta have 4-bit weights, as `layers` from `layers_of` have them, in place."""
     forms = {f"{fqn}.weight": _form(f"{fqn}.weight", model.get_submodule(fqn), layer) for fqn, layer in layers.items()}
-    pack(model, {fqn: (form, _shapes(fqn, form)) for fqn, form in forms.items()})
+    pack(model, {fqn: (form, _sizes_of_parts(fqn, form)) for fqn, form in forms.items()})
     for fqn in layers:
         model.get_submodule(fqn).requires_grad_(False)
 
@@ -123,7 +123,7 @@ def _form(fqn: str, module: nn.Module, layer: Any) -> PackedForm:
     )
 
 
-def _shapes(fqn: str, form: PackedForm) -> dict[str, tuple[int, ...]]:
+def _sizes_of_parts(fqn: str, form: PackedForm) -> dict[str, tuple[int, ...]]:
     """Shapes of the bytes of a weight's parts."""
     rows = form.rows * form.columns // form.flat_block
     shapes: dict[str, tuple[int, ...]] = {part_name(fqn, "packed"): (rows, form.flat_block // 2)}
@@ -143,10 +143,12 @@ def beside_4bit(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Each is whole on every rank: tables, and the text that says how the weight is packed.
     """
+    found: dict[str, torch.Tensor] = {}
+    if not (forms := weights_4bit(model)):
+        return found
     from bitsandbytes.functional import QuantState, get_4bit_type
 
-    found: dict[str, torch.Tensor] = {}
-    for fqn, form in weights_4bit(model).items():
+    for fqn, form in forms.items():
         empty, nested, whole = torch.empty(0), None, {}
         for name, part in form.scales.items():
             if part.is_whole:

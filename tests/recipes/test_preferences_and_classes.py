@@ -180,7 +180,7 @@ def test_an_adapter_is_saved_with_the_head_and_all_that_no_file_holds(runs):
 
 @pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
 def test_an_adapter_on_4_bits_learns(runs):
-    assert "4-bit in float32" in runs.of("qlora")
+    assert "nf4 in uint8" in runs.of("qlora")
     before, after = runs.log("qlora", "eval_loss")
     assert after < before
     assert set(runs.weights("qlora")) == set(runs.weights("lora")), "the adapter alone, and the head that it trains"

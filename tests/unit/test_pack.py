@@ -83,10 +83,11 @@ def test_without_bitsandbytes_the_message_has_the_pip_line(monkeypatch):
         build_meta_model(hf.LlamaConfig(**TINY), quantization_config=four_bits())
 
 
-def test_without_being_asked_nothing_imports_bitsandbytes():
+def test_without_being_asked_nothing_imports_bitsandbytes(tmp_path):
     code = (
-        "import sys; from transformers import LlamaConfig; from hf_fsdp_tools import build_meta_model, load_weights; "
-        f"build_meta_model(LlamaConfig(**{TINY})); assert 'bitsandbytes' not in sys.modules"
+        "import sys; from transformers import LlamaConfig; from hf_fsdp_tools import from_config, save_pretrained; "
+        f"model = from_config(LlamaConfig(**{TINY}), seed=0); save_pretrained(model, {str(tmp_path / 'saved')!r}); "
+        "assert 'bitsandbytes' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
