@@ -123,7 +123,12 @@ def _held(folder: Path) -> None:
 
 def _packed(folder: Path) -> None:
     given = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
-    given["llm_int8_skip_modules"] = ["mlp", "lm_head"]  # whose values are no whole blocks
+    given["llm_int8_skip_modules"] = [
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    ]  # whose values are no whole blocks
     options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **given), "dtype": torch.bfloat16}
     model = from_pretrained(folder, **options)
     plain = AutoModelForCausalLM.from_pretrained(folder, device_map={"": local_device()}, **options)

@@ -256,7 +256,9 @@ def test_what_cannot_be_merged(folders: dict[str, Path], adapter: Path, tmp_path
         export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter)
     packed = shutil.copytree(folders["llama"], tmp_path / "packed")
     written = json.loads((packed / "config.json").read_text())
-    kept = {"llm_int8_skip_modules": ["mlp", "lm_head"]}  # whose values are no whole blocks
+    kept = {
+        "llm_int8_skip_modules": ["gate_proj", "up_proj", "down_proj", "lm_head"]
+    }  # whose values are no whole blocks
     written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True} | kept
     (packed / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
