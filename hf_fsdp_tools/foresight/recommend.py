@@ -475,7 +475,8 @@ def _rejected(search: Search, best: Point, field: str, value: Any, job: Job) -> 
 def _proposals(job: Job, search: Search, best: Point) -> Iterator[str]:
     """Yield settings that are faster than the best of a search and fit, which a person has to ask for."""
     setup, cost = search.space.setup(best), search.cost(best)
-    changes_to_try: list[dict[str, Any]] = [] if setup.compile else [{"compile": True}]
+    # What a compiler makes of the rules that dequantise weights is not known.
+    changes_to_try: list[dict[str, Any]] = [] if setup.compile or not setup.dequantize else [{"compile": True}]
     is_exposed = 1 - cost.floor_seconds / cost.step_seconds > 2 * GAIN
     if is_exposed and setup.precision == "bf16" and setup.reduce_dtype == "fp32":
         changes_to_try.append({"reduce_dtype": "bf16"})

@@ -143,7 +143,7 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     """What changes how numbers are rounded, or what a step learns from, is proposed and never chosen."""
 
     def toy(setup):
-        cost = Toy(1e9, gather=30.0)(setup)
+        cost = Toy(1e9, gather=30.0, stored=1.0)(setup)
         links = cost.step_seconds - cost.floor_seconds
         halved = links / 2 if setup.reduce_dtype == "bf16" else links
         return replace(cost, step_seconds=cost.floor_seconds * (0.8 if setup.compile else 1) + halved, loss="chunked")
@@ -157,6 +157,9 @@ def test_faster_settings_that_nobody_asked_for_are_named():
         assert line in str(best)
     assert best.setup.loss == "chunked" and best.whole_logits_bytes > 0 and "with whole logits" in str(best)
     assert not choose(replace(setup, compile=True, reduce_dtype="bf16"), toy, global_batch_size=16).proposals
+    for dequantize in (True, False):
+        found = choose(replace(setup, lora_r=16, dequantize=dequantize), toy, fixed=("dequantize",))
+        assert ("torch.compile" in str(found.proposals)) == dequantize, "of the rules of formats nothing is known"
 
 
 def test_the_longest_sequence_that_fits():
