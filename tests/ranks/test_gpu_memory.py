@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import (
     ParallelDims,
@@ -32,8 +32,8 @@ from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.sharding.allocate import allocate
-from tests._checkpoints import assert_same_model, full
-from tests._dist import run_ranks
+from tests._checkpoints import assert_same_model, full, make_quantized
+from tests._dist import num_gpus, run_ranks
 from tests.ranks.test_one_gpu import IDS, _batch, _close, _expected, _is_gpu, _steps, on_each
 
 
@@ -194,3 +194,41 @@ def _cut_on_the_host() -> None:
 @on_each
 def test_whole_tensors_are_cut_on_the_host(device: Any, ranks: int) -> None:
     run_ranks(_cut_on_the_host, ranks, device=device)
+
+
+def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:
+    """Bytes of the GPU's memory that a step takes above what it begins with, at most and in the end."""
+    from peft import LoraConfig
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 512, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": layers}
+    if dist.get_rank() == 0:
+        make_quantized(kind, folder, lambda: LlamaForCausalLM(LlamaConfig(**sizes, **heads)))
+    dist.barrier()
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"activation_checkpointing": True, "dtype": torch.bfloat16, "load_kwargs": {"seed": 0}}
+    model = from_pretrained(folder, dequantize=False, peft_config=adapter, **options).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.arange(3, 67).view(1, 64).to(local_device())
+    for _ in range(2):  # the first one makes what stays
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+def _depths(folder: Path) -> None:
+    for kind in ("fp8 of 128 x 128", "compressed int4", "awq"):
+        (few, left), (many, left_too) = (_layers(kind, folder / f"{kind} {n}", n) for n in (2, 6))
+        assert left == left_too == 0, kind
+        assert many - few < 2 * 768 * 256, f"{kind}: four layers more take less than one of their dequantised weights"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA device")
+def test_a_step_on_a_base_that_stays_quantised_takes_no_memory_that_grows_with_depth(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    run_ranks(_depths, min(2, num_gpus()), tmp_path, device="cuda")
