@@ -169,6 +169,8 @@ class PackedWeight(torch.Tensor):
     added: tuple[Factors, ...]
     is_flipped: bool
     """Whether the last two dimensions are exchanged."""
+    _is_hf_initialized = True
+    """For transformers, which draws no values for it beside those of a module that lacks others."""
 
     @staticmethod
     def __new__(

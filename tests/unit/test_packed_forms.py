@@ -67,6 +67,16 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     assert next(looks) == next(looks)
 
 
+def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monkeypatch):
+    """Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded."""
+    config = QUANTIZED["fp8"][0]().config
+    config.quantization_config = QUANTIZED["fp8"][2]
+    model = build_meta_model(config)
+    pack(model, stored_forms(model))
+    monkeypatch.setattr(PackedForm, "floats", None)
+    hf.initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
+
+
 def llama(**quantization: Any) -> Any:
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
