@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from transformers import initialization
 
 from hf_fsdp_tools import ConfigError, build_meta_model
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -74,7 +75,7 @@ def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monke
     model = build_meta_model(config)
     pack(model, stored_forms(model))
     monkeypatch.setattr(PackedForm, "floats", None)
-    hf.initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
+    initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
 
 def llama(**quantization: Any) -> Any:
