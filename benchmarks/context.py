@@ -38,15 +38,17 @@ from benchmarks.measuring import (
     Row,
     about,
     add_page_options,
+    add_rank_options,
     measured,
     ranks_of,
     ratio,
     seconds_text,
     share_cores,
     table_of,
+    with_ranks,
 )
 from hf_fsdp_tools import ParallelDims, make_wrap_plan, shard_model
-from tests._dist import hide_gpus, num_gpus, run_ranks
+from tests._dist import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/context.py"
 ACCELERATE, WHOLE = "Accelerate", "whole rows"
@@ -58,14 +60,10 @@ TIMED = 3
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
-    parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
+    add_rank_options(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="of a row")
-    parser.add_argument("--runs", type=int, default=3)
     add_page_options(parser, "hf_fsdp_tools-context")
-    args = parser.parse_args()
-    args.ranks = args.ranks or (num_gpus() if args.device == "cuda" else 2)
-    return args
+    return with_ranks(parser.parse_args())
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

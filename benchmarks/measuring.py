@@ -137,6 +137,19 @@ def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--records", type=Path, help="JSON lines to which cells are added, with a page (.md) beside it")
 
 
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Where the ranks of a benchmark run, how many there are, and how often; for `with_ranks`."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
+    parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
+    parser.add_argument("--runs", type=int, default=3)
+
+
+def with_ranks(args: argparse.Namespace) -> argparse.Namespace:
+    """The options with a number of ranks."""
+    args.ranks = args.ranks or (num_gpus() if args.device == "cuda" else 2)
+    return args
+
+
 def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """A table without the columns that hold nothing."""
     kept = [i for i in range(len(columns)) if not lines or any(line[i] for line in lines)]

@@ -44,6 +44,7 @@ from benchmarks.measuring import (
     Row,
     about,
     add_page_options,
+    add_rank_options,
     begin,
     measured,
     ranks_of,
@@ -52,11 +53,12 @@ from benchmarks.measuring import (
     share_cores,
     table_of,
     usage,
+    with_ranks,
 )
 from hf_fsdp_tools import export_checkpoint, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import local_tensor
 from tests._checkpoints import make_quantized
-from tests._dist import hide_gpus, num_gpus, run_ranks
+from tests._dist import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/packed.py"
 PACKED, PLAIN, QLORA = "stays packed", "dequantised", "QLoRA"
@@ -69,15 +71,11 @@ TIMED = 3
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
-    parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
+    add_rank_options(parser)
     parser.add_argument("--tokens", type=int, default=512, help="of the row of each rank")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--runs", type=int, default=3)
     add_page_options(parser, "hf_fsdp_tools-packed")
-    args = parser.parse_args()
-    args.ranks = args.ranks or (num_gpus() if args.device == "cuda" else 2)
-    return args
+    return with_ranks(parser.parse_args())
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
