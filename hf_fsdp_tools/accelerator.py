@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
 
+import psutil
 import torch
 
 
@@ -29,6 +30,17 @@ def device_title(device: torch.device) -> str | None:
     """The device's own name, such as "NVIDIA H100 80GB HBM3"; None where torch does not say."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return None if name is None else str(name())
+
+
+def free_bytes(device_type: str) -> int:
+    """Bytes that this process can still get on its current device of that kind, with what PyTorch keeps for later.
+
+    Of the CPU: without swapping, of the machine, whatever else runs there.
+    """
+    if device_type == "cpu":
+        return int(psutil.virtual_memory().available)
+    module = torch.get_device_module(device_type)
+    return int(module.mem_get_info()[0]) + int(module.memory_reserved()) - int(module.memory_allocated())
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -105,6 +105,46 @@ def reshard_units(model: nn.Module) -> None:
             module.reshard()
 
 
+def bytes_gathered(model: nn.Module) -> int:
+    """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
+    make_root(model)
+    return sum(
+        entry._sharded_param_data.numel()
+        * group._all_gather_process_group.size()
+        * (entry.param_dtype or entry.orig_dtype).itemsize
+        for group in _groups(model)
+        for entry in group.fsdp_params
+    )
+
+
+def gather_units(model: nn.Module) -> None:
+    """Gather the units below `model` that are sharded, one after the other. Every rank must call if one has any."""
+    with torch.inference_mode(False), torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                make_gathered_memory(module)
+                module.unshard()
+
+
+@contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Gather all units of a root one after the other, and leave them so after the forward passes of a block.
+
+    At its end they are sharded. Every rank must enter.
+    """
+    make_root(model)
+    groups = [(group, group.post_forward_mesh_info) for group in _groups(model)]
+    try:
+        gather_units(model)
+        for group, _ in groups:
+            group.post_forward_mesh_info = None  # as with reshard_after_forward=False
+        yield
+    finally:
+        for group, info in groups:
+            group.post_forward_mesh_info = info
+        reshard_units(model)
+
+
 # ---- forward passes ----
 
 
