@@ -43,15 +43,18 @@ def shard_frozen(trainer: Any) -> None:
     accelerator, policy = held.get("accelerator"), held.get("model")
     if accelerator is None or policy is None or not accelerator.is_fsdp2:
         return
-    frozen = [held[name] for name in FROZEN if isinstance(held.get(name), nn.Module) and held[name] is not policy]
+    trained = set(policy.parameters())
+    given = (held.get(name) for name in FROZEN)
+    frozen = [each for each in given if isinstance(each, nn.Module) and trained.isdisjoint(each.parameters())]
     is_hashed = getattr(held.get("args"), "precompute_ref_log_probs", False)
     if is_hashed and "_precompute_model_hash" not in held:
         handles = held.setdefault(_HASHED, {})
         handles |= {m: _let_hash(m) for m in (policy, *frozen) if m not in handles and _is_sharded(m)}
         return
     for model in frozen:
+        model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
         if not _is_sharded(model):
-            shard_in_place(model.requires_grad_(False).eval(), accelerator, [])
+            shard_in_place(model, accelerator, [])
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_fr
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
+from hf_fsdp_tools.integrations.rewards import guard_rewards
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.training_arguments import (
@@ -47,6 +48,8 @@ from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
@@ -80,6 +83,11 @@ class FSDPTrainerMixin(PushingMixin):
 
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
+
+    TRL's online trainers (GRPO, RLOO, online DPO, distillation) generate with the weights gathered once for each batch
+    where they fit, and unit by unit where they do not or `ds3_gather_for_generation=False` says so (`gathered_units`).
+    A reward function that fails on some rank, or returns anything but one finite number or None for each completion,
+    is one `ConfigError` on all ranks.
 
     Three attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
     `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
@@ -136,6 +144,9 @@ class FSDPTrainerMixin(PushingMixin):
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self):
             super().__init__(*args, **kwargs)
+        guard_rewards(self)
+        if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
+            add_to_note(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = self.get_tp_size()  # by which TRL divides the tokens that all ranks have counted
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             if not self.accelerator.is_fsdp2:
@@ -157,6 +168,11 @@ class FSDPTrainerMixin(PushingMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
         args, model = self.args, getattr(self, "model", None)
+        if getattr(args, "use_transformers_continuous_batching", False):
+            raise ConfigError(
+                "use_transformers_continuous_batching=True casts the weights that are trained, and each rank runs as "
+                "many forward passes as its own rows need. Leave it out, or use use_vllm=True."
+            )
         plugin, precision = plugin_of(args), precision_of(args, model)
         agree_with_arguments(plugin, args, model)
         start_state(

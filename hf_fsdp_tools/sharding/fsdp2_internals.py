@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
+from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -294,11 +295,18 @@ def release(model: nn.Module) -> None:
 
 
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`."""
+    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
+
+    Hooks are not copied, nor handles of hooks, as transformers keeps them for inputs that need gradients.
+    """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
     fresh = nn.Module().__dict__
     own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
+    for key in [*own]:
+        value = module.__dict__[key]
+        if isinstance(value[0] if isinstance(value, list) and value else value, RemovableHandle):
+            own.remove(key)
     twin.__dict__.update(fresh)
     for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
         twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)

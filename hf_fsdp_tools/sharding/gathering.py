@@ -11,7 +11,13 @@ from hf_fsdp_tools.accelerator import free_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.fsdp2_internals import bytes_gathered, forward_begun, gather_units, keep_gathered, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import (
+    bytes_gathered,
+    forward_begun,
+    gather_units,
+    keep_gathered,
+    reshard_units,
+)
 from hf_fsdp_tools.sharding.parallel import is_parallel
 
 _SHARE = 0.5

@@ -41,7 +41,7 @@ def mark_for_transformers(model: nn.Module) -> None:
         is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
         if hasattr(model, "generate") and "generate" not in model.__dict__:
-            _answer(model, "generate", generate_on_shards)
+            let_answer(model, "generate", generate_on_shards)
     answer_for_shards(model)
 
 
@@ -71,14 +71,14 @@ def answer_for_shards(model: nn.Module) -> None:
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
-            _answer(model, name, answer)
+            let_answer(model, name, answer)
     for module in model.modules():
         hooks: Any = module._load_state_dict_pre_hooks.values()
         if not any(hook.hook is _cut_whole_tensors for hook in hooks):
             module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
+def let_answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
     """Give a model a method of its own that calls `answer(model, plain, …)`; scripts see the name of the plain one."""
     if not hasattr(type(model), name):
         model = model._orig_mod  # type: ignore[assignment]  # the model in one that torch.compile made
