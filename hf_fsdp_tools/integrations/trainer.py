@@ -29,7 +29,14 @@ from hf_fsdp_tools.integrations.checkpoints import (
     rotate,
     weights_in,
 )
-from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
+from hf_fsdp_tools.integrations.frozen import (
+    FROZEN,
+    NEEDED_BY_FROZEN,
+    check_frozen,
+    hashable,
+    reference_copied,
+    shard_frozen,
+)
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
@@ -142,7 +149,7 @@ class FSDPTrainerMixin(PushingMixin):
         self._uploads = {}
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
-        with hashable(self):
+        with hashable(self), reference_copied(self):
             super().__init__(*args, **kwargs)
         guard_rewards(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
@@ -244,12 +251,19 @@ class FSDPTrainerMixin(PushingMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
+        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
+
+        Afterwards the default generators are where they were, so that a run that resumes without it goes on as this
+        one: texts that an evaluation writes are drawn.
+        """
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
             self.gather_function = partial(gather_once_per_row, self.accelerator)
-        return super().evaluation_loop(*args, **kwargs)
+        device = self.accelerator.device
+        drawing = [device] if device.type != "cpu" else []
+        with torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda"):
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -398,6 +412,14 @@ class FSDPTrainerMixin(PushingMixin):
         with agreed("restoring the random states", checkpoint or ""):
             super()._load_rng_state(checkpoint)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; TRL's sampler of repeated prompts (1.16) draws the order of each epoch after that of the
+        one before, and a run that resumes would begin with that of the first."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if hasattr(sampler, "mini_repeat_count") and getattr(sampler, "seed", None) is not None and sampler.shuffle:
+            sampler.set_epoch = partial(_draw_to_epoch, sampler)
+        return sampler
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
         wait_for_saves()
@@ -425,6 +447,13 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
+
+
+def _draw_to_epoch(sampler: Any, epoch: int) -> None:
+    """Bring the generator of TRL's `RepeatSampler` to where it is before an epoch."""
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def _refuse_counted_again(trainer: Any) -> None:

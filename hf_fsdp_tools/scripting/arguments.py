@@ -339,6 +339,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
     if (mistake := next((text for is_made, text in mistakes if is_made), None)) is not None:
         raise ConfigError(mistake)
     packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
+    packages["use_vllm"] = "vllm"
     for option, package in packages.items():
         if get(option) and find_spec(package) is None:
             raise ConfigError(f"--{option} needs {package}: pip install {package.replace('_', '-')}.")

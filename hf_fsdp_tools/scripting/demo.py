@@ -4,6 +4,7 @@ The text is the language reference that every CPython carries for `help("while")
 prose with code in it. Each passage gives a picture too: shape, colour, size and place follow from its checksum.
 
     text           {"text": passage}
+    prompts        {"prompt": a question about its topic}
     preferences    {"prompt", "chosen": the passage, "rejected": its words shuffled, or a passage of another topic}
     classes        {"text": passage, "label": the group that its topic belongs to}
     images         {"images", "prompt", "completion": the shape and its colour}
@@ -63,7 +64,7 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
 
     Args:
         accelerator: of `make_accelerator`.
-        kind: "text", "preferences", "classes", or "images" (a vision-language model and its data).
+        kind: "text", "prompts", "preferences", "classes", or "images" (a vision-language model and its data).
 
     The bars of datasets are switched off. Every rank must call. The other ranks wait, and stop if it fails.
 
@@ -148,8 +149,9 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
         return [{"text": passage, "label": groups.get(topic, "language")} for topic, passage in passages]
     if kind == "images":
         return [_image_row(crc32(passage.encode())) for _, passage in passages]
-    if kind != "preferences":
-        raise ConfigError(f"There is no demo data of the kind {kind!r}; choose text, preferences, classes or images.")
+    if kind not in ("prompts", "preferences"):
+        kinds = "text, prompts, preferences, classes or images"
+        raise ConfigError(f"There is no demo data of the kind {kind!r}; choose {kinds}.")
     rows, numbers = [], Counter[str]()
     for place, (topic, passage) in enumerate(passages):
         numbers[topic] += 1
@@ -157,7 +159,7 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
         question = f"Explain the Python topic {topic!r}." if number == 1 else f"Part {number} on {topic!r}, please."
         answers = {"chosen": passage, "rejected": _worse(place, passages)}
         rows.append({"prompt": _turn("user", question)} | {name: _turn("assistant", answers[name]) for name in answers})
-    return rows
+    return rows if kind == "preferences" else [{"prompt": row["prompt"]} for row in rows]
 
 
 def _turn(role: str, content: str) -> list[dict[str, str]]:

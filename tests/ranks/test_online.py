@@ -145,7 +145,11 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
     extra = {"peft_config": adapter()} if kind == "lora" else {}
     settings = {"max_steps": STEPS, "per_device_train_batch_size": 2 if mixed else 4}
     exact = {"generation_kwargs": {"min_new_tokens": 6}, "num_generations": 4}
-    trainer = trainer_of("grpo", model, folder / kind, mixed=mixed, extra=extra, **settings, **exact)
+    is_refused = mixed and kind == "full"  # a reference model that each rank loads whole
+    with patch.object(
+        AutoModelForCausalLM, "from_pretrained", None if is_refused else AutoModelForCausalLM.from_pretrained
+    ):
+        trainer = trainer_of("grpo", model, folder / kind, mixed=mixed, extra=extra, **settings, **exact)
     with patch.object(torch, "multinomial", FixedSampler()):
         trainer.train()
     if mixed and kind == "full":
