@@ -19,8 +19,8 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
     "text", "errors", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
-    "background", "loading", "saving", "fsdp1", "diagnostics", "pretrained", "proof", "integrations", "scripting",
-    "cli", "__main__",
+    "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof", "integrations",
+    "scripting", "cli", "__main__",
 )  # fmt: skip
 """In the order in which they may import: each only rooms above it."""
 
@@ -39,7 +39,7 @@ BUDGET = {
     "background": (170, 130, 1, 1),
     "cli": (1545, 1455, 10, 0),
     "diagnostics": (1000, 880, 5, 1),
-    "distributed": (1700, 1380, 8, 2),
+    "distributed": (1720, 1395, 8, 2),
     "errors": (150, 60, 1, 5),
     "foresight": (6380, 5615, 27, 4),
     "fsdp1": (450, 350, 4, 3),
@@ -54,6 +54,7 @@ BUDGET = {
     "saving": (3015, 2530, 15, 2),
     "scripting": (2190, 1740, 10, 12),
     "sharding": (4000, 3380, 17, 5),
+    "streaming": (1300, 1000, 12, 1),
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in

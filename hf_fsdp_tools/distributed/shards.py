@@ -176,14 +176,32 @@ def replica_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     if not isinstance(tensor, DTensor):
         return (0, 1) if not dist.is_initialized() or dist.get_rank() == 0 else None
     coordinate = tensor.device_mesh.get_coordinate()
-    first = tensor.device_mesh._get_root_mesh().mesh.min()  # no public name in torch 2.11 to 2.13
-    if coordinate is None or not bool((tensor.device_mesh.mesh == first).any()):
+    if coordinate is None or not bool((tensor.device_mesh.mesh == _root_of(tensor.device_mesh).min()).any()):
         return None
     index, number = 0, 1
     for placement, i, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
         if placement.is_replicate():
             index, number = index * ranks + i, number * ranks
     return index, number
+
+
+def _root_of(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of the mesh that a mesh was cut out of; it has no public name in torch 2.11 to 2.13."""
+    return mesh._get_root_mesh().mesh
+
+
+def repetitions(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The ranks of a mesh and, each of the same shape, of its repetitions along the axes that it lacks of the larger
+    mesh out of which it was cut. No rank communicates."""
+    grid, root = mesh.mesh, _root_of(mesh)
+    place = {int(rank): index for index, rank in zip(product(*map(range, root.shape)), root.flatten(), strict=True)}
+    places = torch.tensor([place[int(rank)] for rank in grid.flatten()])
+    lacking = [dim for dim in range(root.ndim) if bool((places[:, dim] == places[0, dim]).all())]
+    found = []
+    for index in product(*(range(root.shape[dim]) for dim in lacking)):
+        places[:, lacking] = torch.tensor(index, dtype=torch.int64)
+        found.append(root[tuple(places.T)].reshape(grid.shape))
+    return found
 
 
 def is_first_replica(tensor: torch.Tensor) -> bool:

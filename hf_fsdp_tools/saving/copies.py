@@ -2,19 +2,16 @@
 
 import socket
 import threading
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
@@ -27,12 +24,9 @@ from hf_fsdp_tools.distributed.shards import (
     local_boxes_of,
     local_tensor,
     memory_view,
-    replica_of,
 )
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.conversion import saved_tensors
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.text import first_line, show_bytes
 
 _BLOCK_BYTES = 256 * 2**20
@@ -244,73 +238,17 @@ _MIN_RUN_BYTES = 2048
 """Mean bytes of a run in the file below which a tensor is gathered instead: one system call per run costs more than
 sending the tensor to rank 0. (assumed)"""
 
-_MIN_PART_BYTES = 2**20
-"""Bytes that each replica of a shard must get to write for the replicas to share the shard; less is written by one of
-them. (assumed)"""
 
-Replica = tuple[int, int]
-"""(index, number) of the replica of a shard that this rank holds."""
-
-Held = dict[str, list[tuple[Transfer, Replica]]]
-"""What this rank holds of each saved tensor, by hub key."""
-
-
-def held_transfers(model: nn.Module, layout: Layout) -> Held:
-    """This rank's transfers, without those of keys whose reverse conversion does more than move data."""
-    state = saved_tensors(model)
-
-    @cache  # hundreds of experts are saved from one tensor
-    def held_of(source: str) -> list[tuple[Box, torch.Tensor, Replica]]:
-        """What this rank holds of a model tensor; nothing where its part is left to other ranks."""
-        if (replica := replica_of(state[source])) is None:
-            return []
-        local, boxes = local_tensor(state[source]), local_boxes_of(state[source])
-        # A copy only where a rank holds several ranges of one dimension.
-        return [(box, memory_view(local, start, box.length).contiguous(), replica) for box, start in boxes]
-
-    def transfers(place: Place) -> Iterator[tuple[Transfer, Replica]]:
-        for piece in place.tensor.pieces or ():
-            for box, memory, replica in held_of(piece.source):
-                for transfer in place.transfers(piece, memory, box, state[piece.source].shape):
-                    yield transfer, replica
-
-    return {key: list(transfers(place)) for key, place in layout.places.items() if place.tensor.pieces is not None}
-
-
-def is_scattered(held: list[tuple[Transfer, Replica]]) -> bool:
+def is_scattered(transfers: Sequence[Transfer]) -> bool:
     """Whether this rank would write a tensor in one system call for every few bytes; 64 calls do not matter."""
     runs = 0
-    for transfer, _ in held:
+    for transfer in transfers:
         run = 1
         for n, stride in sorted(zip(transfer.memory.shape, transfer.strides, strict=True), key=lambda d: d[1]):
             if stride == run:
                 run *= n
         runs += transfer.memory.numel() // run
-    return runs > 64 and sum(transfer.num_bytes for transfer, _ in held) < runs * _MIN_RUN_BYTES
-
-
-def parts_of_replica(key: str, held: list[tuple[Transfer, Replica]]) -> Iterator[Transfer]:
-    """Yield what this rank writes of a saved tensor; the other replicas, which hold the same, write the rest.
-
-    A large transfer is cut along the dimension with the longest steps in the file, so that each replica writes about
-    one run of it. Small ones are dealt out by the tensor's name.
-    """
-    for transfer, (index, number) in held:
-        longest = sorted(zip(transfer.strides, range(len(transfer.strides)), strict=True), reverse=True)
-        dim = next((d for _, d in longest if transfer.memory.shape[d] >= number), None)
-        if number == 1:
-            yield transfer
-        elif dim is None or transfer.num_bytes < number * _MIN_PART_BYTES:
-            if zlib.crc32(key.encode()) % number == index:
-                yield transfer
-        else:
-            size = transfer.memory.shape[dim]
-            first, stop = size * index // number, size * (index + 1) // number
-            yield replace(
-                transfer,
-                start=transfer.start + first * transfer.strides[dim] * transfer.dtype.itemsize,
-                memory=transfer.memory.narrow(dim, first, stop - first),
-            )
+    return runs > 64 and sum(transfer.num_bytes for transfer in transfers) < runs * _MIN_RUN_BYTES
 
 
 def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:

@@ -36,12 +36,12 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, Place, plan_layout
 from hf_fsdp_tools.saving.material import Material, adapted_model, material_of_adapter, material_of_model
-from hf_fsdp_tools.saving.merged_model import connected, merge, whole_copies
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.streaming.merging import connected, merge, whole_copies
 from hf_fsdp_tools.text import listed
 
 _PART_BYTES = 64 * 2**20
@@ -230,10 +230,10 @@ class _Loop:
         """The saved tensors that a reverse conversion computes, by the tensors that it takes together."""
         keys: dict[str, None] = {}  # in the order of the files
         for saved, place in sorted(layout.places.items(), key=lambda item: (item[1].file, item[1].offset)):
-            keys |= dict.fromkeys(sorted(place.tensor.sources))
-            if place.tensor.pieces is None:
-                self._reverted[place.tensor.sources][saved] = place
-            for piece in place.tensor.pieces or ():
+            keys |= dict.fromkeys(sorted(place.symbol.sources))
+            if place.symbol.pieces is None:
+                self._reverted[place.symbol.sources][saved] = place
+            for piece in place.symbol.pieces or ():
                 self._moved[piece.source].append((place, piece))
         self._together = self._computed_together(keys)
         """Every tensor that is computed, by key, with all tensors that are computed with it."""

@@ -1,7 +1,7 @@
 """The layout of a checkpoint before it is written: file, offset and dtype of every tensor, equal on every rank."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,30 +12,25 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.formats.safetensors import DTYPES
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
 from hf_fsdp_tools.loading.heads import Heads
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.transfer import Transfer
-from hf_fsdp_tools.loading.regions import Piece, row_major_strides, slice_view
+from hf_fsdp_tools.loading.regions import Piece, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.loading.weight_files import WEIGHTS
 from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.streaming.held import Part
+from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors, views_of_piece
 from hf_fsdp_tools.text import dtype_name, listed
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of one saved tensor."""
-
-    tensor: PieceTensor
-    """The model elements that the tensor is made of."""
-
-    dtype: torch.dtype
-    """Stored dtype."""
+class Place(SavedTensor):
+    """A saved tensor and its place."""
 
     file: Path
     """Its file, relative to the folder in which the checkpoint is made."""
@@ -43,32 +38,20 @@ class Place:
     offset: int
     """Position of its first byte in the file."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its data."""
-        return self.tensor.numel() * self.dtype.itemsize
-
-    def transfer(self, whole: torch.Tensor) -> Transfer:
-        """What writes the whole tensor."""
-        strides = row_major_strides(whole.shape)
-        return Transfer(file=self.file, start=self.offset, dtype=self.dtype, strides=strides, memory=whole)
+    def transfer(self, data: torch.Tensor, box: Box | None = None) -> Transfer:
+        """What writes a box of the tensor, or all of it."""
+        strides = row_major_strides(data.shape if box is None else self.symbol.shape)
+        first = 0 if box is None else sum(i * s for i, s in zip(box.start, strides, strict=True))
+        start = self.offset + first * self.element.itemsize
+        return Transfer(file=self.file, start=start, dtype=self.element, strides=strides, memory=data)
 
     def transfers(self, piece: Piece, memory: torch.Tensor, box: Box, shape: Sequence[int]) -> Iterator[Transfer]:
         """Yield what writes the part of a piece that lies in a box of a model tensor of that shape.
 
         `memory` holds the box and is contiguous.
         """
-        strides = row_major_strides(self.tensor.shape)
-        for part, view in slice_view(piece.view, shape, box):
-            start = [a + b for a, b in zip(piece.box.start, part.start, strict=True)]
-            first = sum(i * s for i, s in zip(start, strides, strict=True))
-            yield Transfer(
-                file=self.file,
-                start=self.offset + first * self.dtype.itemsize,
-                dtype=self.dtype,
-                strides=strides,
-                memory=memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset),
-            )
+        for part, data in views_of_piece(piece, memory, box, shape):
+            yield self.transfer(data, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +81,10 @@ class Layout:
         """Bytes of tensor data in all files."""
         return sum(self.sizes.values()) - sum(map(len, self.headers.values()))
 
+    def transfers(self, parts: Iterable[Part]) -> list[Transfer]:
+        """What writes parts of the saved tensors."""
+        return [self.places[part.name].transfer(part.data, part.box) for part in parts]
+
 
 def plan_layout(
     model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, *, carry_heads: bool = True
@@ -107,22 +94,20 @@ def plan_layout(
     `dtype` is that of floating-point tensors in the files; None keeps the model's. No rank communicates.
     """
     refuse_ended(model)
-    tensors = map_saving(model)
+    tensors = outgoing_tensors(model, dtype)
     heads: Heads | None = note_of(model).heads
-    carried: dict[str, PieceTensor] = {}
+    carried: dict[str, SavedTensor] = {}
     if heads is not None and not (index := heads.of(model, carry=carry_heads)).tensors:
         heads = None
     if heads is not None:
         heads.refuse_changed()
         of_rest = cast(torch.dtype, getattr(model, "dtype", None))
-        for key in index.tensors.keys() - tensors.keys():
+        for key in sorted(index.tensors.keys() - tensors.keys()):
             stored = index.tensors[key]
-            own = of_rest if isinstance(stored, QuantizedTensor) else stored.dtype
-            carried[key] = PieceTensor.stored(stored, own)
-        tensors |= {key: carried[key] for key in sorted(carried)}
-    dtypes = {k: dtype if dtype and t.is_floating_point() else t.dtype for k, t in tensors.items()}
-    num_parameters = sum(tensor.numel() for tensor in (*model.parameters(), *carried.values()))
-    layout = lay_out(tensors, dtypes, max_shard_size, num_parameters)
+            symbol = PieceTensor.stored(stored, of_rest if isinstance(stored, QuantizedTensor) else stored.dtype)
+            carried[key] = SavedTensor.of(symbol, dtype)
+    num_parameters = sum(each.numel() for each in (*model.parameters(), *(head.symbol for head in carried.values())))
+    layout = lay_out(tensors | carried, max_shard_size, num_parameters)
     return replace(
         layout,
         places={key: place for key, place in layout.places.items() if key not in carried},
@@ -131,23 +116,17 @@ def plan_layout(
     )
 
 
-def lay_out(
-    tensors: Mapping[str, PieceTensor],
-    dtypes: Mapping[str, torch.dtype],
-    max_shard_size: int | str,
-    num_parameters: int,
-) -> Layout:
-    """The layout of these tensors in these dtypes, none of them carried."""
+def lay_out(tensors: Mapping[str, SavedTensor], max_shard_size: int | str, num_parameters: int) -> Layout:
+    """The layout of these tensors, none of them carried."""
     # such as float8_e4m3fnuz and complex128
-    if unnamed := [key for key, saved in dtypes.items() if saved not in _DTYPE_NAMES]:
-        unknown = dtypes[unnamed[0]]
+    if unnamed := [key for key, tensor in tensors.items() if tensor.element not in _DTYPE_NAMES]:
+        unknown = tensors[unnamed[0]].element
         cure = "save with dtype=torch.bfloat16" if unknown.is_floating_point else "convert it first"
         raise CheckpointError(
             f"{unnamed[0]!r} is {dtype_name(unknown)}, for which safetensors files have no name; so are {len(unnamed)} "
-            f"of {len(dtypes)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
+            f"of {len(tensors)} tensors. They hold {listed(_DTYPE_NAMES.values(), 20)}: {cure}."
         )
-    looks = {k: t.look or (dtypes[k], tuple(t.shape)) for k, t in tensors.items()}
-    blanks = {k: torch.empty(shape, dtype=look, device="meta") for k, (look, shape) in looks.items()}
+    blanks = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
     try:
         pattern = WEIGHTS.replace(".", "{suffix}.")
         split = split_torch_state_dict_into_shards(blanks, filename_pattern=pattern, max_shard_size=max_shard_size)
@@ -158,13 +137,13 @@ def lay_out(
     sizes: dict[str, int] = {}
     for file, keys in split.filename_to_tensors.items():
         # Wide dtypes first, as safetensors itself does, so that every tensor is aligned.
-        order = sorted(keys, key=lambda k: (-looks[k][0].itemsize, k))
+        order = sorted(keys, key=lambda k: (-tensors[k].dtype.itemsize, k))
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for key in order:
             offsets = [position, position + blanks[key].nbytes]
             entries[key] = {
-                "dtype": _DTYPE_NAMES[looks[key][0]], "shape": list(blanks[key].shape), "data_offsets": offsets
+                "dtype": _DTYPE_NAMES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": offsets
             }  # fmt: skip
             position = offsets[1]
         text = json.dumps(entries, separators=(",", ":")).encode()
@@ -173,5 +152,6 @@ def lay_out(
         sizes[file] = len(headers[file]) + position
         for key in order:
             offset = len(headers[file]) + entries[key]["data_offsets"][0]
-            places[key] = Place(tensor=tensors[key], dtype=dtypes[key], file=Path(file), offset=offset)
+            symbol, element = tensors[key].symbol, tensors[key].element
+            places[key] = Place(symbol=symbol, element=element, file=Path(file), offset=offset)
     return Layout(places=places, carried={}, heads=None, headers=headers, sizes=sizes, num_parameters=num_parameters)

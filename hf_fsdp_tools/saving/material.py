@@ -31,9 +31,9 @@ from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
 from hf_fsdp_tools.modeling.module_tree import slots, swap
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.saving.merged_model import Adapted, mergeable, with_merged
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config
 from hf_fsdp_tools.sharding.allocate import with_data
+from hf_fsdp_tools.streaming.merging import Adapted, mergeable, with_merged
 from hf_fsdp_tools.text import listed, listed_lines
 
 _FIT = (

@@ -20,6 +20,7 @@ from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.quantize_rules import quantize
 from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
 from hf_fsdp_tools.saving.material import Material
+from hf_fsdp_tools.streaming.outgoing import SavedTensor
 from hf_fsdp_tools.text import listed
 
 
@@ -90,8 +91,8 @@ def keep_format(
         material.model.config.quantization_config = dict(material.quantization)
     heads = match.heads.tensors.values() if match.heads is not None and carry_heads else ()
     num_parameters = sum(math.prod(tensor.shape) for tensor in (*material.model.parameters(), *heads))
-    dtypes = {key: look.dtype for key, look in looks.items()}
-    return material, lay_out(dict(sorted(looks.items())), dtypes, max_shard_size, num_parameters)
+    saving = {key: SavedTensor.of(look, None) for key, look in sorted(looks.items())}
+    return material, lay_out(saving, max_shard_size, num_parameters)
 
 
 class Requantizer:

@@ -33,12 +33,13 @@ from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
-from hf_fsdp_tools.saving.merged_model import merged_model
 from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
+from hf_fsdp_tools.streaming.held import parts_of, shares
+from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name
 
 _SLAB_BYTES = 16 * 2**20
@@ -194,13 +195,13 @@ def begin_save(
         with agreed("preparing the save", folder):
             _refuse_unready(model, dtype)
             layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
-            held = copies.held_transfers(model, layout)
-            scattered_here = {key for key, parts in held.items() if copies.is_scattered(parts)}
+            held = dict(parts_of(layout.places, saved_tensors(model)))
+            scattered_here = {key for key, parts in held.items() if copies.is_scattered(layout.transfers(parts))}
             names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
         # A tensor is gathered by all ranks or by none.
         keys = {key for key in layout.places if key not in held}.union(*scattered)
-        parts = (part for key, parts in held.items() if key not in keys for part in copies.parts_of_replica(key, parts))
-        in_place = [replace(part, file=hidden.path / part.file) for part in parts]
+        own = [part for key, parts in held.items() if key not in keys for part in shares(parts)]
+        in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
         files = list(dict.fromkeys(transfer.file for transfer in in_place))
         if rank_and_size()[0] == 0:  # which writes headers, and what is gathered
             files = [hidden.path / file for file in layout.sizes]
@@ -368,7 +369,7 @@ def _gather(
     failure: Exception | None = None
     for key in keys:
         place = layout.places[key]
-        whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.tensor.sources)}
+        whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.symbol.sources)}
         try:
             if failure is None and rank_and_size()[0] == 0:
                 result = revert_whole(model, {name: t for name, t in whole.items() if t is not None})[key]
@@ -390,14 +391,14 @@ def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
     slabs = [
         (place, slab)
         for place in layout.carried.values()
-        for slab in Box.whole(place.tensor.shape).slabs(_SLAB_BYTES, place.dtype.itemsize)
+        for slab in Box.whole(place.symbol.shape).slabs(_SLAB_BYTES, place.element.itemsize)
     ]
     with heads.reader() as reader, Writer(staging_bytes=_SLAB_BYTES, side=None, in_flight=1) as writer:
         for place, slab in slabs[rank::num_ranks]:
-            memory = torch.empty(slab.length, dtype=place.dtype)
-            read_into([(memory, place.tensor, slab)], index, reader, staging_bytes=_SLAB_BYTES)
-            (whole,) = PieceTensor.named("", place.tensor.shape, place.dtype).pieces or ()
-            transfers = place.transfers(whole, memory, slab, place.tensor.shape)
+            memory = torch.empty(slab.length, dtype=place.element)
+            read_into([(memory, place.symbol, slab)], index, reader, staging_bytes=_SLAB_BYTES)
+            (whole,) = PieceTensor.named("", place.symbol.shape, place.element).pieces or ()
+            transfers = place.transfers(whole, memory, slab, place.symbol.shape)
             stats += writer.move_in_turn(replace(each, file=folder / each.file) for each in transfers)
     heads.refuse_changed()
     return stats

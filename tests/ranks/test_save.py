@@ -31,9 +31,10 @@ from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.saving import copies, hidden_folder, save
+from hf_fsdp_tools.saving import hidden_folder, save
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import save_pretrained
+from hf_fsdp_tools.streaming import held
 from tests._checkpoints import (
     assert_same_model,
     full_state,
@@ -90,7 +91,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
     load_weights(model, folders["mixtral"])
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
-    with patch.object(copies, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
+    with patch.object(held, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
         save_pretrained(model, root / "hsdp, later", max_shard_size="60KB", blocking=False)
         later = wait_for_saves()

@@ -59,6 +59,6 @@ def test_what_is_no_size_is_refused_before_anything_is_made(size: Any, tmp_path:
 
 def test_a_cast_is_of_floats_alone() -> None:
     module = nn.BatchNorm1d(3)
-    dtypes = {key: place.dtype for key, place in plan_layout(module, torch.bfloat16, "5GB").places.items()}
+    dtypes = {key: place.element for key, place in plan_layout(module, torch.bfloat16, "5GB").places.items()}
     assert dtypes.pop("num_batches_tracked") == torch.int64
     assert set(dtypes.values()) == {torch.bfloat16}

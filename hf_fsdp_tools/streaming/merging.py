@@ -22,30 +22,54 @@ T = TypeVar("T", bound=Hashable)
 def merged_model(model: nn.Module) -> nn.Module:
     """The base of a PEFT model with the active adapters merged into it, sharded like the base.
 
-    Equals PEFT's `merge_and_unload` bit for bit: each rank gathers one adapted module at a time (those with a common
-    weight together, as a tied embedding and head), lets PEFT merge it whole, and keeps its shard. Merged weights are
-    new tensors, as large as this rank's shards of the adapted modules; all other tensors are the model's own. The
-    result is for saving: it has no FSDP2 hooks to run with.
+    Equals PEFT's `merge_and_unload` bit for bit (`Merging`). Merged weights are new tensors, as large as this rank's
+    shards of the adapted modules; all other tensors are the model's own. The result is for saving: it has no FSDP2
+    hooks to run with.
 
     Every rank must call; the adapted modules are gathered one after another, and the ranks exchange errors.
     """
-    base, adapted = base_of(model), mergeable(model)
-    reshard_units(base)
+    merging = Merging(model)
+    reshard_units(merging.base)
     merged: dict[nn.Parameter, nn.Parameter] = {}
     failure: Exception | None = None
-    joined = connected([wrapper, *parameters.values()] for wrapper, parameters in adapted.items())
-    for group in {id(group): group for group in joined.values()}.values():
-        twins = whole_copies([w for w in adapted if w in group], lambda p: gather_on_device(p).clone())
+    for group in merging.groups:
         try:
-            for old, whole in merge(twins, adapted).items():
-                shard = cut(whole, old.data) if isinstance(old.data, DTensor) else whole
-                merged[old] = nn.Parameter(shard, requires_grad=False)
+            merged |= merging.merge(group)
         except Exception as error:  # the other ranks go on gathering
             failure = failure or error
     with agreed("merging the adapters"):
         if failure is not None:
             raise failure
-    return with_merged(base, merged)
+    return with_merged(merging.base, merged)
+
+
+class Merging:
+    """The adapters of a PEFT model, to be merged into the shards of its base a few modules at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """No rank communicates. A `ConfigError` refuses what cannot be merged."""
+        self.base = base_of(model)
+        self._adapted = mergeable(model)
+        joined = connected([wrapper, *parameters.values()] for wrapper, parameters in self._adapted.items())
+        unique = {id(group): group for group in joined.values()}.values()
+        self.groups = [[wrapper for wrapper in self._adapted if wrapper in group] for group in unique]
+        """Adapted modules that are merged together: one, or those with a common weight, as a tied embedding and head.
+        In the same order on every rank."""
+
+    def olds(self, group: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+        """The parameters that merging a group changes."""
+        return (old for wrapper in group for old in self._adapted[wrapper].values())
+
+    def merge(self, group: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+        """This rank's shard of each merged parameter of a group, by the parameter of the base.
+
+        Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
+        """
+        twins = whole_copies(group, lambda p: gather_on_device(p).clone())
+        return {
+            old: nn.Parameter(cut(whole, old.data) if isinstance(old.data, DTensor) else whole, requires_grad=False)
+            for old, whole in merge(twins, self._adapted).items()
+        }
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:

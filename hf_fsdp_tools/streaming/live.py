@@ -1,0 +1,303 @@
+"""The weights of a model under the names of its checkpoint while it trains: own parts, changes, whole in buckets."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, refuse_ended
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
+from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.streaming.changes import Changes
+from hf_fsdp_tools.streaming.exchange import Held, deliver
+from hf_fsdp_tools.streaming.held import Part, parts_of, shares
+from hf_fsdp_tools.streaming.merging import Merging, with_merged
+from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
+from hf_fsdp_tools.streaming.routes import Bucket, Holders, Wants, holders_of, plan_buckets, spread_of
+from hf_fsdp_tools.text import did_you_mean, listed
+
+BUCKET_BYTES = 2**30
+"""Bytes of a bucket unless the caller says how many, as of a buffer of vLLM's packed transfer. (assumed)"""
+
+
+def live_weights(
+    model: nn.Module, *, dtype: torch.dtype | str | None = None, merge_adapters: bool = False
+) -> "LiveWeights":
+    """The weights of a model as the tensors of the Hugging Face checkpoint that `save_pretrained` would write.
+
+    Names, shapes and dtypes are the checkpoint's: experts one by one, fused matrices apart, tied weights once. This
+    call copies and gathers nothing; make it once, and use the result after every step, for the values of that moment.
+    Heads that the model has no modules for are left out: they do not change.
+
+    Args:
+        model: sharded by FSDP2 (with replicas, tensor and expert parallelism too), by FSDP1, or not at all. Of a PEFT
+            model, the adapters, by PEFT's names.
+        dtype: of floating-point tensors as they go out; None keeps the model's.
+        merge_adapters: of a PEFT model, the base with the active adapters merged into it, bit for bit as PEFT does.
+            Each pass over the weights then merges anew, a few modules at a time, and every rank must take part in it.
+
+    Every rank of the default process group must call. The ranks compare arguments and names.
+
+    Raises:
+        ConfigError: adapters that cannot be merged, or have no tensors; arguments or names that differ between ranks.
+        CheckpointError: a tensor is on meta, or is computed, not only moved, on its way to the checkpoint.
+        RanksError: the process group has ended.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> weights = live_weights(model, dtype=torch.bfloat16)
+        >>> weights.tensors["lm_head.weight"].shape == tuple(model.lm_head.weight.shape)
+        True
+        >>> sum(part.num_bytes for part in weights.parts()) == weights.num_bytes  # on one rank
+        True
+    """
+    return LiveWeights(model, as_dtype(dtype), merge_adapters)
+
+
+class LiveWeights:
+    """The weights of a model as tensors of its checkpoint; made by `live_weights`."""
+
+    tensors: Mapping[str, SavedTensor]
+    """Every tensor of the checkpoint by name, with `shape`, `dtype` and `num_bytes`; the same on every rank."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, merge_adapters: bool) -> None:
+        doing = "reading the names of the weights"
+        with agreed(doing):
+            refuse_ended(model)
+            reshard_units(model)
+            self._model, self._merging = model, Merging(model) if merge_adapters else None
+            self._standing_for: dict[int, nn.Parameter] = {}
+            """Parameters of the base by what stands for them until they are merged, by its identity."""
+            self._group_of: dict[nn.Parameter, int] = {}
+            if self._merging is not None:
+                olds = {old: i for i, group in enumerate(self._merging.groups) for old in self._merging.olds(group)}
+                places = {
+                    old: nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), requires_grad=False)
+                    for old in olds
+                }
+                self._model, self._group_of = with_merged(self._merging.base, places), olds
+                self._standing_for = {id(place): old for old, place in places.items()}
+            self.tensors = outgoing_tensors(self._model, dtype)
+            self._refuse_unready()
+        names = repr([(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()])
+        same_on_all_ranks(
+            doing, dtype=dtype, merge_adapters=merge_adapters, tensors=hashlib.sha256(names.encode()).hexdigest()
+        )
+        self._plans: dict[object, list[Bucket]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, whole."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    # ---- what this rank holds ----
+
+    def parts(self) -> Iterator[Part]:
+        """Yield this rank's parts of all tensors, as views of its shards: `name`, `box`, `data` and `dtype`.
+
+        The parts of all ranks make up each tensor exactly once; replicas of a shard have a share each. Nothing is
+        communicated or copied, unless adapters are merged: then every rank must iterate to the end.
+        """
+        for _, parts in self._own():
+            yield from parts
+
+    def changes(self) -> Changes:
+        """What finds the elements of this rank's parts that change from now on; see `Changes`.
+
+        As `parts`, also in each pass over the result.
+        """
+        return Changes(lambda: ((name, self.tensors[name], parts) for name, parts in self._own()))
+
+    def _own(self) -> Iterator[tuple[str, list[Part]]]:
+        for name, state in zip(self.tensors, self._states([[name] for name in self.tensors]), strict=True):
+            for _, parts in parts_of({name: self.tensors[name]}, state):
+                yield name, list(shares(parts))
+
+    # ---- whole tensors, and boxes that other ranks ask for ----
+
+    def buckets(
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        to: Collection[int] | None = (0,),
+        device: torch.device | str | None = None,
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield whole tensors by name, a bucket at a time, on the ranks `to`, and empty ones on the others.
+
+        Args:
+            bucket_bytes: what a rank gets and gives at a time, at most; half of it, where no tensor is larger than
+                that, so that the next bucket travels while this one is used.
+            to: ranks of the default process group that get all tensors; None: every rank.
+            device: of the tensors; by default that of the model's mesh.
+
+        Every rank must iterate to the end, whatever happens to it; `send` sees to that. Shards go from a rank that
+        holds them straight to each that asks, in the dtype asked for. Of tensors that stay quantised, the bytes are
+        given as the checkpoint has them.
+
+        Raises:
+            ConfigError: a tensor is larger than `bucket_bytes`; arguments differ between ranks.
+            RanksError: a rank does not come to the next bucket.
+        """
+        for arrived in self.exchange(self._whole(to), bucket_bytes, device=device):
+            yield {name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()}
+
+    def exchange(
+        self, wants: Wants, bucket_bytes: int = BUCKET_BYTES, *, device: torch.device | str | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the boxes of tensors that this rank wants, by name, a bucket at a time; as `buckets`.
+
+        `wants` has the box of each tensor that each rank is to get, the same on every rank: the layout of a server that
+        is tensor or expert parallel.
+        """
+        yield from self._deliveries(wants, bucket_bytes, device, lambda: None)
+
+    def send(
+        self,
+        use: Callable[[dict[str, torch.Tensor]], None],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        to: Collection[int] | None = (0,),
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Do `use` each bucket on the ranks `to` (see `buckets`); an error there stops all ranks with the same error.
+
+        Every rank must call. The rank that failed, and all others, are in step again when this raises.
+        """
+        wants, failure = self._whole(to), list[Exception]()
+        for arrived in self._deliveries(wants, bucket_bytes, device, lambda: failure[0] if failure else None):
+            try:
+                if rank_and_size()[0] in wants and not failure:
+                    use({name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()})
+            except Exception as error:  # raised on all ranks where they meet next
+                failure.append(error)
+
+    def _whole(self, to: Collection[int] | None) -> Wants:
+        ranks = range(rank_and_size()[1]) if to is None else sorted(to)
+        whole = {name: Box.whole(tensor.symbol.shape) for name, tensor in self.tensors.items()}
+        return {rank: whole for rank in ranks}
+
+    def _deliveries(
+        self,
+        wants: Wants,
+        bucket_bytes: int,
+        device: torch.device | str | None,
+        failed: Callable[[], Exception | None],
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        doing, size = "planning what is sent", rank_and_size()[1]
+        unique = {id(boxes): boxes for boxes in wants.values()}
+        asked = [(rank, list(unique).index(id(boxes))) for rank, boxes in sorted(wants.items())]
+        digest = hashlib.sha256(repr((bucket_bytes, asked, list(unique.values()))).encode()).hexdigest()
+        same_on_all_ranks(doing, bucket_bytes=bucket_bytes, wants=digest)
+        if digest not in self._plans:
+            spread = self._spread()
+            with agreed(doing):
+                if outside := [rank for rank in wants if not 0 <= rank < size]:
+                    raise ConfigError(f"rank {outside[0]} is to get weights; there are ranks 0 to {size - 1}.")
+                if unknown := sorted(set[str]().union(*unique.values()) - self.tensors.keys()):
+                    near = did_you_mean(unknown[0], self.tensors, otherwise=".")
+                    raise ConfigError(f"The checkpoint has no tensor {unknown[0]!r}{near}")
+                elements = {name: tensor.element for name, tensor in self.tensors.items()}
+                self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
+        buckets = self._plans[digest]
+        on = torch.device(device) if device is not None else self._device()
+        yield from deliver(buckets, self._held(buckets), on, bucket_bytes, failed)
+
+    def _held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
+        names = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
+        for some, state in zip(names, self._states(names), strict=True):
+            yield dict(parts_of({name: self.tensors[name] for name in some}, state, every_replica=True))
+
+    def _spread(self) -> Callable[[str], Holders]:
+        """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
+        state = saved_tensors(self._model)
+        own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
+        every = all_ranks(own, "planning what is sent")
+
+        @cache
+        def holders(key: str) -> Holders:
+            boxes = [each[key] for each in every] if key in own else None
+            return holders_of(self._standing_for.get(id(state[key]), state[key]), len(every), boxes)
+
+        def spread(name: str) -> Holders:
+            tensor = self.tensors[name]
+            sources = tensor.symbol.sources
+            shapes = {key: tuple(state[key].shape) for key in sources}
+            return spread_of(tensor, shapes, {key: holders(key) for key in sources})
+
+        return cache(spread)
+
+    def _device(self) -> torch.device:
+        tensors = [self._standing_for.get(id(t), t) for t in persistent_tensors(self._model).values()]
+        sharded = next((t for t in tensors if isinstance(t, DTensor)), None)
+        return torch.device(sharded.device_mesh.device_type) if sharded is not None else tensors[0].device
+
+    # ---- values ----
+
+    def _states(self, steps: Sequence[Collection[str]]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the model's tensors for each step of a pass, of some tensors of the checkpoint each.
+
+        Merged parameters are made at the first step that needs them, on every rank, and dropped after the last.
+        """
+        reshard_units(self._model if self._merging is None else self._merging.base)
+        state = saved_tensors(self._model)
+        if self._merging is None:
+            yield from (state for _ in steps)
+            return
+        needed = [
+            {
+                self._group_of[old]: None
+                for name in step
+                for key in sorted(self.tensors[name].symbol.sources)
+                if (old := self._standing_for.get(id(state[key]))) is not None
+            }
+            for step in steps
+        ]
+        last = {group: i for i, groups in enumerate(needed) for group in groups}
+        merged: dict[int, Mapping[nn.Parameter, nn.Parameter]] = {}
+        for i, groups in enumerate(needed):
+            for group in groups:
+                if group not in merged:
+                    merged[group] = self._merge(group)
+            shards: dict[nn.Parameter, nn.Parameter] = {}
+            for each in merged.values():
+                shards |= each
+            yield {key: shards.get(self._standing_for.get(id(t), t), t) for key, t in state.items()}  # type: ignore[call-overload]
+            merged = {group: each for group, each in merged.items() if last[group] > i}
+
+    def _merge(self, group: int) -> Mapping[nn.Parameter, nn.Parameter]:
+        assert self._merging is not None
+        failure: Exception | None = None
+        merged: Mapping[nn.Parameter, nn.Parameter] = {}
+        try:
+            merged = self._merging.merge(self._merging.groups[group])
+        except Exception as error:
+            failure = error
+        with agreed("merging the adapters"):
+            if failure is not None:
+                raise failure
+        return merged
+
+    def _refuse_unready(self) -> None:
+        if not self.tensors:
+            raise ConfigError(
+                f"{type(self._model).__name__} has no tensors to stream: its adapter works beside the base, as prompts "
+                "do. Save it as an adapter."
+            )
+        state = saved_tensors(self._model)
+        empty = [key for key, tensor in state.items() if tensor.is_meta and id(tensor) not in self._standing_for]
+        if empty:
+            raise CheckpointError(
+                f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first. Load the model with "
+                "load_weights or from_pretrained before its weights are streamed."
+            )
+        if computed := [name for name, tensor in self.tensors.items() if tensor.is_computed]:
+            raise CheckpointError(
+                f"{len(computed)} tensors are computed, not only moved, on their way to the checkpoint: "
+                f"{listed(computed)}. save_pretrained gathers and writes them; they cannot be streamed."
+            )

@@ -1,0 +1,89 @@
+"""The tensors of the checkpoint that a model would be saved as, and the boxes of them that a box of the model holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
+from hf_fsdp_tools.loading.conversion import map_saving
+from hf_fsdp_tools.loading.regions import Piece, View, slice_view
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor of the checkpoint that a model would be saved as."""
+
+    symbol: PieceTensor
+    """The model elements that it is made of; bytes, of a weight that stays quantised."""
+    element: torch.dtype
+    """The dtype in which an element of `symbol` goes out."""
+
+    @classmethod
+    def of(cls, symbol: PieceTensor, dtype: torch.dtype | None) -> "SavedTensor":
+        """One that goes out in `dtype`, if it is of floats and that is not None; otherwise in its own."""
+        return cls(symbol=symbol, element=dtype if dtype and symbol.is_floating_point() else symbol.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype in the checkpoint."""
+        return self.symbol.look[0] if self.symbol.look else self.element
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the checkpoint."""
+        return self.symbol.look[1] if self.symbol.look else tuple(self.symbol.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.symbol.numel() * self.element.itemsize
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the way back to the checkpoint's layout does more than move elements."""
+        return self.symbol.pieces is None
+
+    def as_stored(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole tensor as the checkpoint has it, of all its elements (`symbol`); shares the memory."""
+        return whole.view(self.dtype).reshape(self.shape) if self.symbol.look else whole
+
+
+def outgoing_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, SavedTensor]:
+    """The tensors of a model, or of a PEFT model's adapters, by the names that they have in its checkpoint.
+
+    `dtype` is that of floating-point tensors; None keeps the model's. Of a PEFT model every rank must call.
+    """
+    symbols = _of_adapters(model) if is_adapted(model) else map_saving(model)
+    return {name: SavedTensor.of(symbol, dtype) for name, symbol in symbols.items()}
+
+
+def _of_adapters(model: nn.Module) -> dict[str, PieceTensor]:
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    found: dict[str, str] = {}
+    if rank_and_size()[0] == 0:  # which decides for all: PEFT may ask the hub whether the base has the same vocabulary
+        keys = {id(tensor): key for key, tensor in state.items()}
+        found = {name: keys[id(tensor)] for name, tensor in tensors_by_peft(model, state).items()}
+    found = all_ranks(found, "asking PEFT what belongs to the adapter")[0]
+    return {name: PieceTensor.named(key, state[key].shape, state[key].dtype) for name, key in found.items()}
+
+
+def boxes_of_piece(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
+    """Yield the boxes of a tensor that a box of the source of a piece holds, and where they lie in that box, stored
+    row-major on its own; `shape` is the source's."""
+    for part, view in slice_view(piece.view, shape, box):
+        start = tuple(a + b for a, b in zip(piece.box.start, part.start, strict=True))
+        yield Box(start=start, length=part.length), view
+
+
+def views_of_piece(
+    piece: Piece, memory: torch.Tensor, box: Box, shape: Sequence[int]
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """`boxes_of_piece`, each with its elements, as views of the contiguous memory of the source's box."""
+    for part, view in boxes_of_piece(piece, shape, box):
+        yield part, memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)

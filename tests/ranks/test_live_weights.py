@@ -1,0 +1,339 @@
+"""Weights as a stream: the parts of all ranks make up the checkpoint exactly once; buckets, boxes, changes."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PromptTuningConfig
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_fsdp_tools import (
+    ConfigError,
+    ParallelDims,
+    add_adapter,
+    from_pretrained,
+    live_weights,
+    make_wrap_plan,
+    save_pretrained,
+    wrap_fsdp1,
+)
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.fsdp1.flat_shards import plain_view
+from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.streaming import changes, held
+from hf_fsdp_tools.streaming.live import LiveWeights
+from hf_fsdp_tools.streaming.routes import most_of
+from tests._checkpoints import (
+    full,
+    make_quantized,
+    plain_model,
+    randomize,
+    refusal,
+    sharded_meta_model,
+    stored_tensors,
+    tiny_config,
+)
+from tests._dist import run_cases, run_ranks
+from tests.ranks.test_load import last_even_dim
+
+MOE = {"experts_implementation": "batched_mm"}
+QUIET = {"load_kwargs": {"progress": False}}
+
+
+def stored_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def parts_make_up(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str) -> None:
+    """The union of all ranks' parts is each saved tensor, each element once; names, shapes and dtypes are equal."""
+    assert {k: (t.shape, t.dtype) for k, t in weights.tensors.items()} == {
+        k: (tuple(t.shape), t.dtype) for k, t in saved.items()
+    }, what
+    every = all_ranks([(part.name, part.box, part.values()) for part in weights.parts()])
+    found = {k: torch.zeros(t.symbol.shape, dtype=t.element) for k, t in weights.tensors.items()}
+    times = {k: torch.zeros(t.symbol.shape, dtype=torch.int32) for k, t in weights.tensors.items()}
+    for name, box, values in (part for parts in every for part in parts):
+        found[name][box.slices] = values
+        times[name][box.slices] += 1
+    for name, tensor in weights.tensors.items():
+        assert bool((times[name] == 1).all()), (what, name)
+        assert_bits(tensor.as_stored(found[name]), saved[name], (what, name))
+
+
+def assert_bits(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), what
+    assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).contiguous().view(torch.uint8)), what
+
+
+def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str) -> None:
+    """Whole tensors arrive where they are asked for, in the order of the names, in buckets of bounded size."""
+    largest = max(tensor.num_bytes for tensor in weights.tensors.values())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for to, bound in (((0,), 3 * largest), (None, 4 * largest), ((size - 1, 0), 2**30)):
+        arrived: list[str] = []
+        for bucket in weights.buckets(bound, to=to):
+            assert sum(t.nbytes for t in bucket.values()) <= max(largest, bound // 2), what
+            for name, tensor in bucket.items():
+                assert_bits(tensor, saved[name], (what, name))
+            arrived += bucket
+        assert arrived == (list(weights.tensors) if to is None or rank in to else []), what
+        (plan,) = weights._plans.values()
+        assert all(most_of(bucket.bytes_of()) <= bound for bucket in plan)
+
+
+def every_placement(folders: dict[str, Path], tmp: Path) -> None:
+    """FSDP2 with empty shards, other dimensions, replicas, FSDP1, tensor and expert parallel; fp32 and bf16."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def loaded(kind: str, **sharding: Any) -> Any:
+        model = sharded_meta_model(kind, folders[kind], **sharding)
+        load_weights(model, folders[kind], progress=False)
+        return model
+
+    def flat(kind: str) -> Any:
+        plain = plain_model(kind, folders[kind])
+        with pytest.warns(FutureWarning):
+            return plain_view(wrap_fsdp1(plain, make_wrap_plan(plain)))
+
+    def parallel(kind: str, dims: ParallelDims) -> Any:
+        if dist.get_rank() == 0:
+            randomize(AutoModelForCausalLM.from_config(tiny_config(kind, 2))).save_pretrained(tmp / f"even {kind}")
+        dist.barrier()
+        return from_pretrained(tmp / f"even {kind}", mesh=dims.build_mesh(), **QUIET)
+
+    made: dict[str, Callable[[], Any]] = {kind: lambda kind=kind: loaded(kind) for kind in folders}
+    made |= {
+        "mixtral, replicas": lambda: loaded("mixtral", mesh=mesh),
+        "mixtral, columns": lambda: loaded("mixtral", shard_placement_fn=last_even_dim),
+        "gpt2, columns": lambda: loaded("gpt2", shard_placement_fn=last_even_dim),
+        "llama, one unit": lambda: flat("llama"),
+        "llama, tp": lambda: parallel("llama", ParallelDims(tp_size=2, dp_shard_size=2)),
+        "llama, tp and replicas": lambda: parallel("llama", ParallelDims(tp_size=2, dp_replicate_size=2)),
+        "qwen3_moe, ep": lambda: parallel("qwen3_moe", ParallelDims(ep_size=2, dp_shard_size=4)),
+    }
+    for what, make in made.items():
+        model = make()
+        for dtype in (None, torch.bfloat16):
+            folder = tmp / f"{what} {dtype}"
+            save_pretrained(model, folder, dtype=dtype)
+            saved = stored_tensors(folder)
+            weights = live_weights(model, dtype=dtype)
+            parts_make_up(weights, saved, what)
+            if "," in what or what == "mixtral":
+                buckets_hold(weights, saved, what)
+
+
+def cut_among_replicas(folders: dict[str, Path], tmp: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
+    load_weights(model, folders["llama"], progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held, "_MIN_PART_BYTES", 64)
+        weights = live_weights(model)
+        parts_make_up(weights, stored_tensors(folders["llama"]), "replicas that share")
+        given = all_ranks(sum(part.num_bytes for part in weights.parts()))
+    assert max(given) < 0.35 * sum(given), given
+
+
+def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
+    every = {
+        "llama": {"target_modules": "all-linear"},
+        "tied": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    }
+    for kind, targets in every.items():
+        lora = LoraConfig(r=3, task_type="CAUSAL_LM", **targets)
+        model = from_pretrained(folders[kind], peft_config=lora, **(MOE if kind == "mixtral" else {}), **QUIET)
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter.data.fill_(0.01 * (i + 1))
+        save_pretrained(model, tmp / kind)
+        weights = live_weights(model)
+        parts_make_up(weights, stored_adapter(tmp / kind), f"{kind}, adapter")
+        buckets_hold(weights, stored_adapter(tmp / kind), f"{kind}, adapter")
+        save_pretrained(model, tmp / f"{kind} merged", merge_adapters=True)
+        merged = live_weights(model, merge_adapters=True)
+        saved = stored_tensors(tmp / f"{kind} merged")
+        parts_make_up(merged, saved, f"{kind}, merged")
+        buckets_hold(merged, saved, f"{kind}, merged")
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter.data.fill_(0.02 * (i + 1))
+        save_pretrained(model, tmp / f"{kind} later", merge_adapters=True)
+        parts_make_up(merged, stored_tensors(tmp / f"{kind} later"), f"{kind}, merged after a step")
+    model = from_pretrained(folders["llama"], **QUIET)
+    model = add_adapter(model, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    assert "has no tensors to stream" in refusal(lambda: live_weights(model))
+    assert "could be merged" in refusal(lambda: live_weights(model, merge_adapters=True))
+
+
+def bases_that_stay_quantised(folders: dict[str, Path], tmp: Path) -> None:
+    for kind in ("fp8", "fp8 and fp4 experts", "mxfp4", "compressed nvfp4", "gptq", "awq experts"):
+        if dist.get_rank() == 0:
+            make_quantized(kind, tmp / kind)
+        dist.barrier()
+        model = from_pretrained(tmp / kind, dequantize=False, **QUIET)
+        save_pretrained(model, tmp / f"{kind} again")
+        saved, beside = stored_tensors(tmp / f"{kind} again"), note_of(model).heads
+        if beside is not None:  # what a save copies from the files that were loaded, such as scales of inputs
+            saved = {key: saved[key] for key in saved.keys() - beside.stored.tensors.keys()}
+        weights = live_weights(model)
+        parts_make_up(weights, saved, kind)
+        buckets_hold(weights, saved, kind)
+    if find_spec("bitsandbytes") is not None:
+        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        from tests.ranks.test_quantized import small_llama
+
+        if dist.get_rank() == 0:
+            small_llama(tmp / "64")
+        dist.barrier()
+        model = from_pretrained(tmp / "64", quantization_config=four, **QUIET)
+        save_pretrained(model, tmp / "nf4")
+        parts_make_up(live_weights(model), stored_tensors(tmp / "nf4"), "nf4")
+
+
+# ---- the layout of a server ----
+
+
+def wanted(weights: LiveWeights, rank: int, size: int) -> dict[str, Box]:
+    """What one of `size` tensor-parallel workers holds: columns of projections back, other rows, some experts."""
+    wants: dict[str, Box] = {}
+    for name, tensor in weights.tensors.items():
+        shape = tensor.shape
+        if ".experts." in name:
+            if int(name.split(".experts.")[1].split(".")[0]) % size == rank:
+                wants[name] = Box.whole(shape)
+            continue
+        back = any(part in name for part in ("o_proj", "down_proj", "c_proj"))
+        dim = None if len(shape) < 2 else 1 if back else 0
+        low, high = (0, 0) if dim is None else (shape[dim] * rank // size, shape[dim] * (rank + 1) // size)
+        start = tuple(low if d == dim else 0 for d in range(len(shape)))
+        wants[name] = Box(start=start, length=tuple(high - low if d == dim else n for d, n in enumerate(shape)))
+    return wants
+
+
+def to_a_server(folders: dict[str, Path], tmp: Path) -> None:
+    """What arrives equals the file; what is sent is the share that the receivers lack; memory stays in one bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for kind in ("llama", "mixtral", "gpt2"):
+        model = sharded_meta_model(kind, folders[kind])
+        load_weights(model, folders[kind], progress=False)
+        weights = live_weights(model)
+        saved = stored_tensors(folders[kind])
+        wants = {worker: wanted(weights, worker, size) for worker in range(size)}
+        largest = max(tensor.num_bytes for tensor in weights.tensors.values())
+        sent: list[int] = []
+
+        def counted(operations: Any, true: Any = dist.batch_isend_irecv, sent: Any = sent) -> Any:
+            sent += [each.tensor.nbytes for each in operations if each.op is dist.isend]
+            return true(operations)
+
+        arrived: dict[str, torch.Tensor] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "batch_isend_irecv", counted)
+            for bucket in weights.exchange(wants, 3 * largest):
+                assert sum(t.nbytes for t in bucket.values()) <= 3 * largest
+                arrived |= bucket
+        assert list(arrived) == list(wants[rank])
+        for name, box in wants[rank].items():
+            assert_bits(arrived[name], saved[name][box.slices], (kind, name))
+        share = sum(all_ranks(sum(t.nbytes for t in arrived.values())))
+        assert 0 < sum(all_ranks(sum(sent))) <= share, "no byte is sent twice, and none that is there already"
+
+
+# ---- changes ----
+
+
+def what_changed(folders: dict[str, Path], tmp: Path) -> None:
+    model = from_pretrained(folders["mixtral"], **MOE, **QUIET)
+    weights = live_weights(model, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes, "_BLOCK_BYTES", 512)  # several blocks of each part
+        finder = weights.changes()
+        copy = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in weights.tensors.items()}
+        for bucket in weights.buckets(to=None):
+            for name, tensor in bucket.items():
+                copy[name].copy_(tensor)
+        assert sum(len(change.indices) for change in finder) == 0 and finder.share == 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(2):
+            tokens = torch.arange(24).reshape(2, 12)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found = list(finder)
+            assert [change.name for change in found] == list(weights.tensors)
+            assert 0 < finder.share < 1, finder.share
+            for change in (change for every in all_ranks(found) for change in every):
+                copy[change.name].view(-1)[change.indices] = change.values
+        for bucket in weights.buckets(to=None):
+            for name, tensor in bucket.items():
+                assert_bits(copy[name], tensor, name)
+    assert finder.num_bytes == sum(part.num_bytes for part in weights.parts())
+
+
+# ---- faults ----
+
+
+def faults(folders: dict[str, Path], tmp: Path) -> None:
+    rank = dist.get_rank()
+    model = sharded_meta_model("llama", folders["llama"])
+    assert "are on meta" in refusal(lambda: live_weights(model))
+    load_weights(model, folders["llama"], progress=False)
+    assert "dtype" in refusal(lambda: live_weights(model, dtype=(torch.bfloat16, torch.float16)[rank % 2]), ConfigError)
+    weights = live_weights(model)
+    said = refusal(lambda: list(weights.buckets(100)), ConfigError)
+    assert "bucket_bytes=100 does not hold" in said and "give bucket_bytes=" in said
+    assert "rank 9 is to get" in refusal(lambda: list(weights.buckets(to=(9,))), ConfigError)
+    wants = {0: {"lm_head.wieght": Box.whole((131, 30))}}
+    assert "did you mean lm_head.weight" in refusal(lambda: list(weights.exchange(wants)), ConfigError)
+    assert "different arguments" in refusal(lambda: list(weights.buckets(2**20 + rank)), ConfigError)
+    used: list[str] = []
+    largest = max(tensor.num_bytes for tensor in weights.tensors.values())
+
+    def dies(bucket: dict[str, torch.Tensor]) -> None:
+        used.extend(bucket)
+        if rank == 1 and len(used) > 4:
+            raise ConfigError("the server is away")
+
+    said = refusal(lambda: weights.send(dies, largest, to=None), ConfigError)
+    assert "rank 1: the server is away" in said and 4 < len(used) < len(weights.tensors), used
+    used.clear()
+    weights.send(lambda bucket: used.extend(bucket), 2 * largest)
+    assert used == (list(weights.tensors) if rank == 0 else []), "the next pass is whole"
+
+
+CASES = [
+    every_placement, cut_among_replicas, adapters_alone_and_merged, bases_that_stay_quantised, to_a_server,
+    what_changed, faults,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(world_size, folders, tmp_path):
+    cases = CASES if world_size == 4 else [alone] if world_size == 1 else [adapters_alone_and_merged, to_a_server]
+    run_ranks(run_cases, world_size, cases, folders, tmp_path)
+
+
+def alone(folders: dict[str, Path], tmp: Path) -> None:
+    """A model that is not sharded at all."""
+    for kind, folder in folders.items():
+        weights = live_weights(plain_model(kind, folder))
+        parts_make_up(weights, stored_tensors(folder), kind)
+        buckets_hold(weights, stored_tensors(folder), kind)
+
+
+def test_a_pass_sees_the_values_of_its_moment(folders):
+    model = plain_model("llama", folders["llama"])
+    weights = live_weights(model)
+    model.lm_head.weight.data.zero_()
+    values: Iterator[torch.Tensor] = (part.values() for part in weights.parts() if part.name == "lm_head.weight")
+    assert not any(bool(each.any()) for each in values)
+    assert full(model.lm_head.weight).data_ptr() in {part.data.data_ptr() for part in weights.parts()}, "views"
