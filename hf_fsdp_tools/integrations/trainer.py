@@ -51,6 +51,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     use_one_device,
 )
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
+from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
@@ -94,7 +95,8 @@ class FSDPTrainerMixin(PushingMixin):
     TRL's online trainers (GRPO, RLOO, online DPO, distillation) generate with the weights gathered once for each batch
     where they fit, and unit by unit where they do not or `ds3_gather_for_generation=False` says so (`gathered_units`).
     A reward function that fails on some rank, or returns anything but one finite number or None for each completion,
-    is one `ConfigError` on all ranks.
+    is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
+    a bounded size, with adapters merged (`live_weights`).
 
     Three attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
     `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
@@ -152,6 +154,7 @@ class FSDPTrainerMixin(PushingMixin):
         with hashable(self), reference_copied(self):
             super().__init__(*args, **kwargs)
         guard_rewards(self)
+        stream_to_vllm(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
             add_to_note(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = self.get_tp_size()  # by which TRL divides the tokens that all ranks have counted

@@ -1,8 +1,10 @@
 """TRL's trainers that generate, on shards: they train as TRL alone does, and a reward function that fails stops all."""
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +18,13 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import word_tokenizer
+from tests._checkpoints import stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units
 
@@ -249,3 +253,83 @@ def settings_of_the_arguments(source: Path, folder: Path) -> None:
 
 def test_a_reward_function_that_fails_is_one_error(folders, tmp_path):
     run_ranks(run_cases, 2, (one_error_on_all_ranks, settings_of_the_arguments), folders["llama"], tmp_path)
+
+
+# ---- vLLM: stand-ins that look at what arrives ----
+
+
+class Taking:
+    """Stands for vLLM's client (server mode) and for its engine (colocate), by TRL's calls (1.16) alone."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, torch.Tensor] = {}
+        self.fails_at = ""
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+        self.model_config = SimpleNamespace(max_model_len=64)
+
+    def get_server_info(self) -> Any:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for (name, dtype, shape), (arrived, tensor) in zip(metadata, named, strict=True):
+            assert (name, dtype, shape) == (arrived, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self.load_weights([(arrived, tensor)])
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            if name == self.fails_at:
+                raise ConnectionError("500 Server Error")
+            self.taken[name] = tensor.clone()
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+class StandIn(VLLMGeneration):
+    """TRL's class with such a client or engine; it writes the prompt's words again."""
+
+    def _init_vllm(self) -> None:
+        self.llm = self.vllm_client = Taking()
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        completions = [ids[: 2 + i % 2] for i, ids in enumerate(prompts)]
+        return prompts, completions, [[[-1.0] for _ in ids] for ids in completions], None
+
+
+def weights_arrive(folders: dict[str, Path], tmp: Path) -> None:
+    """They equal `save_pretrained`'s file after each step: fused experts apart, adapters merged, in order."""
+    for kind, mode, config in (
+        ("mixtral", "server", None),
+        ("llama", "colocate", None),
+        ("llama", "server", adapter()),
+        ("mixtral", "colocate", peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])),
+    ):
+        accelerator = make_accelerator(cpu=True)
+        moe = {"experts_implementation": "batched_mm"} if kind == "mixtral" else {}
+        model = from_pretrained(folders[kind], accelerator=accelerator, peft_config=config, **moe)
+        with patch.object(grpo_trainer, "VLLMGeneration", StandIn):
+            trainer = trainer_of(
+                "grpo", model, tmp / "run", mixed=True, use_vllm=True, vllm_mode=mode, max_steps=2, beta=0.0
+            )
+        trainer.train()
+        generation, takes = trainer.vllm_generation, mode == "colocate" or dist.get_rank() == 0
+        generation.sync_weights()
+        folder = tmp / f"{kind} {mode} {config is not None}"
+        save_pretrained(model, folder, merge_adapters=config is not None)
+        dist.barrier()
+        saved, taken = stored_tensors(folder), generation.vllm_client.taken
+        assert list(taken) == ([name for name, _, _ in generation._weight_metadata] if takes else [])
+        assert not takes or taken.keys() == saved.keys()
+        for name, tensor in taken.items():
+            assert tensor.dtype == saved[name].dtype and torch.equal(tensor, saved[name]), (kind, mode, name)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+        generation.vllm_client.fails_at = [*saved][1] if dist.get_rank() == 0 else ""
+        with pytest.raises(ConfigError, match=r"vLLM did not take the weights: ConnectionError: 500 Server Error"):
+            generation.sync_weights()
+        generation.vllm_client.fails_at = ""
+        generation.sync_weights()  # the ranks are in step again
+
+
+def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path):
+    run_ranks(run_cases, 2, (weights_arrive,), folders, tmp_path)
