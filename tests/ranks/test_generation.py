@@ -66,14 +66,16 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
 
 
 def tokens_are_those_of_one_process(folder: Path) -> None:
-    """Full and LoRA, in fp32 and bf16; where the weights fit each unit is gathered once, else once for each token."""
-    for dtype in (torch.float32, torch.bfloat16):
+    """Full and LoRA, in fp32, bf16 and bf16 over fp32 masters; where the weights fit, each unit is gathered once, else
+    once for each token."""
+    for dtype, masters in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         for config in (None, lora()):
             plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             torch.manual_seed(0)
             plain = plain if config is None else peft.get_peft_model(plain, config)
             torch.manual_seed(0)
-            model: Any = from_pretrained(folder, dtype=dtype, peft_config=config)
+            held = {"dtype": "float32", "mp_policy": "bf16"} if masters else {"dtype": dtype}
+            model: Any = from_pretrained(folder, peft_config=config, **held)
             expected = plain.eval().generate(input_ids=PROMPTS, **GREEDY)
             units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
             for free, gathers in ((10**9, units), (0, units * tokens)):
