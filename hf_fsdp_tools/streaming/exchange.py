@@ -33,9 +33,9 @@ class Delivery:
         for route in bucket.routes:
             place = part = None
             if route.to in (rank, EVERY):
-                want = arrivals[route.name][0]
+                want = arrivals[route.key][0]
                 inside = [a - b for a, b in zip(route.box.start, want.start, strict=True)]
-                place = memory_view(self._arrived[route.name], inside, route.box.length)
+                place = memory_view(self._arrived[route.key], inside, route.box.length)
             if route.source == rank:
                 part = next(p for p in held[route.name] if p.box.intersect(route.box) == route.box).within(route.box)
             if place is None:
