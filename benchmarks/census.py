@@ -4,7 +4,7 @@
     python benchmarks/census.py --only llama t5 swin    # some types
     python benchmarks/census.py --output benchmarks/results/census.csv
     python benchmarks/census.py --train                 # instead: train a tiny model of every type on 2 ranks
-    python benchmarks/census.py --stream                # instead: what live_weights gives of every type, beside its files
+    python benchmarks/census.py --stream                # instead: what live_weights gives, beside the files
 
 Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be
 built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)

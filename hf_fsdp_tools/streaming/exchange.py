@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.shards import memory_view
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.routes import EVERY, Bucket, most_of
+from hf_fsdp_tools.text import first_line
 
 Held = Mapping[str, Sequence[Part]]
 """This rank's parts of tensors, by name; all that it holds, whoever else holds it too."""
@@ -31,9 +33,9 @@ class Delivery:
         for route in bucket.routes:
             place = part = None
             if route.to in (rank, EVERY):
-                want = arrivals[route.name][0]
+                want = arrivals[route.key][0]
                 inside = [a - b for a, b in zip(route.box.start, want.start, strict=True)]
-                place = memory_view(self._arrived[route.name], inside, route.box.length)
+                place = memory_view(self._arrived[route.key], inside, route.box.length)
             if route.source == rank:
                 part = next(p for p in held[route.name] if p.box.intersect(route.box) == route.box).within(route.box)
             if place is None:
@@ -84,21 +86,31 @@ def deliver(
     meet in a round, which names a rank that does not come, and in which the error that one of them has `failed` with
     becomes that of all.
     """
-    doing, before = "sending weights", None
+    before: Delivery | None = None
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
     for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
         if before is not None and sizes[i - 1] + sizes[i] > bucket_bytes:
-            yield before.finish()
+            yield _arrived(before)
             before = None
-        with agreed(doing):
-            if (error := failed()) is not None:
-                raise error
+        _meet(failed())
         delivery = Delivery(bucket, parts, device)
         if before is not None:
-            yield before.finish()
+            yield _arrived(before)
         before = delivery
     if before is not None:
-        yield before.finish()
-    with agreed(doing):
-        if (error := failed()) is not None:
+        yield _arrived(before)
+    _meet(failed())
+
+
+def _meet(error: Exception | None) -> None:
+    with agreed("sending weights"):
+        if error is not None:
             raise error
+
+
+def _arrived(delivery: Delivery) -> dict[str, torch.Tensor]:
+    try:
+        return delivery.finish()
+    except RuntimeError as error:  # of a backend, that does not say which rank is lost
+        _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."))
+        raise
