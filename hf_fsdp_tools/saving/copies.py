@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
@@ -115,25 +113,6 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
 
 
 # ---- memory ----
-
-
-def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still get without swapping, of the machine and within a container's limit (cgroups 1
-    and 2), also of what files take."""
-    limits: list[int] = [psutil.virtual_memory().available]
-    for folder, limit, usage in (
-        (groups, "memory.max", "memory.current"),
-        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = ((folder / name).read_text().strip() for name in (limit, usage))
-            stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if most.isdigit():
-            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            limits.append(max(0, int(most) - int(now) + files))
-    return min(limits)
 
 
 def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[tuple[int, int]], list[int]]:
