@@ -18,7 +18,7 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
-    "text", "errors", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
+    "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
     "background", "loading", "saving", "fsdp1", "diagnostics", "pretrained", "proof", "integrations", "scripting",
     "cli", "__main__",
 )  # fmt: skip
