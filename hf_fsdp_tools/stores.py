@@ -1,9 +1,10 @@
 """Object stores and other file systems of `fsspec`: a checkpoint there as a local folder whose weights stay there.
 
-A name with a protocol (`s3://bucket/run`) becomes a local stub: small files whole, and each weight file as a sparse file
-of the same length that holds its header alone. So everything that looks at a checkpoint looks at a folder, and what reads
-the bytes of weights (`loading.io.files`, `modeling.pickles`) asks here where they are. Credentials, endpoints, timeouts
-and retries are fsspec's own settings (`fsspec.config`, `FSSPEC_S3_…`), and those of the protocol's package.
+A name with a protocol (`s3://bucket/run`) becomes a local stub: small files whole, and each weight file as a sparse
+file of the same length that holds its header alone. So everything that looks at a checkpoint looks at a folder, and
+what reads the bytes of weights (`loading.io.files`, `modeling.pickles`) asks here where they are. Credentials,
+endpoints, timeouts and retries are fsspec's own settings (`fsspec.config`, `FSSPEC_S3_…`), and those of the protocol's
+package.
 """
 
 import re
@@ -26,10 +27,13 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """How names of files end whose bytes are read by ranges."""
 
 _WHOLE = (".json", ".jinja", ".txt", ".model", ".py", ".metadata")
-"""How names of files end that are fetched whole. Those of an adapter (`adapter_model.*`), which PEFT reads, are, too."""
+"""How names of files end that are fetched whole, beside those of an adapter (`adapter_model.*`), which PEFT reads."""
 
 _MOST_WHOLE_BYTES = 10**9
 """Bytes of the largest file that is fetched whole: an adapter of a large model. (assumed)"""
+
+_BLOCK_BYTES = 16 * 2**20
+"""Bytes that one request writes, which are held until it is done; S3 takes no fewer than 5 MiB. (assumed)"""
 
 _MOST_HEADER_BYTES = 10**8
 """Bytes of the largest header that safetensors opens."""
@@ -99,6 +103,36 @@ def open_store(url: str) -> tuple[Any, str]:
         raise CheckpointError(f"Cannot open {url!r}: {type(error).__name__}: {first_lines(error)}. {_CURE}") from error
 
 
+@dataclass
+class Upload:
+    """A new file in a store, written from its beginning to its end; it appears with `commit` and not before."""
+
+    url: str
+    size: int
+    _file: Any = None
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes; a block at a time goes to the store, which may hold ten thousand blocks of a file."""
+        with store_errors("write", self.url):
+            if self._file is None:
+                fs, path = open_store(self.url)
+                block = max(_BLOCK_BYTES, -(-self.size // 9000 // 2**20) * 2**20)
+                self._file = fs.open(path, "wb", block_size=block, autocommit=False)
+            self._file.write(data)
+
+    def commit(self) -> None:
+        """Let the file appear."""
+        with store_errors("write", self.url):
+            self._file.close()
+            self._file.commit()
+
+    def discard(self) -> None:
+        """Forget what was written; no error."""
+        with suppress(Exception):
+            self._file.discard()
+            self._file.closed = True  # what collects garbage would write the rest
+
+
 # ---- what is there ----
 
 
@@ -137,19 +171,9 @@ class StoredObject:
 
 def _version(info: Mapping[str, Any]) -> tuple[int, int]:
     """What changes when a file is replaced, by whichever of these the file system tells (all of fsspec's differ)."""
-    names = (
-        "ETag",
-        "etag",
-        "md5Hash",
-        "content_md5",
-        "generation",
-        "LastModified",
-        "last_modified",
-        "mtime",
-        "created",
-    )
-    told = next((str(info[name]) for name in names if info.get(name)), "")
-    return zlib.crc32(told.encode()) + 1, int(info["size"] or 0)
+    names = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+    first = next((str(info[name]) for name in names if info.get(name)), "")
+    return zlib.crc32(first.encode()) + 1, int(info["size"] or 0)
 
 
 def listing(fs: Any, path: str, url: str) -> dict[str, StoredObject]:
@@ -205,14 +229,18 @@ def pinned() -> Iterator[None]:
     try:
         yield
     except FSDPToolsError as error:
-        text = str(error)
-        for url, (_, stub) in _stubs.items():
-            text = text.replace(str(stub), url)
-        if text == str(error):
+        if (text := told(str(error))) == str(error):
             raise
         raise type(error)(text) from None
     finally:
         _pinned.reset(token)
+
+
+def told(text: str) -> str:
+    """A text with URLs in place of their stubs."""
+    for url, (_, stub) in _stubs.items():
+        text = text.replace(str(stub), url)
+    return text
 
 
 def stub_of(url: str) -> Path:
@@ -260,7 +288,7 @@ def name_of(file: Path) -> str:
 def open_file(file: Path) -> BinaryIO:
     """Open a file, or that for which it stands, to read some of its bytes."""
     if (there := stored_object(file)) is None:
-        return file.open("rb", buffering=0)  # type: ignore[return-value]  # FileIO does what is needed
+        return file.open("rb", buffering=0)
     with store_errors("read", there.url):
         return cast(BinaryIO, there.fs.open(there.path, "rb", block_size=2**16))
 

@@ -48,6 +48,7 @@ from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.saving.hidden_folder import check_shared
+from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
@@ -253,7 +254,7 @@ class FSDPTrainerMixin(PushingMixin):
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.blocking:
-            saved: BegunSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
+            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):

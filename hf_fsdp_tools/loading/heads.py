@@ -65,8 +65,8 @@ class Heads:
         if changed := [file for file, stamp in self._stamps.items() if now[file] != stamp]:
             raise CheckpointError(
                 f"{name_of(changed[0])}: was written after the model was loaded from it, so that "
-                f"{len(self.index.tensors)} tensors of heads ({listed(self.index.tensors)}) cannot be copied from it. Save without them: "
-                "save_pretrained(model, folder, carry_heads=False); or load the model again."
+                f"{len(self.index.tensors)} tensors of heads ({listed(self.index.tensors)}) cannot be copied from it. "
+                "Save without them: save_pretrained(model, folder, carry_heads=False); or load the model again."
             )
 
     def reader(self) -> Reader:

@@ -1,0 +1,337 @@
+"""A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies beside them, the index last.
+
+Until the index is put, in one request, whoever opens the place gets the checkpoint that was there: the weight files
+have names that no save before had, and every checkpoint in a store has an index, also of one file. Of the files beside
+the weights, those that differ are put right before it; if that fails, the former ones are put back.
+"""
+
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError
+from hf_fsdp_tools.hub import CARD
+from hf_fsdp_tools.loading.fill import read_into
+from hf_fsdp_tools.loading.io.transfer import Transfer
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.layout import Layout, Place
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
+from hf_fsdp_tools.saving.slabs import Part, Slabs, cut_parts, stream_files
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.stores import Upload, listing, open_store, store_errors
+from hf_fsdp_tools.text import listed
+
+_WRITING = "writing the checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSave:
+    """A save to a store of which writing and the index are left."""
+
+    url: str
+    layout: Layout
+    names: SavedNames
+    beside: Mapping[str, bytes]
+    """On rank 0, the files beside the weights."""
+    stream: Callable[[], tuple[int, int]]
+    """Writes this rank's weight files; the bytes and the calls."""
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
+
+    @property
+    def report(self) -> SaveReport:
+        """What is known before anything is written."""
+        return SaveReport(
+            folder=self.url,
+            total_bytes=self.layout.num_bytes,
+            gathered_bytes=self.gathered_bytes,
+            copied_bytes=self.copied_bytes,
+        )
+
+    def finish(self) -> SaveReport:
+        """Write, and make what is written the checkpoint of the place. Every rank must call; once."""
+        num_bytes, calls = self.stream()
+        with agreed("finishing the save", self.url):
+            if self.layout.heads is not None:
+                self.layout.heads[0].refuse_changed()
+            if rank_and_size()[0] == 0:
+                sizes = {name: self.layout.sizes[file] for file, name in self.names.weights.items()}
+                _publish(self.url, sizes, self.beside, index_text(self.names, self.layout).encode())
+        files, others = tuple(self.names.weights.values()), self.names.others
+        return replace(self.report, files=files, others=others, bytes_written=num_bytes, write_calls=calls)
+
+
+def begin_in_store(
+    model: nn.Module,
+    url: str,
+    *,
+    check: Callable[[], None],
+    plan: Callable[[], Layout],
+    stage: Callable[[Path], None],
+    gather: Callable[..., None],
+    staging_bytes: int,
+    blocking: bool,
+) -> StoreSave:
+    """Do of a save to a store what needs the model or the process group. Every rank must call.
+
+    Without `blocking`, that is the exchange of all parts: each rank then holds its weight files in host memory.
+    """
+    rank, num_ranks = rank_and_size()
+    beside: dict[str, bytes] = {}
+    with agreed("preparing the save", url):
+        fs, path = open_store(url)
+        check()
+        layout = plan()
+        held = copies.held_transfers(model, layout)
+        shared: tuple[str, tuple[str, ...]] = ("", ())
+        if rank == 0:
+            there = listing(fs, path, url)
+            if ADAPTER_CONFIG in there:
+                raise CheckpointError(
+                    f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
+                )
+            with TemporaryDirectory() as folder:
+                stage(Path(folder))
+                beside = _contents(Path(folder))
+            if CARD in there:
+                beside.pop(CARD, None)
+            shared = (secrets.token_hex(4), (*beside, WEIGHTS_INDEX))
+        mark, others = all_ranks(shared, "preparing the save")[0]
+    single = f"model.{mark}-00001-of-00001.safetensors"
+    weights = {f: single if f == WEIGHTS else f.replace("model", f"model.{mark}", 1) for f in layout.sizes}
+    slabs = Slabs.deal(layout.sizes, slab_bytes=staging_bytes // 4, num_ranks=num_ranks)
+    keys = sorted(key for key in layout.places if key not in held)
+    whole = _Gathered(partial(gather, layout, Path()), {}, {})
+    parts = [Part(t) for key, of_key in held.items() for t in copies.parts_of_replica(key, of_key) if t.memory.numel()]
+    made = {key: Part(_blank(layout.places[key]), partial(whole.results.__getitem__, key)) for key in keys}
+    parts += made.values() if rank == 0 else []
+    parts += [part for file in slabs.queues[rank] for part in _carried(layout, file, slabs.slab_bytes)]
+    with agreed("preparing the save", url):
+        cut = cut_parts(parts, slabs)
+        for key, part in made.items():
+            rounds = [i for i, _ in cut_parts([part], slabs)]
+            whole.spans[key] = (min(rounds), max(rounds)) if rounds else (0, 0)
+    stream = partial(stream_files, cut, slabs, layout.headers, before=whole.before, doing=_WRITING, where=url)
+    uploads = {file: Upload(f"{url}/{weights[file]}", layout.sizes[file]) for file in slabs.queues[rank]}
+    save = StoreSave(
+        url=url,
+        layout=layout,
+        names=SavedNames(weights=weights, others=others),
+        beside=beside,
+        stream=partial(_removing, uploads, partial(stream, uploads.__getitem__)),
+        gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
+    )
+    if blocking:
+        return save
+    num_bytes = sum(upload.size for upload in uploads.values())
+    with agreed("copying what is saved"):
+        copies._refuse_too_large(num_bytes)
+    copied = {file: _Held() for file in uploads}
+    stream(copied.__getitem__)
+    return replace(
+        save, copied_bytes=num_bytes, stream=partial(_removing, uploads, partial(_write, copied, uploads, url))
+    )
+
+
+# ---- weights ----
+
+
+@dataclass
+class _Gathered:
+    """Tensors that are gathered on rank 0 for the rounds in which they are sent."""
+
+    gather: Callable[[Sequence[str], Callable[[Transfer], None]], None]
+    results: dict[str, torch.Tensor]
+    spans: dict[str, tuple[int, int]]
+    """The first and the last round of each."""
+
+    def before(self, round: int) -> None:
+        """Gather what this round begins to send, and forget what is sent. Every rank must call."""
+        for key, (first, last) in self.spans.items():
+            if round > last:
+                self.results.pop(key, None)
+            elif round == first:
+                self.gather([key], partial(self._keep, key))
+
+    def _keep(self, key: str, transfer: Transfer) -> None:
+        self.results[key] = transfer.memory.detach().contiguous()
+
+
+def _blank(place: Place) -> Transfer:
+    return place.transfer(torch.empty(place.tensor.shape, dtype=place.dtype, device="meta"))
+
+
+def _carried(layout: Layout, file: str, slab_bytes: int) -> list[Part]:
+    """The parts of heads that are copied into a file from others, each read when it is wanted."""
+    parts: list[Part] = []
+    for place in layout.carried.values():
+        if str(place.file) != file:
+            continue
+        for slab in Box.whole(place.tensor.shape).slabs(slab_bytes, place.dtype.itemsize):
+            blank = torch.empty(slab.length, dtype=place.dtype, device="meta")
+            (piece,) = PieceTensor.named("", place.tensor.shape, place.dtype).pieces or ()
+            load = partial(_read_head, layout, place, slab)
+            parts += (Part(each, load) for each in place.transfers(piece, blank, slab, place.tensor.shape))
+    return parts
+
+
+def _read_head(layout: Layout, place: Place, slab: Box) -> torch.Tensor:
+    assert layout.heads is not None
+    heads, index = layout.heads
+    memory = torch.empty(slab.length, dtype=place.dtype)
+    with heads.reader() as reader:
+        read_into([(memory, place.tensor, slab)], index, reader, staging_bytes=copies._SLAB_BYTES)
+    return memory
+
+
+class _Held:
+    """A stream into host memory."""
+
+    def __init__(self) -> None:
+        self.slabs: list[bytes] = []
+
+    def write(self, data: memoryview) -> None:
+        self.slabs.append(bytes(data))
+
+    def commit(self) -> None:
+        """It is complete."""
+
+    def discard(self) -> None:
+        self.slabs.clear()
+
+
+def _write(copied: Mapping[str, _Held], uploads: Mapping[str, Upload], url: str) -> tuple[int, int]:
+    """Write this rank's weight files from copies, and begin no thread. Every rank must call."""
+    num_bytes = calls = 0
+    try:
+        with agreed(_WRITING, url):
+            for file, held in copied.items():
+                while held.slabs:
+                    num_bytes, calls = num_bytes + len(held.slabs[0]), calls + 1
+                    uploads[file].write(memoryview(held.slabs.pop(0)))
+        with agreed(_WRITING, url):
+            for upload in uploads.values():
+                upload.commit()
+    except BaseException:
+        for upload in uploads.values():
+            upload.discard()
+        raise
+    return num_bytes, calls
+
+
+def _removing(uploads: Mapping[str, Upload], stream: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """Write, and where that fails remove what has appeared."""
+    try:
+        return stream()
+    except BaseException:
+        for upload in uploads.values():
+            _remove(upload.url)
+        raise
+
+
+def _remove(url: str) -> None:
+    with suppress(Exception):  # nothing leads to it, and the error that led here is the one to show
+        fs, path = open_store(url)
+        fs.rm_file(path)
+
+
+# ---- what lies beside them ----
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
+    """Let complete weight files and what lies beside them be the checkpoint of a place, and remove the former one's."""
+    fs, path = open_store(url)
+    there = listing(fs, path, url)
+    found = {name: there[name].size if name in there else None for name in sizes}
+    try:
+        if found != sizes:
+            raise CheckpointError(
+                f"{url!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
+                f"{listed(found.items())}. It must be the same store for all ranks, and keep what is written there."
+            )
+        _put(url, beside, (WEIGHTS_INDEX, index))
+    except FSDPToolsError:
+        if _read(fs, f"{path}/{WEIGHTS_INDEX}") != index:
+            for name in sizes:
+                _remove(f"{url}/{name}")
+            raise
+    outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in {*sizes, WEIGHTS_INDEX}]
+    outdated.sort(key=lambda name: name != WEIGHTS)  # which would be opened in place of the index
+    try:
+        with store_errors("remove former weights from", url):
+            for name in outdated:
+                fs.rm_file(there[name].path)
+    except CheckpointError as error:
+        if WEIGHTS in outdated and WEIGHTS in listing(fs, path, url):
+            raise
+        warnings.warn(f"{url!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
+
+
+def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
+    """Put files that are new or differ, and one last; if that fails, put the former ones back."""
+    fs, path = open_store(url)
+    former: dict[str, bytes | None] = {}
+    try:
+        for name, content in (*beside.items(), last):
+            with store_errors("write", f"{url}/{name}"):
+                place = f"{path}/{name}"
+                now = fs.cat_file(place) if fs.exists(place) else None
+                if now != content:
+                    former[name] = now
+                    fs.pipe_file(place, content)
+    except CheckpointError:
+        if _read(fs, f"{path}/{last[0]}") != last[1]:
+            for name, old in former.items():
+                with suppress(Exception):  # the error that led here is the one to show
+                    fs.rm_file(f"{path}/{name}") if old is None else fs.pipe_file(f"{path}/{name}", old)
+        raise
+
+
+def _read(fs: Any, path: str) -> bytes | None:
+    """A file, to see whether a request that failed was done all the same; None where it is not there."""
+    try:
+        fs.invalidate_cache(path)
+        content: bytes = fs.cat_file(path)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        raise CheckpointError(
+            f"{path!r} may be written or not: {type(error).__name__}: {error}. Look there."
+        ) from error
+    return content
+
+
+def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveReport:
+    """Save an adapter by a function that writes a folder, and put its files, the weights last. Every rank must call."""
+    with TemporaryDirectory() as own:
+        is_first = rank_and_size()[0] == 0
+        with agreed("preparing the save", url):
+            fs, path = open_store(url)
+            if is_first and CONFIG in listing(fs, path, url):
+                raise CheckpointError(
+                    f"{url!r} holds a model, which the adapter would be put on. Save to another place."
+                )
+        report = write(Path(own))
+        with agreed("writing the adapter", url):
+            if is_first:
+                files = _contents(Path(own))
+                _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
+    return replace(report, folder=url)
