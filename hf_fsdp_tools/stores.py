@@ -176,8 +176,12 @@ def _version(info: Mapping[str, Any]) -> tuple[int, int]:
     return zlib.crc32(first.encode()) + 1, int(info["size"] or 0)
 
 
-def listing(fs: Any, path: str, url: str) -> dict[str, StoredObject]:
-    """The files directly in a folder, by name; of a file, itself. Empty where there is nothing."""
+def files_at(url: str, *, below: str | None = None) -> dict[str, StoredObject]:
+    """The files directly in a folder, by name; of a file, itself. Empty where there is nothing.
+
+    With `below`, also those of folders whose names begin so, by their paths.
+    """
+    fs, path = open_store(url)
     with store_errors("list", url):
         try:
             fs.invalidate_cache(path)
@@ -188,25 +192,12 @@ def listing(fs: Any, path: str, url: str) -> dict[str, StoredObject]:
     for entry in entries:
         name = str(entry["name"]).rstrip("/")
         last = name.rpartition("/")[2]
-        if entry["type"] == "file" and last:
-            is_itself = name == path.rstrip("/")
-            place = url if is_itself else f"{url}/{last}"
+        place = url if name == path.rstrip("/") else f"{url}/{last}"
+        if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
             found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
+        elif below is not None and last.startswith(below) and place != url:
+            found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
     return found
-
-
-def _everything(url: str) -> dict[str, StoredObject]:
-    """The files that may belong to a checkpoint, by their place in its folder (`..` for those above it)."""
-    fs, path = open_store(url)
-    files = listing(fs, path, url)
-    if not (len(files) == 1 and next(iter(files.values())).url == url):
-        with store_errors("list", url):
-            names = [] if not files else [str(entry["name"]) for entry in fs.ls(path, detail=True)]
-        for name in (name.rstrip("/").rpartition("/")[2] for name in names):
-            if name.startswith(_BELOW) and name not in files:
-                below = listing(fs, f"{path.rstrip('/')}/{name}", f"{url}/{name}")
-                files |= {f"{name}/{file}": found for file, found in below.items()}
-    return files
 
 
 # ---- a stub of it ----
@@ -252,7 +243,7 @@ def stub_of(url: str) -> Path:
     if held is not None and url in held:
         return held[url]
     for _ in range(3):
-        files = _everything(url)
+        files = files_at(url, below=_BELOW)
         known = _stubs.get(url)
         if known is not None and _same(known[0], files):
             break
@@ -261,10 +252,10 @@ def stub_of(url: str) -> Path:
         try:
             made = _make_stub(url, files)
         except CheckpointError:
-            if _same(files, _everything(url)):
+            if _same(files, files_at(url, below=_BELOW)):
                 raise
             continue
-        if _same(files, _everything(url)):  # otherwise a save has replaced it meanwhile
+        if _same(files, files_at(url, below=_BELOW)):  # otherwise a save has replaced it meanwhile
             known = _stubs[url] = (files, made)
             break
     else:

@@ -1,4 +1,4 @@
-"""An S3 server in this process (moto's), which counts what each rank asks for, and fails or kills where it is told to."""
+"""An S3 server in this process (moto's), which counts what each rank asks for, and fails where it is told to."""
 
 import os
 import re

@@ -31,7 +31,7 @@ from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
 from hf_fsdp_tools.saving.slabs import Part, Slabs, cut_parts, stream_files
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import Upload, listing, open_store, store_errors
+from hf_fsdp_tools.stores import Upload, files_at, open_store, store_errors
 from hf_fsdp_tools.text import listed
 
 _WRITING = "writing the checkpoint"
@@ -92,13 +92,13 @@ def begin_in_store(
     rank, num_ranks = rank_and_size()
     beside: dict[str, bytes] = {}
     with agreed("preparing the save", url):
-        fs, path = open_store(url)
+        open_store(url)  # of whose package each rank must have its own
         check()
         layout = plan()
         held = copies.held_transfers(model, layout)
         shared: tuple[str, tuple[str, ...]] = ("", ())
         if rank == 0:
-            there = listing(fs, path, url)
+            there = files_at(url)
             if ADAPTER_CONFIG in there:
                 raise CheckpointError(
                     f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
@@ -259,7 +259,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
     """Let complete weight files and what lies beside them be the checkpoint of a place, and remove the former one's."""
     fs, path = open_store(url)
-    there = listing(fs, path, url)
+    there = files_at(url)
     found = {name: there[name].size if name in there else None for name in sizes}
     try:
         if found != sizes:
@@ -280,7 +280,7 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
             for name in outdated:
                 fs.rm_file(there[name].path)
     except CheckpointError as error:
-        if WEIGHTS in outdated and WEIGHTS in listing(fs, path, url):
+        if WEIGHTS in outdated and WEIGHTS in files_at(url):
             raise
         warnings.warn(f"{url!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
 
@@ -324,8 +324,7 @@ def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveRepor
     with TemporaryDirectory() as own:
         is_first = rank_and_size()[0] == 0
         with agreed("preparing the save", url):
-            fs, path = open_store(url)
-            if is_first and CONFIG in listing(fs, path, url):
+            if is_first and CONFIG in files_at(url):
                 raise CheckpointError(
                     f"{url!r} holds a model, which the adapter would be put on. Save to another place."
                 )
