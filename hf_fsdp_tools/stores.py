@@ -66,6 +66,17 @@ def as_url(name: str | PathLike[str]) -> str | None:
     return text.rstrip("/")
 
 
+def local_folder(name: str | PathLike[str], what: str) -> Path:
+    """A folder on a disk, for what is not written to or read from stores."""
+    text = fspath(name)
+    if _URL.fullmatch(text) and not text.startswith(("file:", "local:")):
+        raise ConfigError(
+            f"{what} and {text!r} is in a store. Give a folder on a disk, and copy it there or from there (fsspec's "
+            "put and get); a model alone is saved by save_pretrained(model, url), and opened by from_pretrained(url)."
+        )
+    return Path(text.removeprefix("file://"))
+
+
 @contextmanager
 def store_errors(doing: str, url: str) -> Iterator[None]:
     """Turn any error of fsspec, or of the package of a protocol, into one error that names the place.

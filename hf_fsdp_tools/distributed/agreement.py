@@ -22,7 +22,6 @@ from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_for_coll
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
-from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.text import listed, listed_lines
 
 T = TypeVar("T")
@@ -332,4 +331,4 @@ def opened(
 
 def _is_local(name: str | PathLike[str]) -> bool:
     with watched(Path(name)):
-        return as_url(name) is not None or local_path(name) is not None
+        return local_path(name) is not None

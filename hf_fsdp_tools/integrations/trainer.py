@@ -56,6 +56,9 @@ from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.stores import local_folder
+
+_TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -248,7 +251,7 @@ class FSDPTrainerMixin(PushingMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
         args = self.args
-        folder = Path(output_dir if output_dir is not None else args.output_dir)
+        folder = local_folder(output_dir if output_dir is not None else args.output_dir, _TO_FOLDERS)
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
@@ -331,12 +334,13 @@ class FSDPTrainerMixin(PushingMixin):
             _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
+            local_folder("" if resume_from_checkpoint is True else resume_from_checkpoint, _TO_FOLDERS)
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
             if chosen is not True:
                 check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
         if self.args.save_strategy != SaveStrategy.NO:
-            check_shared(Path(self.args.output_dir))
+            check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         wait_for_saves()  # whose error belongs to this training
         return result
