@@ -129,13 +129,16 @@ class Upload:
                 fs, path = open_store(self.url)
                 block = max(_BLOCK_BYTES, -(-self.size // 9000 // 2**20) * 2**20)
                 self._file = fs.open(path, "wb", block_size=block, autocommit=False)
+                with suppress(AttributeError, ValueError):  # where fsspec keeps it for a transaction that is none
+                    fs.transaction.files.remove(self._file)
             self._file.write(data)
 
     def commit(self) -> None:
         """Let the file appear."""
         with store_errors("write", self.url):
             self._file.close()
-            self._file.commit()
+            if hasattr(self._file, "commit"):  # file systems without a commit show what is being written, unnamed
+                self._file.commit()
 
     def discard(self) -> None:
         """Forget what was written; no error."""

@@ -77,11 +77,12 @@ def save_pretrained(
     Args:
         model: its config, and generation config if it generates, are written too; `config.dtype` and
             `config.architectures` are set as transformers does.
-        folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
-            are removed; where there are any, the names of new shards have the save's mark in them
-            (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind of model that would be opened with the
-            new ones are renamed to `*.former`, with a warning: those of an adapter, or `config.json` of full weights
-            that are not the base of the adapter.
+        folder: made if it is not there; must be on a file system that all ranks see. Or a place in a store of fsspec
+            ("s3://bucket/run"), to which each rank uploads whole files, with an index that comes last and no shared
+            disk (`docs/checkpoints.md`). Weight files of an earlier save are removed; where there are any, the names of
+            new shards have the save's mark in them (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind
+            of model that would be opened with the new ones are renamed to `*.former`, with a warning: those of an
+            adapter, or `config.json` of full weights that are not the base of the adapter. In a store they are refused.
         tokenizer: saved beside the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
