@@ -18,8 +18,9 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
-    "text", "errors", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
-    "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof", "integrations",
+    "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight",
+    "plots", "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof",
+    "integrations",
     "scripting", "cli", "__main__",
 )  # fmt: skip
 """In the order in which they may import: each only rooms above it."""

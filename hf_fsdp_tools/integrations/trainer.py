@@ -59,6 +59,7 @@ from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
+from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
@@ -66,6 +67,9 @@ from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.stores import local_folder
+
+_TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -280,13 +284,13 @@ class FSDPTrainerMixin(PushingMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
         args = self.args
-        folder = Path(output_dir if output_dir is not None else args.output_dir)
+        folder = local_folder(output_dir if output_dir is not None else args.output_dir, _TO_FOLDERS)
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.blocking:
-            saved: BegunSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
+            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
@@ -363,12 +367,13 @@ class FSDPTrainerMixin(PushingMixin):
             _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
+            local_folder("" if resume_from_checkpoint is True else resume_from_checkpoint, _TO_FOLDERS)
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
             if chosen is not True:
                 check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
         if self.args.save_strategy != SaveStrategy.NO:
-            check_shared(Path(self.args.output_dir))
+            check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         wait_for_saves()  # whose error belongs to this training
         return result

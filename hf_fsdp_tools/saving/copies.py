@@ -65,7 +65,7 @@ class HostCopies:
         """Bytes of host memory that the copies take, pinned or not."""
         try:
             with agreed("copying what is saved"):
-                _refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
+                refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
                 self._blocks = _blocks(sizes, side)
                 self.tensors = [
                     self._blocks[block][start : start + size].view(dtype).view(tensor.shape)
@@ -162,7 +162,7 @@ def _missing_bytes(sizes: Sequence[int], *, is_pinned: bool) -> int:
     return sum((Counter(sizes) - kept).elements())
 
 
-def _refuse_too_large(num_bytes: int) -> None:
+def refuse_too_large(num_bytes: int) -> None:
     """Refuse copies that the memory of some machine does not hold. Every rank must call."""
     every = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "comparing memory")
     for machine in dict.fromkeys(name for name, _, _ in every):

@@ -79,6 +79,7 @@ def deliver(
     device: torch.device,
     bucket_bytes: int,
     failed: Callable[[], Exception | None] = lambda: None,
+    doing: str = "sending weights",
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what this rank gets of each bucket, by name; the next bucket travels meanwhile where the bound holds both.
 
@@ -90,27 +91,27 @@ def deliver(
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
     for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
         if before is not None and sizes[i - 1] + sizes[i] > bucket_bytes:
-            yield _arrived(before)
+            yield _arrived(before, doing)
             before = None
-        _meet(failed())
+        _meet(failed(), doing)
         delivery = Delivery(bucket, parts, device)
         if before is not None:
-            yield _arrived(before)
+            yield _arrived(before, doing)
         before = delivery
     if before is not None:
-        yield _arrived(before)
-    _meet(failed())
+        yield _arrived(before, doing)
+    _meet(failed(), doing)
 
 
-def _meet(error: Exception | None) -> None:
-    with agreed("sending weights"):
+def _meet(error: Exception | None, doing: str) -> None:
+    with agreed(doing):
         if error is not None:
             raise error
 
 
-def _arrived(delivery: Delivery) -> dict[str, torch.Tensor]:
+def _arrived(delivery: Delivery, doing: str) -> dict[str, torch.Tensor]:
     try:
         return delivery.finish()
     except RuntimeError as error:  # of a backend, that does not say which rank is lost
-        _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."))
+        _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."), doing)
         raise

@@ -195,7 +195,7 @@ class LiveWeights:
         digest = hashlib.sha256(repr((bucket_bytes, asked, list(unique.values()))).encode()).hexdigest()
         same_on_all_ranks(doing, bucket_bytes=bucket_bytes, wants=digest)
         if digest not in self._plans:
-            spread = self._spread()
+            spread = self.spread()
             with agreed(doing):
                 if outside := [rank for rank in wants if not 0 <= rank < size]:
                     raise ConfigError(f"rank {outside[0]} is to get weights; there are ranks 0 to {size - 1}.")
@@ -206,14 +206,15 @@ class LiveWeights:
                 self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
         buckets = self._plans[digest]
         on = torch.device(device) if device is not None else self._device()
-        yield from deliver(buckets, self._held(buckets), on, bucket_bytes, failed)
+        yield from deliver(buckets, self.held(buckets), on, bucket_bytes, failed)
 
-    def _held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
+    def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
+        """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
         names = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
         for some, state in zip(names, self._states(names), strict=True):
             yield dict(parts_of({name: self.tensors[name] for name in some}, state, every_replica=True))
 
-    def _spread(self) -> Callable[[str], Holders]:
+    def spread(self) -> Callable[[str], Holders]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
         state = saved_tensors(self._model)
         own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
