@@ -87,6 +87,8 @@ def deliver(
     meet in a round, which names a rank that does not come, and in which the error that one of them has `failed` with
     becomes that of all.
     """
+    if device.type != "cpu" and dist.is_initialized():  # ranks that send nothing would not make NCCL's communicator
+        dist.all_reduce(torch.zeros(1, device=device))
     before: Delivery | None = None
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
     for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
