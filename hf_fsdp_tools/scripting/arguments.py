@@ -235,7 +235,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             name
             for kind in self.dataclass_types
             for part in kind.__mro__
-            if part.__module__.startswith(("trl.", "transformers."))
+            if part.__module__.startswith(("trl.", "transformers.", "sentence_transformers."))
             for name in get_annotations(part)
         }
         sections: dict[str, list[Any]] = {"options of this recipe": [], "options of TRL and transformers": []}
