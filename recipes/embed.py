@@ -1,8 +1,8 @@
 r"""Train an embedding model under FSDP2: texts that belong together come close to each other (sentence-transformers).
 
-Nothing to download: a small Llama learns which passage of CPython's own documentation goes on from which beginning. On
-two CPU processes the right one of 52 held-out passages is found for 13 % before and 40 % after, in two
-minutes (`hf-fsdp embed`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
+Nothing to download: a small Llama learns which lines of CPython's own documentation come from one passage. On two CPU
+processes the right lines of 51 are found first for 13 % of the held-out ones before and for 30 % after, in two minutes
+(`hf-fsdp embed`). A model of your own on one GPU with LoRA, and on eight GPUs with all weights:
 
     python recipes/embed.py --model_name_or_path Qwen/Qwen3-Embedding-4B --dataset_name sentence-transformers/gooaq \
         --use_peft --bf16 --per_device_train_batch_size 64
@@ -17,6 +17,7 @@ option of SentenceTransformerTrainingArguments works. Rows have two columns or m
 belongs to it, and others that do not (`--dataset_columns query,answer` names them).
 """
 
+import warnings
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -35,9 +36,11 @@ from trl import ScriptArguments
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
 
 DEFAULTS = {"output_dir": "outputs/embed", "lora_task_type": "FEATURE_EXTRACTION", "batch_sampler": "no_duplicates"}
-"""A text that belongs to two of a batch would be a wrong negative of one."""
+DEFAULTS |= {"dataloader_drop_last": True}
+"""A text that belongs to two of a batch would be a wrong negative of one; and all processes need as many rows."""
 
-DEMO = {"num_train_epochs": 6, "learning_rate": 1e-3, "max_length": 96, "per_device_train_batch_size": 16}
+DEMO = {"num_train_epochs": 6, "learning_rate": 2e-3, "temperature": 0.1, "max_length": 96}
+DEMO |= {"per_device_train_batch_size": 16}
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Trainer(FSDPTrainerMixin, SentenceTransformerTrainer):
 
 
 def main() -> Trainer:
+    warnings.filterwarnings("ignore", message="torch.distributed.nn.functional.all_gather is deprecated")
+
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
         DataArguments, TrainingArguments, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
@@ -130,6 +135,7 @@ def load_embedder(
     for module in list(model)[1:]:
         module.requires_grad_(False)
     model.max_seq_length = training.max_length
+    model.model_card_data.generate_widget_examples = False
     model.model_card_data.run_usage_snippet = lambda: None  # rank 0 writes the card alone, and cannot run the model
     return model
 

@@ -235,12 +235,28 @@ class FSDPTrainerMixin(PushingMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
+        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
+
+        What an evaluation draws (TRL's trainers write in it) leaves the random state as it was: a run that is resumed
+        after an evaluation goes on as the other did.
+        """
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
             self.gather_function = partial(gather_once_per_row, self.accelerator)
-        return super().evaluation_loop(*args, **kwargs)
+        device = self.args.device
+        with torch.random.fork_rng(
+            [device] if device.type != "cpu" else [], device_type="cuda" if device.type == "cpu" else device.type
+        ):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; TRL's draws the order of each epoch by its number, or a resumed run would begin anew."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        generator, seed = getattr(sampler, "generator", None), getattr(sampler, "seed", None)
+        if type(sampler).__name__ == "RepeatSampler" and generator is not None and seed is not None:
+            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
+        return sampler
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any

@@ -26,7 +26,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.distributed.shards import part_of
 from tests._checkpoints import full, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, make_rows
+from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 
 DECAY, STEPS = 0.9, 3
 LORA = {"r": 3, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -113,6 +113,10 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         ParameterEMA(model, 1)
     with pytest.raises(ConfigError, match="averages are floats"):
         ParameterEMA(model, dtype=torch.int8)
+    accelerator = new_accelerator()
+    accelerator.register_for_checkpointing(ParameterEMA(model))
+    with pytest.raises(ConfigError, match=r"ParameterEMA, which is registered for checkpointing, has shards"):
+        accelerator.save_state(str(root / "state"))
     with pytest.raises(ConfigError, match="trains nothing"):
         ParameterEMA(model.requires_grad_(False))
 

@@ -45,8 +45,8 @@ def runs(tmp_path_factory) -> Series:
     runs["greedy"] = [*distill, "--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
     runs["greedy"] += ["--generation_kwargs", '{"do_sample": false}']
     refused = {
-        "no teacher": pair[:-1] + data["prompts"],
-        "stranger": [*pair, stranger, *data["prompts"]],
+        "teacherless": pair[:-1] + data["prompts"],
+        "other-words": [*pair, stranger, *data["prompts"]],
         "long": [*pair, teacher, *data["long"]],
     }
 
@@ -54,8 +54,8 @@ def runs(tmp_path_factory) -> Series:
     runs |= two_runs(folder, "embed", 8, *embed, *data["pairs"], learning_rate=3e-3)
     adapted = two_runs(folder, "embed-lora", 4, *embed, *data["pairs"], *lora, learning_rate=3e-3)
     runs |= adapted
-    runs["bert"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
-    runs["bert"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
+    runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
+    runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
     refused["numbers"] = [*embed, *data["numbers"]]
     refused["merged"] = [*embed, *data["pairs"], *lora, "--merge_adapters"]
     return launch_series(folder, runs, refused=refused)
@@ -68,11 +68,12 @@ def saved_bert(model: str, target: Any) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    plain = BertModel(BertConfig(vocab_size=len(tokenizer), hidden_dropout_prob=0.0, **sizes), add_pooling_layer=False)
+    plain = BertModel(BertConfig(vocab_size=len(tokenizer), **sizes, **dropout), add_pooling_layer=False)
     plain.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    modules = [Transformer(str(target)), Pooling(32, pooling_mode="cls"), Normalize()]
+    modules = [Transformer(str(target)), Pooling(32, pooling_mode="max"), Normalize()]
     sentence_transformers.SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(target))
     return str(target)
 
@@ -80,8 +81,8 @@ def saved_bert(model: str, target: Any) -> str:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("no teacher", "--teacher_model_name_or_path is missing"),
-        ("stranger", "have different tokenizers"),
+        ("teacherless", "--teacher_model_name_or_path is missing"),
+        ("other-words", "have different tokenizers"),
         ("long", "and --max_completion_length 8 are"),
         ("numbers", "the column `anchor` must hold text"),
         ("merged", "--merge_adapters"),
@@ -147,7 +148,7 @@ def test_greedy_distillation_on_two_ranks_has_the_losses_of_trl_alone(runs, tmp_
 def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
     losses = runs.log("embed", "eval_loss")
     assert losses[-1] < losses[0] - 0.2 and "found first" in runs.of("embed")
-    for name in ("embed", "bert"):
+    for name in ("embed", "encoder"):
         opened = sentence_transformers.SentenceTransformer(str(runs.folder / name), device="cpu")
         check_embeddings(runs, name, opened)
     assert [type(module).__name__ for module in opened] == ["Transformer", "Pooling", "Normalize"]
@@ -172,8 +173,10 @@ def test_embed_resumed_in_the_middle_has_the_same_end(runs, name):
     runs.check_resumed(name)
 
 
-@pytest.mark.parametrize(("name", "source"), [("embed", "model"), ("bert", "bert")])
+@pytest.mark.parametrize(("name", "source"), [("embed", "model"), ("encoder", "bert")])
 def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(runs, tmp_path, name, source):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
     runs.of(name)
     model = sentence_transformers.SentenceTransformer(str(runs.folder / source), device="cpu")
     model.max_seq_length = 64
@@ -184,7 +187,7 @@ def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(run
         model=model,
         args=args,
         train_dataset=Dataset.from_list(demo_rows("pairs")[:480:30]),
-        loss=sentence_transformers.losses.MultipleNegativesRankingLoss(model, scale=10.0),
+        loss=MultipleNegativesRankingLoss(model, scale=10.0),
     )
     trainer.train()
     assert_same_losses(runs, name, trainer)
