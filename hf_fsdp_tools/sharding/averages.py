@@ -46,7 +46,7 @@ class ParameterEMA:
         >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
         >>> ema = ParameterEMA(model, decay=0.9)
         >>> weight = model.model.norm.weight
-        >>> before = weight.full_tensor().detach()
+        >>> before = weight.full_tensor().detach().clone()
         >>> _ = weight.detach().zero_()
         >>> ema.step()
         >>> with ema.applied():
