@@ -21,6 +21,7 @@ from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
+from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
     TRAINER_GLOBS,
@@ -63,6 +64,7 @@ from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
+from hf_fsdp_tools.sharding.averages import ParameterEMA
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
@@ -102,13 +104,15 @@ class FSDPTrainerMixin(PushingMixin):
     is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
     a bounded size, with adapters merged (`live_weights`).
 
-    Three attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
+    Five attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
     `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
     complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
     ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
     files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
     lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
-    writes it; they start anew with a warning, where otherwise an error says what is absent.
+    writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
+    averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
+    goes on from there; `ema_device = "cpu"` keeps it in host memory.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -129,6 +133,9 @@ class FSDPTrainerMixin(PushingMixin):
     blocking: bool = True
     checksums: bool = False
     allow_incomplete: bool = False
+    ema_decay: float | None = None
+    ema_device: str | None = None
+    ema: ParameterEMA | None = None
     _saving: StateSave | None = None
     """The checkpoint that is being saved."""
 
@@ -260,8 +267,8 @@ class FSDPTrainerMixin(PushingMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
 
-        Afterwards the default generators are where they were, so that a run that resumes without it goes on as this
-        one: texts that an evaluation writes are drawn.
+        What an evaluation draws (TRL's trainers write in it) leaves the random state as it was: a run that is resumed
+        after an evaluation goes on as the other did.
         """
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
@@ -341,6 +348,8 @@ class FSDPTrainerMixin(PushingMixin):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
+        if self.ema is not None:
+            write_averages(self.ema, state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
@@ -374,7 +383,13 @@ class FSDPTrainerMixin(PushingMixin):
             resume_from_checkpoint = chosen
         if self.args.save_strategy != SaveStrategy.NO:
             check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
-        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self.ema = None
+        if self.ema_decay is not None:
+            self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
         return result
 
@@ -434,6 +449,7 @@ class FSDPTrainerMixin(PushingMixin):
         folder = Path(self.state.best_model_checkpoint)
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
+        read_averages(self, folder)
 
 
 @contextmanager
