@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -13,14 +14,17 @@ from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.architectures import cases
 from benchmarks.architectures.cases import MOST_CLASSES, TIMEOUT_S, WORLD, Row
-from benchmarks.architectures.defaults import build_config, classes_of
+from benchmarks.architectures.defaults import build_config, classes_by_default, classes_of
 from benchmarks.measuring import table_of
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_boxes
-from hf_fsdp_tools.loading.conversion import persistent_tensors
+from hf_fsdp_tools.distributed.shards import Box, local_boxes
+from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors
+from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.case import NotBuiltError, tiny_case
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, load_sharded
+from hf_fsdp_tools.sharding.placement import split_dim
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
+from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
 from hf_fsdp_tools.streaming.routes import Holders, spread_of
 from tests._checkpoints import stored_tensors
 from tests._dist import run_ranks
@@ -35,8 +39,10 @@ Every model type that transformers registers with a model class, at a small size
 `{output}` holds one row of each type. transformers writes a checkpoint of random weights, `from_pretrained` shards it,
 and `live_weights` gives it back, in fp32 and in bf16: the parts of all ranks, each element of each tensor exactly once,
 and whole tensors in buckets, on rank 0 alone and on all ranks. A type agrees where names, shapes, dtypes and every bit
-are those of the file. By arithmetic the same holds for 1, 2, 3 and 4 ranks and for shards along each dimension: the
-boxes of all ranks make up each tensor exactly once. Rows are kept between runs.
+are those of the file; and where by arithmetic the boxes of 1, 2, 3 and 4 ranks, split along each dimension, make up
+each tensor exactly once. The same arithmetic is done for the default model of each type on the meta device, at full size,
+split as this package splits it (the classes that can be built here, whether or not the small one trains). Rows are kept
+between runs.
 """
 
 
@@ -51,6 +57,7 @@ def row_of(model_type: str) -> Row:
     with tempfile.TemporaryDirectory(prefix="census-", ignore_cleanup_errors=True) as name:
         row: Row = {"type": model_type, "verdict": "not built", "why": ""}
         try:
+            row |= run_ranks(on_meta, 1, model_type, timeout_s=TIMEOUT_S)[0]
             row |= run_ranks(stored_case, 1, model_type, Path(name), timeout_s=TIMEOUT_S)[0]
             if row["verdict"] == "stored":
                 row["verdict"] = "failed"
@@ -60,6 +67,45 @@ def row_of(model_type: str) -> Row:
         except AssertionError as error:  # with the traceback of a rank
             row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
     return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def on_meta(model_type: str) -> Row:
+    """How many tensors the default model of a type is saved as, and the first that 1 to 4 ranks do not make up."""
+    for auto_class in (
+        getattr(transformers, name) for names in classes_by_default(model_type).values() for name in names
+    ):
+        try:
+            model = build_meta_model(build_config(model_type), auto_class=auto_class, dtype=torch.bfloat16)
+            break
+        except Exception:  # the next class of the type may be built
+            continue
+    else:
+        return {"on_meta": 0, "on_meta_wrong": ""}
+    assume_conversions(model)
+    tensors, state = outgoing_tensors(model), persistent_tensors(model)
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    wrong = ""
+    for size in range(1, 5):
+        held = {key: shares_of(tensor, size) for key, tensor in state.items()}
+        wrong = wrong or next(
+            (name for name, each in tensors.items() if not fits(each, spread_of(each, shapes, held))), ""
+        )
+    return {"on_meta": len(tensors), "on_meta_wrong": wrong}
+
+
+def shares_of(tensor: torch.Tensor, size: int) -> Holders:
+    """The boxes of a tensor that is split over ranks as this package splits it."""
+    how = (Shard(split_dim(tensor.shape, tensor.nbytes, size)),) if tensor.ndim else (Replicate(),)
+    boxes = [box for rank in range(size) for box, _ in local_boxes(tensor.shape, how, (size,), (rank,))]
+    return [(box, (0,)) for box in dict.fromkeys(boxes)]
+
+
+def fits(tensor: SavedTensor, spread: Holders) -> bool:
+    """Whether boxes are disjoint and fill a tensor."""
+    boxes = [box for box, _ in spread]
+    inside = all(box.intersect(Box.whole(tensor.symbol.shape)) == box for box in boxes)
+    apart = not any(a.intersect(b).numel for a, b in combinations(boxes, 2))
+    return inside and apart and sum(box.numel for box in boxes) == tensor.symbol.numel() and not tensor.is_computed
 
 
 def stored_case(model_type: str, folder: Path) -> Row:
@@ -140,6 +186,10 @@ def render(rows: Iterable[Row], versions: str, output: str) -> str:
     agrees = [row for row in rows if row["verdict"] == "agrees"]
     counts = [(verdict, str(count)) for verdict, count in Counter(row["verdict"] for row in rows).items()]
     counts.append(("tensors of those that agree", f"{sum(row['tensors'] for row in agrees):,}"))
+    built = [row for row in rows if row["on_meta"]]
+    counts.append(("built on meta at full size", str(len(built))))
+    counts.append(("of these, 1 to 4 ranks make up every tensor", str(sum(not row["on_meta_wrong"] for row in built))))
+    counts.append(("their tensors", f"{sum(row['on_meta'] for row in built):,}"))
     others = [(row["type"], row.get("class", ""), row["verdict"], row["why"]) for row in rows if row not in agrees]
     cells = [[cell[:200].replace("|", "\\|").replace("\n", " ") for cell in row] for row in others]
     lines = [PREFACE.format(versions=versions, output=output, size=WORLD), *table_of(("", "types"), counts), ""]
