@@ -1,6 +1,8 @@
 """Buckets on their way between the ranks: what a rank gets, while the next bucket travels already."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from hf_fsdp_tools.streaming.routes import EVERY, Bucket, most_of
 
 Held = Mapping[str, Sequence[Part]]
 """This rank's parts of tensors, by name; all that it holds, whoever else holds it too."""
+
+_SETTLE = timedelta(seconds=10)
+"""How long a pass that ends early waits for what is on its way. (assumed)"""
 
 
 class Delivery:
@@ -65,6 +70,12 @@ class Delivery:
         arrived, self._arrived = self._arrived, {}
         return arrived
 
+    def settle(self) -> None:
+        """Let what is on its way arrive, or a rank that is lost be noticed: cut off, it would reach the next pass."""
+        with suppress(RuntimeError):  # an error that says more is on its way too
+            for work in self._works:
+                work.wait(_SETTLE)
+
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: backends do not know every dtype."""
@@ -84,21 +95,23 @@ def deliver(
     meet in a round, which names a rank that does not come, and in which the error that one of them has `failed` with
     becomes that of all.
     """
-    doing, before = "sending weights", None
+    doing, flying = "sending weights", list[Delivery]()
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
-    for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
-        if before is not None and sizes[i - 1] + sizes[i] > bucket_bytes:
-            yield before.finish()
-            before = None
+    try:
+        for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
+            if flying and sizes[i - 1] + sizes[i] > bucket_bytes:
+                yield flying.pop().finish()
+            with agreed(doing):
+                if (error := failed()) is not None:
+                    raise error
+            flying.append(Delivery(bucket, parts, device))
+            if len(flying) > 1:
+                yield flying.pop(0).finish()
+        while flying:
+            yield flying.pop().finish()
         with agreed(doing):
             if (error := failed()) is not None:
                 raise error
-        delivery = Delivery(bucket, parts, device)
-        if before is not None:
-            yield before.finish()
-        before = delivery
-    if before is not None:
-        yield before.finish()
-    with agreed(doing):
-        if (error := failed()) is not None:
-            raise error
+    finally:
+        for delivery in flying:
+            delivery.settle()
