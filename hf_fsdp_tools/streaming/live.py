@@ -13,6 +13,7 @@ from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, re
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.changes import Changes
 from hf_fsdp_tools.streaming.exchange import Held, deliver
@@ -119,6 +120,24 @@ class LiveWeights:
             for _, parts in parts_of({name: self.tensors[name]}, state):
                 yield name, list(shares(parts))
 
+    def held(self, names: Sequence[str]) -> Iterator[tuple[str, list[Part]]]:
+        """Yield the names of tensors with all that this rank holds of each, whoever else holds it too; as `parts`."""
+        for name, state in zip(names, self._states([[name] for name in names]), strict=True):
+            yield from parts_of({name: self.tensors[name]}, state, every_replica=True)
+
+    def of_a_model(self, consumer: str) -> "LiveWeights":
+        """These weights, for a consumer that loads the tensors of a model.
+
+        Raises:
+            ConfigError: they are those of an adapter alone.
+        """
+        if self._merging is None and is_adapted(self._model):
+            raise ConfigError(
+                f"These are tensors of an adapter alone, which {consumer} does not take for those of a model: give "
+                "live_weights(model, merge_adapters=True), or let the server load a folder of save_pretrained."
+            )
+        return self
+
     # ---- whole tensors, and boxes that other ranks ask for ----
 
     def buckets(
@@ -195,7 +214,7 @@ class LiveWeights:
         digest = hashlib.sha256(repr((bucket_bytes, asked, list(unique.values()))).encode()).hexdigest()
         same_on_all_ranks(doing, bucket_bytes=bucket_bytes, wants=digest)
         if digest not in self._plans:
-            spread = self._spread()
+            spread = self.spread()
             with agreed(doing):
                 if outside := [rank for rank in wants if not 0 <= rank < size]:
                     raise ConfigError(f"rank {outside[0]} is to get weights; there are ranks 0 to {size - 1}.")
@@ -205,7 +224,7 @@ class LiveWeights:
                 elements = {name: tensor.element for name, tensor in self.tensors.items()}
                 self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
         buckets = self._plans[digest]
-        on = torch.device(device) if device is not None else self._device()
+        on = torch.device(device) if device is not None else self.device
         yield from deliver(buckets, self._held(buckets), on, bucket_bytes, failed)
 
     def _held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
@@ -213,8 +232,10 @@ class LiveWeights:
         for some, state in zip(names, self._states(names), strict=True):
             yield dict(parts_of({name: self.tensors[name] for name in some}, state, every_replica=True))
 
-    def _spread(self) -> Callable[[str], Holders]:
-        """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
+    def spread(self) -> Callable[[str], Holders]:
+        """Which ranks hold which boxes of a tensor, by its name.
+
+        Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
         state = saved_tensors(self._model)
         own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
         every = all_ranks(own, "planning what is sent")
@@ -232,7 +253,9 @@ class LiveWeights:
 
         return cache(spread)
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where buckets arrive: that of the model's mesh."""
         tensors = [self._standing_for.get(id(t), t) for t in persistent_tensors(self._model).values()]
         sharded = next((t for t in tensors if isinstance(t, DTensor)), None)
         return torch.device(sharded.device_mesh.device_type) if sharded is not None else tensors[0].device
