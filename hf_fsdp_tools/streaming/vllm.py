@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, announced, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.distributed.rounds import StoppedElsewhere
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, library_errors
@@ -18,7 +18,7 @@ from hf_fsdp_tools.streaming.pieces import pieces
 from hf_fsdp_tools.streaming.routes import Holders
 from hf_fsdp_tools.text import first_lines
 
-Layout = tuple[tuple[int, ...], int, int]
+Layout = tuple[tuple[int, int], int, int]
 """Shape of a mesh over all ranks, the axis of it along which a tensor is cut, and the tensor's dimension that is."""
 
 
@@ -59,8 +59,7 @@ def weight_source(weights: LiveWeights, *, to: Collection[int] | None = (0,), bu
     def meta(name: str) -> Any:
         mesh: dict[str, Any] = {"owners": owners}
         if (layout := layouts.get(name)) is not None:
-            axes = [base.Replicate() for _ in layout[0]]
-            axes[layout[1]] = base.Shard(layout[2])
+            axes = [base.Shard(layout[2]) if axis == layout[1] else base.Replicate() for axis in (0, 1)]
             mesh |= {"mesh_shape": layout[0], "placements": tuple(axes)}
         return base.ParamMeta(name, weights.tensors[name].dtype, weights.tensors[name].shape, **mesh)
 
@@ -80,22 +79,18 @@ def weight_source(weights: LiveWeights, *, to: Collection[int] | None = (0,), bu
 
 
 def _layout(holders: Holders, size: int) -> Layout | None:
-    """How equal parts along one dimension lie over all ranks, row-major; None where they do not."""
-    holders = sorted(holders, key=lambda each: each[0].start)
-    count, first = len(holders), holders[0][0].length
-    dims = [d for d, (start, n) in enumerate(zip(holders[-1][0].start, first, strict=True)) if start == (count - 1) * n]
-    cut = [d for d in dims if holders[-1][0].start[d]]
-    if len(cut) != 1 or size % count:
+    """How equal parts along one dimension lie over all ranks, and over replicas; None where they do not."""
+    count, length = len(holders), holders[0][0].length
+    dims = [d for d, start in enumerate(max(box.start for box, _ in holders)) if start]
+    if len(dims) != 1 or size % count:
         return None
-    (dim,) = cut
-    for i, (box, _) in enumerate(holders):
-        if box != Box(start=tuple(i * n if d == dim else 0 for d, n in enumerate(first)), length=first):
-            return None
-    for shape, axis in (((size,), 0), ((size // count, count), 1), ((count, size // count), 0)):
-        if shape[axis] == count:
-            grid = torch.arange(size).reshape(shape)
-            if all(set(ranks) == set(grid.select(axis, i).flatten().tolist()) for i, (_, ranks) in enumerate(holders)):
-                return shape, axis, dim
+    starts = [tuple(i * n if d == dims[0] else 0 for d, n in enumerate(length)) for i in range(count)]
+    found = {box: set(ranks) for box, ranks in holders}
+    for axis, shape in ((1, (size // count, count)), (0, (count, size // count))):
+        lines = torch.arange(size).reshape(shape).unbind(axis)
+        pairs = zip(starts, lines, strict=True)
+        if found == {Box(start=start, length=length): set(line.tolist()) for start, line in pairs}:
+            return shape, axis, dims[0]
     return None
 
 
@@ -109,39 +104,21 @@ def sparse_patches(weights: LiveWeights, changes: Changes) -> list[Any]:
         ConfigError: vLLM cannot be imported; a tensor has too many elements for int32; weights stay quantised.
     """
     weights.of_a_model("vLLM")
-    doing, rank = "gathering what has changed", rank_and_size()[0]
-    with agreed(doing), library_errors("vLLM's SparseWeightPatch cannot be imported", "Install vLLM 0.33."):
-        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
-
+    rank, size = rank_and_size()
+    with announced("gathering what has changed"):
         refuse_unpatchable(weights, "vLLM", "weight_source sends it whole.")
-    found = list(changes)
-    indices = torch.cat([each.indices.to(torch.int32) for each in found]).to(weights.device)
-    values = torch.cat([each.values.view(torch.uint8) for each in found]).to(weights.device)
-    counts = all_ranks([len(each.indices) for each in found], doing)
-    if rank != 0:
-        for own in (indices, values) if len(indices) else ():
-            dist.send(own, 0)
-        return []
-    parts = [(indices, values)]
-    for other, some in enumerate(counts[1:], 1):
-        num_bytes = sum(n * each.values.itemsize for n, each in zip(some, found, strict=True))
-        parts.append((indices.new_empty(sum(some)), values.new_empty(num_bytes)))
-        for theirs in parts[-1] if sum(some) else ():
-            dist.recv(theirs, other)
-    cut = [
-        (torch.split(i, some), torch.split(v, [n * each.values.itemsize for n, each in zip(some, found, strict=True)]))
-        for (i, v), some in zip(parts, counts, strict=True)
-    ]
-    return [
-        SparseWeightPatch(
-            name=each.name,
-            indices=torch.cat([some[i] for some, _ in cut]),
-            values=torch.cat([some[i] for _, some in cut]).view(each.values.dtype),
-            full_shape=each.shape,
-        )
-        for i, each in enumerate(found)
-        if any(some[i] for some in counts)
-    ]
+        with library_errors("vLLM's SparseWeightPatch cannot be imported", "Install vLLM 0.33."):
+            from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+        own = {each.name: (each.indices.to(torch.int32), each.values) for each in changes if len(each.indices)}
+        every = [own] * size if rank == 0 else None
+        if size > 1:
+            dist.gather_object(own, every)
+    patches = []
+    for name in weights.tensors if every else ():
+        if parts := [some[name] for some in every or () if name in some]:
+            indices, values = (torch.cat(each).to(weights.device) for each in zip(*parts, strict=True))
+            patches.append(SparseWeightPatch(name, indices, values, weights.tensors[name].shape))
+    return patches
 
 
 def refuse_unpatchable(weights: LiveWeights, consumer: str, cure: str) -> None:
