@@ -4,6 +4,7 @@
     python benchmarks/census.py --only llama t5 swin    # some types
     python benchmarks/census.py --output benchmarks/results/census.csv
     python benchmarks/census.py --train                 # instead: train a tiny model of every type on 2 ranks
+    python benchmarks/census.py --stream                # instead: what live_weights gives, beside the files
 
 Each model is built on the meta device in bf16 from its default configuration (repaired where the default cannot be
 built), in a process of its own with a time limit. A plan passes when `fully_shard` over 8 ranks (fake process group)
@@ -43,7 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.architectures import packed
+from benchmarks.architectures import packed, streamed
 from benchmarks.architectures.cases import OnMesh, write_census
 from benchmarks.architectures.defaults import CONFIG_MAPPING, OTHER_MAPPINGS, build_config, classes_by_default
 from hf_fsdp_tools.modeling.meta import build_meta_model
@@ -216,7 +217,12 @@ def main() -> int:
     parser.add_argument("--mesh", default="", metavar="DEGREES", help=about)
     about = "with --train: false compares bases that stay quantised with their floats"
     parser.add_argument("--dequantize", choices=("true", "false"), default="true", help=about)
+    parser.add_argument("--stream", action="store_true", help="compare live_weights of every type with its files")
     arguments = parser.parse_args()
+    if arguments.stream:
+        hide_gpus()
+        output = arguments.output or Path(__file__).parent / "results" / "census_stream.jsonl"
+        return write_census(output, arguments.only, arguments.jobs, streamed)
     if arguments.train:
         name = "packed" if arguments.dequantize == "false" else arguments.mesh or "train"
         output = arguments.output or Path(__file__).parent / "results" / f"census_{name}.jsonl"

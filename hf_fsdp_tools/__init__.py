@@ -48,7 +48,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.saving.save import save_pretrained as save_pretrained
     from hf_fsdp_tools.sharding.adapters import add_adapter as add_adapter
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
+    from hf_fsdp_tools.sharding.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
+    from hf_fsdp_tools.sharding.gathering import gathered_units as gathered_units
     from hf_fsdp_tools.sharding.parallel import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
@@ -82,7 +84,9 @@ _NAMES_OF = {
     "saving.export": ("export_checkpoint",),
     "saving.save": ("save_pretrained",),
     "sharding.adapters": ("add_adapter", "load_adapter"),
+    "sharding.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
+    "sharding.gathering": ("gathered_units",),
     "sharding.parallel": ("parallelize_model",),
     "sharding.shard": ("shard_model",),
     "streaming.live": ("live_weights",),

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
+from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -29,6 +31,36 @@ def device_title(device: torch.device) -> str | None:
     """The device's own name, such as "NVIDIA H100 80GB HBM3"; None where torch does not say."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return None if name is None else str(name())
+
+
+def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still get without swapping, of the machine and within a container's limit (cgroups 1
+    and 2), also of what files take."""
+    limits: list[int] = [psutil.virtual_memory().available]
+    for folder, limit, usage in (
+        (groups, "memory.max", "memory.current"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = ((folder / name).read_text().strip() for name in (limit, usage))
+            stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            limits.append(max(0, int(most) - int(now) + files))
+    return min(limits)
+
+
+def free_bytes(device_type: str) -> int:
+    """Bytes that this process can still get on its current device of that kind, with what PyTorch keeps for later.
+
+    Of the CPU: `available_bytes`.
+    """
+    if device_type == "cpu":
+        return available_bytes()
+    module = torch.get_device_module(device_type)
+    return int(module.mem_get_info()[0]) + int(module.memory_reserved()) - int(module.memory_allocated())
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.stores import as_url, stub_of
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 CARD = "README.md"
@@ -22,9 +23,13 @@ CARD = "README.md"
 def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     """The local path of a name, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
 
-    A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not.
+    A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not. Of a
+    name in a store ("s3://bucket/run"), the stub that stands for what is there.
     """
     name = fspath(name_or_path)
+    if (url := as_url(name)) is not None:
+        return stub_of(url)
+    name = name.removeprefix("file://")
     if not name.strip():
         raise CheckpointError(f"The name of a checkpoint is empty ({name!r}). Give a local folder or a hub name.")
     path = Path(os.path.expanduser(name))

@@ -73,7 +73,8 @@ def from_pretrained(
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     Args:
-        name_or_path: a hub name, or a folder with `config.json` and safetensors. Or a training state, as `dcp.save`,
+        name_or_path: a hub name, or a folder with `config.json` and safetensors, also one in a store of fsspec
+            ("s3://bucket/run"), of which each rank reads its ranges. Or a training state, as `dcp.save`,
             Accelerate's `save_state`, the Trainer, TRL and Axolotl (`checkpoint-500`) and torch's
             `HuggingFaceStorageWriter` (torchtitan) write it, with `config.json` in it or up to two folders above; or a
             PEFT adapter, whose base is loaded first. A state of a `PeftModel`, with its `adapter_config.json` in it or

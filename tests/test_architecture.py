@@ -18,8 +18,9 @@ import hf_fsdp_tools
 PACKAGE = Path(hf_fsdp_tools.__file__).parent
 
 ROOMS = (
-    "text", "errors", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight", "plots",
-    "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof", "integrations",
+    "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight",
+    "plots", "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof",
+    "integrations",
     "scripting", "cli", "__main__",
 )  # fmt: skip
 """In the order in which they may import: each only rooms above it."""
@@ -35,7 +36,7 @@ NEVER = (
 BUDGET = {
     "": (110, 100, 1, 0),
     "__main__": (10, 10, 1, 0),
-    "accelerator": (120, 90, 1, 0),
+    "accelerator": (155, 115, 1, 0),
     "background": (170, 130, 1, 1),
     "cli": (1545, 1455, 10, 0),
     "diagnostics": (1000, 880, 5, 1),
@@ -43,17 +44,18 @@ BUDGET = {
     "errors": (150, 60, 1, 5),
     "foresight": (6380, 5615, 27, 4),
     "fsdp1": (450, 350, 4, 3),
-    "hub": (170, 150, 1, 0),
-    "integrations": (4460, 3740, 21, 5),
-    "loading": (6140, 5190, 29, 3),
+    "hub": (175, 155, 1, 0),
+    "integrations": (4815, 4040, 24, 5),
+    "loading": (6170, 5220, 29, 3),
     "modeling": (3040, 2590, 15, 1),
     "planning": (1530, 1240, 9, 4),
     "plots": (610, 570, 5, 0),
     "pretrained": (375, 270, 1, 2),
     "proof": (1680, 1510, 8, 0),
-    "saving": (3015, 2530, 15, 2),
-    "scripting": (2190, 1740, 10, 12),
-    "sharding": (4000, 3380, 17, 5),
+    "saving": (3210, 2720, 15, 2),
+    "scripting": (2390, 1910, 11, 13),
+    "sharding": (4320, 3600, 19, 7),
+    "stores": (375, 325, 1, 0),
     "streaming": (1300, 1000, 12, 1),
     "text": (150, 130, 1, 0),
 }

@@ -79,7 +79,7 @@ def size_of(mesh: str) -> int:
 def write_census(output: Path, only: list[str], jobs: int, kind: Any) -> int:
     """Write a row of each type to a file as it comes, and the summary beside it; return the exit status.
 
-    `kind` has `takes_part`, `row_of` and `render`: `OnMesh`, or the module `packed`.
+    `kind` has `takes_part`, `row_of` and `render`: `OnMesh`, or the module `packed` or `streamed`.
     """
     written = written_rows(output)
     types = only or [name for name in sorted(CONFIG_MAPPING) if name not in written and kind.takes_part(name)]

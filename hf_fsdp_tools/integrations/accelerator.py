@@ -47,6 +47,7 @@ from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
+from hf_fsdp_tools.stores import local_folder
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -142,7 +143,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             raise ConfigError(
                 "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
             )
-        folder = Path(output_dir or "")
+        folder = local_folder(output_dir or "", "save_state writes training states to folders,")
         if automatic:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
             if folder.exists():
@@ -188,7 +189,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         wait_for_saves()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
-        folder = Path(input_dir or "").expanduser()
+        folder = local_folder(input_dir or "", "load_state reads training states from folders,").expanduser()
         with agreed("opening the saved state", folder):
             if input_dir is None or not folder.is_dir():
                 former = former_of(folder.resolve())

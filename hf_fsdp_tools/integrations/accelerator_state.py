@@ -10,6 +10,8 @@ from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from accelerate.utils.other import load as load_pickled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
@@ -82,6 +84,12 @@ def write_state(accelerator: Any, state: StateSave) -> None:
             accelerator.scaler, save_on_each_node=on_each_node,
         )  # fmt: skip
         for i, registered in enumerate(accelerator._custom_objects):
+            if any(isinstance(value, DTensor) for value in tree_leaves(registered.state_dict())):
+                raise ConfigError(
+                    f"{type(registered).__name__}, which is registered for checkpointing, has shards, and Accelerate "
+                    "pickles rank 0's alone. Save it beside the state: dcp.save({'ema': it}, checkpoint_id=folder), of "
+                    "torch.distributed.checkpoint."
+                )
             save_custom_state(registered, str(folder), i, save_on_each_node=on_each_node)
         sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]

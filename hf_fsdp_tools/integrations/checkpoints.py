@@ -13,13 +13,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.integrations.resume import check_parts, damage_of
+from hf_fsdp_tools.integrations.resume import AVERAGES, check_parts, damage_of
 from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.text import first_line, listed, quoted
 
-STATE_FILES = ("optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
+STATE_FILES = (
+    "optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth", f"{AVERAGES}/*",
+)  # fmt: skip
 """What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
 first."""
 
@@ -132,6 +135,8 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
             yield SCALER_NAME, "the loss scale"
         if not (folder / random_states).is_file():
             yield random_states, "random states"
+        if trainer.ema_decay is not None and not (folder / AVERAGES).is_dir():
+            yield f"{AVERAGES}/{METADATA}", "the moving averages"
 
     option = "allow_incomplete = True in the trainer's class"
     check_parts(folder, absent_parts, STATE_FILES, allowed=trainer.allow_incomplete, option=option)

@@ -1,7 +1,10 @@
 """TRL's reference and teacher models, which are evaluated and never trained: frozen, and sharded when they are set."""
 
+import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
 from hf_fsdp_tools.sharding.shard import sharding_of
@@ -43,15 +47,18 @@ def shard_frozen(trainer: Any) -> None:
     accelerator, policy = held.get("accelerator"), held.get("model")
     if accelerator is None or policy is None or not accelerator.is_fsdp2:
         return
-    frozen = [held[name] for name in FROZEN if isinstance(held.get(name), nn.Module) and held[name] is not policy]
+    trained = set(policy.parameters())
+    given = (held.get(name) for name in FROZEN)
+    frozen = [each for each in given if isinstance(each, nn.Module) and trained.isdisjoint(each.parameters())]
     is_hashed = getattr(held.get("args"), "precompute_ref_log_probs", False)
     if is_hashed and "_precompute_model_hash" not in held:
         handles = held.setdefault(_HASHED, {})
         handles |= {m: _let_hash(m) for m in (policy, *frozen) if m not in handles and _is_sharded(m)}
         return
     for model in frozen:
+        model.requires_grad_(False).eval()  # TRL's losses read weights of heads, which would get gradients
         if not _is_sharded(model):
-            shard_in_place(model.requires_grad_(False).eval(), accelerator, [])
+            shard_in_place(model, accelerator, [])
 
 
 @contextmanager
@@ -62,6 +69,33 @@ def hashable(trainer: Any) -> Iterator[None]:
     finally:
         for handle in vars(trainer).pop(_HASHED, {}).values():
             handle.remove()
+
+
+@contextmanager
+def reference_copied(trainer: Any) -> Iterator[None]:
+    """A block in which TRL copies a sharded policy, shard by shard, where it would load its checkpoint once more.
+
+    TRL (1.16) loads reference models whole on every rank, and GRPO and RLOO take none. The block makes the trainer.
+    Where ranks share rows, layers or experts, whose hooks cannot be copied, TRL loads it.
+    """
+    name = "create_model_from_path"
+    homes = (sys.modules.get(kind.__module__) for kind in type(trainer).__mro__)
+    own = {home: vars(home)[name] for home in homes if home is not None and name in vars(home)}
+
+    def make(load: Any, model_id: str, *args: Any, **kwargs: Any) -> Any:
+        policy = vars(trainer).get("model")  # set before the reference is made
+        sharding = None if policy is None else sharding_of(policy)
+        if sharding is None or sharding.axes != Axes(shards=sharding.mesh) or policy.config._name_or_path != model_id:
+            return load(model_id, *args, **kwargs)
+        return copy.deepcopy(policy)
+
+    for home, load in own.items():
+        vars(home)[name] = partial(make, load)
+    try:
+        yield
+    finally:
+        for home, load in own.items():
+            vars(home)[name] = load
 
 
 def _let_hash(model: nn.Module) -> RemovableHandle:

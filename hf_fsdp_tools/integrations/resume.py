@@ -32,8 +32,11 @@ _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 _FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files that Accelerate writes under FULL_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
 
-_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""The same of any model and optimizer."""
+AVERAGES = "ema_state"
+"""Folder with the moving averages, which this package writes."""
+
+_SHARDED_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+|" + AVERAGES)
+"""The same of any model and optimizer, and of moving averages."""
 
 _PICKLED = re.compile(
     r"((optimizer|pytorch_model_fsdp|scheduler|dl_state_dict)(_\d+)?\.bin|(scheduler|scaler)\.pt"

@@ -21,6 +21,7 @@ from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError, storage_errors
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
+from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
 from hf_fsdp_tools.integrations.checkpoints import (
     STATE_FILES,
     TRAINER_GLOBS,
@@ -29,10 +30,18 @@ from hf_fsdp_tools.integrations.checkpoints import (
     rotate,
     weights_in,
 )
-from hf_fsdp_tools.integrations.frozen import FROZEN, NEEDED_BY_FROZEN, check_frozen, hashable, shard_frozen
+from hf_fsdp_tools.integrations.frozen import (
+    FROZEN,
+    NEEDED_BY_FROZEN,
+    check_frozen,
+    hashable,
+    reference_copied,
+    shard_frozen,
+)
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
+from hf_fsdp_tools.integrations.rewards import guard_rewards
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.training_arguments import (
@@ -43,18 +52,26 @@ from hf_fsdp_tools.integrations.training_arguments import (
     use_one_device,
 )
 from hf_fsdp_tools.integrations.version1 import load_into, saveable
+from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.notes import add_to_note
+from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.hidden_folder import check_shared
+from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave, begin_save, save_pretrained
 from hf_fsdp_tools.saving.save_by_library import is_of_library
+from hf_fsdp_tools.sharding.averages import ParameterEMA
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.stores import local_folder
+
+_TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 
 
 class FSDPTrainerMixin(PushingMixin):
@@ -81,13 +98,21 @@ class FSDPTrainerMixin(PushingMixin):
     TRL's reference and teacher models (`ref_model`, `teacher_model`) are frozen and sharded by the same policy when
     they are set, which every rank must do. They keep their dtype: frozen models need no fp32 master weights.
 
-    Three attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
+    TRL's online trainers (GRPO, RLOO, online DPO, distillation) generate with the weights gathered once for each batch
+    where they fit, and unit by unit where they do not or `ds3_gather_for_generation=False` says so (`gathered_units`).
+    A reward function that fails on some rank, or returns anything but one finite number or None for each completion,
+    is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
+    a bounded size, with adapters merged (`live_weights`).
+
+    Five attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
     `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
     complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
     ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
     files, which a resume then compares (all files are read once more, each rank its part). `allow_incomplete = True`
     lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
-    writes it; they start anew with a warning, where otherwise an error says what is absent.
+    writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
+    averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
+    goes on from there; `ema_device = "cpu"` keeps it in host memory.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -108,6 +133,9 @@ class FSDPTrainerMixin(PushingMixin):
     blocking: bool = True
     checksums: bool = False
     allow_incomplete: bool = False
+    ema_decay: float | None = None
+    ema_device: str | None = None
+    ema: ParameterEMA | None = None
     _saving: StateSave | None = None
     """The checkpoint that is being saved."""
 
@@ -134,8 +162,12 @@ class FSDPTrainerMixin(PushingMixin):
         self._uploads = {}
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
-        with hashable(self):
+        with hashable(self), reference_copied(self):
             super().__init__(*args, **kwargs)
+        guard_rewards(self)
+        stream_to_vllm(self)
+        if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
+            add_to_note(base_of(self.model), gathered=None if is_gathered else False)
         self._tp_size = self.get_tp_size()  # by which TRL divides the tokens that all ranks have counted
         if "optimizers" not in kwargs and any(part is not None for part in optimizers):
             if not self.accelerator.is_fsdp2:
@@ -157,6 +189,11 @@ class FSDPTrainerMixin(PushingMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """Start Accelerate's state with FSDP, then let the Trainer make its Accelerator; called by its `__init__`."""
         args, model = self.args, getattr(self, "model", None)
+        if getattr(args, "use_transformers_continuous_batching", False):
+            raise ConfigError(
+                "use_transformers_continuous_batching=True casts the weights that are trained, and each rank runs as "
+                "many forward passes as its own rows need. Leave it out, or use use_vllm=True."
+            )
         plugin, precision = plugin_of(args), precision_of(args, model)
         agree_with_arguments(plugin, args, model)
         start_state(
@@ -228,12 +265,19 @@ class FSDPTrainerMixin(PushingMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named."""
+        """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
+
+        What an evaluation draws (TRL's trainers write in it) leaves the random state as it was: a run that is resumed
+        after an evaluation goes on as the other did.
+        """
         all_ranks(None, "evaluating")
         if ranks_per_row() > 1:
             _refuse_counted_again(self)
             self.gather_function = partial(gather_once_per_row, self.accelerator)
-        return super().evaluation_loop(*args, **kwargs)
+        device = self.accelerator.device
+        drawing = [device] if device.type != "cpu" else []
+        with torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda"):
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -247,13 +291,13 @@ class FSDPTrainerMixin(PushingMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and training arguments as a normal Hugging Face folder. Every rank must call."""
         args = self.args
-        folder = Path(output_dir if output_dir is not None else args.output_dir)
+        folder = local_folder(output_dir if output_dir is not None else args.output_dir, _TO_FOLDERS)
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
         model, state = saveable(self.model), self._saving
         if state is None or self.blocking:
-            saved: BegunSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
+            saved: BegunSave | StoreSave | SaveReport = save_pretrained(model, folder, tokenizer=tokenizer)
         elif isinstance(saved := begin_save(model, folder, tokenizer=tokenizer, blocking=False), BegunSave):
             state.add_model(saved)
         with agreed("writing the training arguments", folder), storage_errors("save to", folder):
@@ -304,6 +348,8 @@ class FSDPTrainerMixin(PushingMixin):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
+        if self.ema is not None:
+            write_averages(self.ema, state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
@@ -330,13 +376,20 @@ class FSDPTrainerMixin(PushingMixin):
             _refuse_counted_again(self)
         if resume_from_checkpoint:
             allowed = STATE_FILES if self.allow_incomplete else ()
+            local_folder("" if resume_from_checkpoint is True else resume_from_checkpoint, _TO_FOLDERS)
             chosen = complete_checkpoint(resume_from_checkpoint, self.args.output_dir, allowed=allowed)
             if chosen is not True:
                 check_checkpoint(self, Path(str(chosen)))
             resume_from_checkpoint = chosen
         if self.args.save_strategy != SaveStrategy.NO:
-            check_shared(Path(self.args.output_dir))
-        result = super().train(resume_from_checkpoint, *args, **kwargs)
+            check_shared(local_folder(self.args.output_dir, _TO_FOLDERS))
+        self.ema = None
+        if self.ema_decay is not None:
+            self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
         return result
 
@@ -382,12 +435,21 @@ class FSDPTrainerMixin(PushingMixin):
         with agreed("restoring the random states", checkpoint or ""):
             super()._load_rng_state(checkpoint)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; TRL's sampler of repeated prompts (1.16) draws the order of each epoch after that of the
+        one before, and a run that resumes would begin with that of the first."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if hasattr(sampler, "mini_repeat_count") and getattr(sampler, "seed", None) is not None and sampler.shuffle:
+            sampler.set_epoch = partial(_draw_to_epoch, sampler)
+        return sampler
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the shards; the Trainer's method needs Accelerate's format."""
         wait_for_saves()
         folder = Path(self.state.best_model_checkpoint)
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
+        read_averages(self, folder)
 
 
 @contextmanager
@@ -409,6 +471,13 @@ def _hidden_settings(args: Any, precision: str) -> Iterator[None]:
             setattr(args, name, value)
         if launched is not None:
             os.environ[variable] = launched
+
+
+def _draw_to_epoch(sampler: Any, epoch: int) -> None:
+    """Bring the generator of TRL's `RepeatSampler` to where it is before an epoch."""
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def _refuse_counted_again(trainer: Any) -> None:

@@ -20,6 +20,7 @@ from hf_fsdp_tools.loading.match import Match, part_of
 from hf_fsdp_tools.modeling.configs import text_config
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.stores import name_of, stored_object
 from hf_fsdp_tools.text import listed, quoted
 
 
@@ -54,8 +55,8 @@ class Heads:
         stamps = {}
         for file, descriptor in self._open.items():
             with storage_errors("read", file), watched(file):
-                status = os.fstat(descriptor)
-            stamps[file] = status.st_size, status.st_mtime_ns
+                status, there = os.fstat(descriptor), stored_object(file)
+            stamps[file] = (status.st_size, status.st_mtime_ns) if there is None else there.version_now()
         return stamps
 
     def refuse_changed(self) -> None:
@@ -63,9 +64,9 @@ class Heads:
         now = self._stamps_now()
         if changed := [file for file, stamp in self._stamps.items() if now[file] != stamp]:
             raise CheckpointError(
-                f"{changed[0]}: was written after the model was loaded from it, so that {len(self.index.tensors)} "
-                f"tensors of heads ({listed(self.index.tensors)}) cannot be copied from it. Save without them: "
-                "save_pretrained(model, folder, carry_heads=False); or load the model again."
+                f"{name_of(changed[0])}: was written after the model was loaded from it, so that "
+                f"{len(self.index.tensors)} tensors of heads ({listed(self.index.tensors)}) cannot be copied from it. "
+                "Save without them: save_pretrained(model, folder, carry_heads=False); or load the model again."
             )
 
     def reader(self) -> Reader:

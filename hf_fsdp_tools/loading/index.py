@@ -40,6 +40,7 @@ from hf_fsdp_tools.loading.weight_files import (
     weight_files,
 )
 from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.stores import name_of, pinned
 
 _OF_ONE_LOAD = ("_name_or_path", "_commit_hash", "transformers_version")
 """Entries of a config that say where it was found."""
@@ -121,8 +122,8 @@ class CheckpointIndex:
         for file, state in self._states.items():
             if stamp(file) != state:
                 raise CheckpointError(
-                    f"{file}: was replaced, written or removed while the checkpoint was read, by another save or "
-                    "download as a rule. Load the checkpoint again when that is over."
+                    f"{name_of(file)}: was replaced, written or removed while the checkpoint was read, by another "
+                    "save or download as a rule. Load the checkpoint again when that is over."
                 )
 
     def of_model(self, model_keys: Collection[str]) -> "CheckpointIndex":
@@ -146,6 +147,7 @@ class CheckpointIndex:
         return (rest if base else None), self._with(adapter)
 
     @classmethod
+    @pinned()
     def open(
         cls,
         path_or_repo: str | PathLike[str],

@@ -28,6 +28,7 @@ from hf_fsdp_tools.loading.weight_files import (
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.pickles import load_generation_config
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, as_peft_config, read_adapter_config
+from hf_fsdp_tools.stores import pinned
 from hf_fsdp_tools.text import quoted
 
 
@@ -138,6 +139,7 @@ class Source:
         return next((str(folder) for folder in (own, *list(own.parents)[:2]) if (folder / file).is_file()), None)
 
 
+@pinned()
 def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike[str]]:
     """All that is opened with a source: itself, its config if that is a name, and the base of its adapter."""
     names: list[str | PathLike[str]] = [source.name]
@@ -149,6 +151,7 @@ def _names(source: Source, config: Any, peft_config: Any) -> list[str | PathLike
     return names if base is None else [*names, base.name]
 
 
+@pinned()
 def _open_alone(
     name: str, config: Any, peft_config: Any, trust_remote_code: bool, allow_pickle: bool, hub_kwargs: dict[str, Any]
 ) -> Checkpoint:

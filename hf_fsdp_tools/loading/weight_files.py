@@ -12,6 +12,7 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.stores import stored_object
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
 T = TypeVar("T")
@@ -136,8 +137,11 @@ def as_one_message(problems: list[str]) -> str:
 
 
 def stamp(file: Path) -> tuple[int, int]:
-    """Inode and time of modification of a file, which change when it is replaced or written; zeros without a file."""
+    """Inode and time of modification of a file, which change when it is replaced or written, or the version of one in a
+    store; zeros without a file."""
     with watched(file):
+        if (there := stored_object(file)) is not None:
+            return there.version_now()
         try:
             status = file.stat()
         except OSError:

@@ -20,6 +20,7 @@ from hf_fsdp_tools.modeling.configs import model_class, set_aside_quantization, 
 from hf_fsdp_tools.modeling.four_bits import layers_of, make_quantizer, pack_4bit
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.stores import pinned, told
 from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines, listed, quoted
 
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
@@ -31,6 +32,7 @@ _COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
 """How names of configurations end that count layers."""
 
 
+@pinned()
 def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kwargs: Any) -> PreTrainedConfig:
     """The configuration of a hub name, a local folder, or a `config.json`; a copy of a given configuration."""
     if isinstance(name_or_config, PreTrainedConfig):
@@ -52,6 +54,7 @@ def load_config(name_or_config: str | PathLike[str] | PreTrainedConfig, **hub_kw
             raise ConfigError(f"The configuration of {name!r} cannot be used: {first_lines(error)}.") from None
         except OSError as error:
             raise CheckpointError(f"The configuration in {name!r} cannot be read: {first_lines(error)}.") from None
+    config.name_or_path = told(config.name_or_path)
     config._commit_hash = commit  # older versions of transformers set it; never written to a file
     return config
 

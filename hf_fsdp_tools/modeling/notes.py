@@ -19,6 +19,8 @@ class Note:
     """Whether an Accelerator of FSDP2 has prepared the model."""
     cache_is_off: bool = False
     """Whether `use_cache` was turned off in the config for training."""
+    gathered: bool | None = None
+    """Of a sharded model: whether its units stay gathered while it generates; None where memory decides."""
     packed: Mapping[str, Any] = field(default_factory=dict)
     """Of a module whose weights stay quantised: the `PackedForm` of each."""
     compute_dtype: Any = None

@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
+from hf_fsdp_tools.stores import open_file
 from hf_fsdp_tools.text import first_line, listed, quoted
 
 MAX_PARSED_BYTES = 100_000_000
@@ -141,7 +142,7 @@ def load_pickled(
     anything (see `refuse_endless`).
     """
     size = refuse_special(file)
-    with storage_errors("read", file), file.open("rb", buffering=0) as opened:
+    with storage_errors("read", file), open_file(file) as opened:
         window = _Window(file, opened, start, size if length is None else length)
         refuse_pointer(file, window.read(20))
         records = _records(file, window)
@@ -154,7 +155,7 @@ def load_pickled(
 class _Window(io.RawIOBase):
     """A part of an open file as a file of its own; counts the bytes read."""
 
-    def __init__(self, file: Path, opened: io.FileIO, start: int, length: int) -> None:
+    def __init__(self, file: Path, opened: Any, start: int, length: int) -> None:
         self._file, self._opened, self._start, self.length = file, opened, start, length
         self._position = self.bytes_read = 0
 

@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
@@ -67,7 +65,7 @@ class HostCopies:
         """Bytes of host memory that the copies take, pinned or not."""
         try:
             with agreed("copying what is saved"):
-                _refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
+                refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
                 self._blocks = _blocks(sizes, side)
                 self.tensors = [
                     self._blocks[block][start : start + size].view(dtype).view(tensor.shape)
@@ -117,25 +115,6 @@ def copied_transfers(transfers: Sequence[Transfer], *, beside_bytes: int = 0) ->
 # ---- memory ----
 
 
-def available_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still get without swapping, of the machine and within a container's limit (cgroups 1
-    and 2), also of what files take."""
-    limits: list[int] = [psutil.virtual_memory().available]
-    for folder, limit, usage in (
-        (groups, "memory.max", "memory.current"),
-        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = ((folder / name).read_text().strip() for name in (limit, usage))
-            stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if most.isdigit():
-            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            limits.append(max(0, int(most) - int(now) + files))
-    return min(limits)
-
-
 def _packed(num_bytes: Sequence[int], *, is_pinned: bool) -> tuple[list[tuple[int, int]], list[int]]:
     """A place (block, and first byte in it) for each copy, and the size of each block: the largest copies first, each
     into the first with room."""
@@ -183,7 +162,7 @@ def _missing_bytes(sizes: Sequence[int], *, is_pinned: bool) -> int:
     return sum((Counter(sizes) - kept).elements())
 
 
-def _refuse_too_large(num_bytes: int) -> None:
+def refuse_too_large(num_bytes: int) -> None:
     """Refuse copies that the memory of some machine does not hold. Every rank must call."""
     every = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "comparing memory")
     for machine in dict.fromkeys(name for name, _, _ in every):

@@ -41,6 +41,7 @@ from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.stores import local_folder
 from hf_fsdp_tools.streaming.merging import connected, merge, whole_copies
 from hf_fsdp_tools.text import listed
 
@@ -131,7 +132,7 @@ def export_checkpoint(
         >>> export_checkpoint(None, "merged", adapter="lora").files
         ('model.safetensors',)
     """
-    start_s, folder, dtype = time.perf_counter(), Path(folder), as_dtype(dtype)
+    start_s, folder, dtype = time.perf_counter(), local_folder(folder, "export writes to a folder,"), as_dtype(dtype)
     same_on_all_ranks(
         "writing the checkpoint",
         auto_class=auto_class,

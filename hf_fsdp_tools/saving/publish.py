@@ -73,12 +73,7 @@ def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, 
         former = _weights_in(folder)
         changed = _changed(hidden)
         if is_sharded:
-            sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
-            weight_map = {
-                key: names.weights[str(place.file)] for key, place in (*layout.places.items(), *layout.carried.items())
-            }
-            text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True)
-            (hidden.new / last).write_text(text + "\n", "utf-8")
+            (hidden.new / last).write_text(index_text(names, layout), "utf-8")
             sync(hidden.new / last)
         else:
             os.replace(hidden.path / last, hidden.new / last)
@@ -96,6 +91,14 @@ def publish_weights(hidden: HiddenFolder, names: SavedNames, layout: Layout, *, 
             raise
     _warn_of(folder, aside)
     _remove_former(folder, sorted(former - {*names.weights.values(), last}), threads)
+
+
+def index_text(names: SavedNames, layout: Layout) -> str:
+    """The content of the index file."""
+    sizes = {"total_parameters": layout.num_parameters, "total_size": layout.num_bytes}
+    places = (*layout.places.items(), *layout.carried.items())
+    weight_map = {key: names.weights[str(place.file)] for key, place in places}
+    return json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
 
 def publish_adapter(hidden: HiddenFolder) -> None:

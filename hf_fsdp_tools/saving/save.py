@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
+from hf_fsdp_tools.saving.in_store import StoreSave, adapter_to_store, begin_in_store
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
 from hf_fsdp_tools.saving.publish import SavedNames, SaveReport, names_of, publish_weights
 from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
+from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name
@@ -76,11 +78,12 @@ def save_pretrained(
     Args:
         model: its config, and generation config if it generates, are written too; `config.dtype` and
             `config.architectures` are set as transformers does.
-        folder: made if it is not there; must be on a file system that all ranks see. Weight files of an earlier save
-            are removed; where there are any, the names of new shards have the save's mark in them
-            (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind of model that would be opened with the
-            new ones are renamed to `*.former`, with a warning: those of an adapter, or `config.json` of full weights
-            that are not the base of the adapter.
+        folder: made if it is not there; must be on a file system that all ranks see. Or a place in a store of fsspec
+            ("s3://bucket/run"), to which each rank uploads whole files, with an index that comes last and no shared
+            disk (`docs/checkpoints.md`). Weight files of an earlier save are removed; where there are any, the names of
+            new shards have the save's mark in them (`model.1b0f5e9a-00001-of-00006.safetensors`). Files of another kind
+            of model that would be opened with the new ones are renamed to `*.former`, with a warning: those of an
+            adapter, or `config.json` of full weights that are not the base of the adapter. In a store they are refused.
         tokenizer: saved beside the model.
         dtype: of floating-point tensors in the files; None keeps the model's. 4-bit weights are saved as bitsandbytes
             does, with their scales, and cannot be cast.
@@ -136,10 +139,13 @@ def save_pretrained(
         push_to_hub=push_to_hub,
         hub_arguments={**hub_arguments, "token": None},
     )
+    url = as_url(folder)
+    if url is not None and push_to_hub:
+        raise ConfigError(f"push_to_hub uploads from a folder, and {url!r} is none. Save to a folder, or leave it out.")
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
     begun = begin_save(
         model,
-        Path(folder),
+        url or Path(fspath(folder).removeprefix("file://")),
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -159,7 +165,7 @@ def save_pretrained(
 
 def begin_save(
     model: nn.Module,
-    folder: Path,
+    folder: Path | str,
     *,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
@@ -169,8 +175,9 @@ def begin_save(
     blocking: bool,
     carry_heads: bool = True,
     model_card: bool = False,
-) -> "BegunSave | SaveReport":
-    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved.
+) -> "BegunSave | StoreSave | SaveReport":
+    """Do of `save_pretrained` what needs the model or the process group; the report of an adapter, which is saved. A
+    text is a place in a store.
 
     Without `blocking`, `finish` of the result writes from a copy, for any thread whose rounds all ranks use. Otherwise
     it writes from the model. Every rank must call, with equal arguments.
@@ -181,14 +188,31 @@ def begin_save(
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
-        return save_adapter(model, folder, tokenizer=tokenizer, dtype=dtype)
+        write_adapter = partial(save_adapter, model, tokenizer=tokenizer, dtype=dtype)
+        return write_adapter(folder) if isinstance(folder, Path) else adapter_to_store(write_adapter, folder)
     elif is_of_library(model):
+        if isinstance(folder, str):
+            raise ConfigError(
+                f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to {folder!r} "
+                "(fsspec's put)."
+            )
         save = partial(save_pretrained, dtype=dtype, max_shard_size=max_shard_size, staging_bytes=staging_bytes)
         return save_by_library(model, folder, save, tokenizer=tokenizer, staging_bytes=staging_bytes)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "
             "get_peft_model(model, config) to save the adapter, or save it with merge_adapters=True."
+        )
+    if isinstance(folder, str):
+        return begin_in_store(
+            model,
+            folder,
+            check=partial(_refuse_unready, model, dtype),
+            plan=partial(plan_layout, model, dtype, max_shard_size, carry_heads=carry_heads),
+            stage=partial(_stage_configs, model, where=folder, dtype=dtype, tokenizer=tokenizer, card=model_card),
+            dtype=dtype,
+            staging_bytes=staging_bytes,
+            blocking=blocking,
         )
     hidden = HiddenFolder(folder)
     try:
@@ -321,9 +345,8 @@ def prepare_save(
     names = None
     if rank_and_size()[0] == 0:
         hidden.begin()
-        _stage_configs(model, hidden, dtype, tokenizer)
-        if card and not (hidden.folder / CARD).is_file():
-            model_card_of(model).save(hidden.new / CARD)
+        has_card = (hidden.folder / CARD).is_file()
+        _stage_configs(model, hidden.new, str(hidden.folder), dtype, tokenizer, card and not has_card)
         hidden.create_files(layout)
         names = names_of(hidden, layout)
     every = all_ranks((hidden.mark, names, note), "preparing the save")
@@ -333,21 +356,26 @@ def prepare_save(
     return names, [note for _, _, note in every]
 
 
-def _stage_configs(model: nn.Module, hidden: HiddenFolder, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer."""
-    with library_errors(f"Cannot save config and tokenizer to {str(hidden.folder)!r}", UNCHANGED):
+def _stage_configs(
+    model: nn.Module, new: Path, where: str, dtype: torch.dtype | None, tokenizer: Any, card: bool
+) -> None:
+    """Write everything beside the weights as transformers does: config, generation config, model code, tokenizer; and a
+    card."""
+    with library_errors(f"Cannot save config and tokenizer to {where!r}", UNCHANGED):
         if isinstance(model, PreTrainedModel):
             model.config.dtype = dtype_name(dtype or model.dtype)
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
             with original_classes(model):  # transformers copies the file of the class, which is torch's under FSDP2
                 if model.is_remote_code():
-                    custom_object_save(model, hidden.new, config=model.config)
+                    custom_object_save(model, new, config=model.config)
             with with_cache_as_found(model), with_stored_quantization(model):
-                model.config.save_pretrained(hidden.new)
+                model.config.save_pretrained(new)
             if model.can_generate():
-                whole_generation_config(model).save_pretrained(hidden.new)
+                whole_generation_config(model).save_pretrained(new)
         if tokenizer is not None:
-            tokenizer.save_pretrained(hidden.new)
+            tokenizer.save_pretrained(new)
+    if card:
+        model_card_of(model).save(new / CARD)
 
 
 # ---- bytes ----

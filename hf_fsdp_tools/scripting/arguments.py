@@ -26,7 +26,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and four more.
+    """What is trained, and how long: TRL's own options and six more.
 
     Example:
         >>> from dataclasses import dataclass
@@ -51,6 +51,13 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
             "help": "End when the evaluation loss has not fallen in so many evaluations in a row, and keep the best "
             "checkpoint. Evaluates 20 times in the run, unless --eval_strategy says otherwise, and saves the best."
         },
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={"help": "Average the trained weights after each step (0.999, say), and save that, too (ema/)."},
+    )
+    ema_device: str | None = field(
+        default=None, metadata={"help": "cpu keeps the averages of --ema_decay in host memory."}
     )
     proof: str | None = field(
         default=None,
@@ -228,7 +235,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             name
             for kind in self.dataclass_types
             for part in kind.__mro__
-            if part.__module__.startswith(("trl.", "transformers."))
+            if part.__module__.startswith(("trl.", "transformers.", "sentence_transformers."))
             for name in get_annotations(part)
         }
         sections: dict[str, list[Any]] = {"options of this recipe": [], "options of TRL and transformers": []}
@@ -326,6 +333,12 @@ def _check(parsed: tuple[Any, ...]) -> None:
             get("model_name_or_path") is not None and get("dataset_name") is None,
             "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
         ),
+        (
+            get("ema_decay") is not None and not 0 <= get("ema_decay") < 1,
+            f"--ema_decay {get('ema_decay')}: give a number of at least 0 and below 1, usually 0.99 to 0.9999.",
+        ),
+        (get("ema_device") not in (None, "cpu"), f"--ema_device {get('ema_device')}: give cpu, or leave it out."),
+        (get("ema_device") and get("ema_decay") is None, "--ema_device needs --ema_decay: give 0.999, for example."),
         (get("fp16") and find_accelerator() is None, "--fp16 needs a GPU. Use --bf16 true, or neither."),
         (
             get("early_stopping_patience") is not None and get("eval_strategy") == "no",
@@ -339,6 +352,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
     if (mistake := next((text for is_made, text in mistakes if is_made), None)) is not None:
         raise ConfigError(mistake)
     packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
+    packages["use_vllm"] = "vllm"
     for option, package in packages.items():
         if get(option) and find_spec(package) is None:
             raise ConfigError(f"--{option} needs {package}: pip install {package.replace('_', '-')}.")

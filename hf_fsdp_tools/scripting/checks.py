@@ -164,6 +164,12 @@ def _fit_positions(config: Any, training: Any, model_args: Any, auto_class: Any)
     """Refuse a `max_length` beyond the model's positions; the options' default, which nobody asked for, is cut."""
     positions = getattr(text_config(config), "max_position_embeddings", None)
     length, name = getattr(training, "max_length", None), model_args.model_name_or_path
+    written = getattr(training, "max_completion_length", None) or 0
+    if isinstance(positions, int) and 0 < positions <= written:
+        raise ConfigError(
+            f"--max_completion_length {written}: {name} has {positions} positions (max_position_embeddings of its "
+            f"config), and prompts need some of them. Use --max_completion_length {positions // 2}."
+        )
     if not isinstance(positions, int) or positions <= 0 or length is None:
         return
     if auto_class is not None and length + (getattr(text_config(config), "pad_token_id", None) or 0) >= positions:

@@ -177,7 +177,8 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
     columns = _columns(dataset)
     if (used := next((one for one in needed if one <= columns), None)) is not None:
         dataset = _without_empty(dataset, name, used, text)
-        _check_types(dataset, name, used if len(used) == 1 else used & (_TURNS | _TEXT_OR_TURNS))
+        worded = used & (_TURNS | _TEXT_OR_TURNS)
+        _check_types(dataset, name, worded if worded or (text in used and len(used) > 1) else used)
         dataset = with_turns_for_prompt(dataset)
         return with_places_of_images(dataset) if used & {"image", "images"} else dataset
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
@@ -214,7 +215,7 @@ def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options
 
 def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:
     """The dataset without rows that have nothing in them; prints how many are left out."""
-    needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}))
+    needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}) or used)
     columns = sorted(_columns(dataset) & (_WORDS | {text}) | set(needed))
 
     def has_words(*cells: Any) -> bool:

@@ -4,6 +4,8 @@ The text is the language reference that every CPython carries for `help("while")
 prose with code in it. Each passage gives a picture too: shape, colour, size and place follow from its checksum.
 
     text           {"text": passage}
+    prompts        {"prompt": a question about its topic}
+    beginnings     {"prompt": its first words}, and a model that is a teacher
     preferences    {"prompt", "chosen": the passage, "rejected": its words shuffled, or a passage of another topic}
     classes        {"text": passage, "label": the group that its topic belongs to}
     images         {"images", "prompt", "completion": the shape and its colour}
@@ -34,6 +36,9 @@ _PASSAGE_CHARACTERS = 600
 _EVAL_EVERY = 10
 """Every tenth passage is held out for evaluation, so both splits cover all topics."""
 
+_PROMPT_WORDS = 8
+"""Words of a passage that a student goes on from."""
+
 _SIDE, _PATCH = 32, 8
 """Height and width of the pictures and of the patches in them: 16 tokens stand for a picture."""
 
@@ -63,7 +68,8 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
 
     Args:
         accelerator: of `make_accelerator`.
-        kind: "text", "preferences", "classes", or "images" (a vision-language model and its data).
+        kind: "text", "prompts", "beginnings" (with a model for a teacher beside it, `teacher`), "pairs", "preferences",
+            "classes", or "images" (a vision-language model and its data).
 
     The bars of datasets are switched off. Every rank must call. The other ranks wait, and stop if it fails.
 
@@ -89,6 +95,8 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     with going_first(is_first):
         if is_first:
             (make_demo_vision_model if kind == "images" else make_demo_model)(model)
+            if kind == "beginnings":
+                make_demo_teacher(_FOLDER / "teacher")
             if not data.is_dir():
                 _write_data(data, kind)
     return str(model), str(data)
@@ -143,13 +151,20 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
     passages = demo_passages()
     if kind == "text":
         return [{"text": passage} for _, passage in passages]
+    if kind == "beginnings":
+        return [{"prompt": " ".join(passage.split()[:_PROMPT_WORDS])} for _, passage in passages]
+    if kind == "pairs":
+        lines = [[line for line in passage.split("\n") if line.strip()] for _, passage in passages]
+        pairs = [(" ".join(each[::2]), " ".join(each[1::2])) for each in lines if len(each) > 1]
+        return [{"anchor": " ".join(first.split()), "positive": " ".join(second.split())} for first, second in pairs]
     if kind == "classes":
         groups = _groups()
         return [{"text": passage, "label": groups.get(topic, "language")} for topic, passage in passages]
     if kind == "images":
         return [_image_row(crc32(passage.encode())) for _, passage in passages]
-    if kind != "preferences":
-        raise ConfigError(f"There is no demo data of the kind {kind!r}; choose text, preferences, classes or images.")
+    if kind not in ("prompts", "preferences"):
+        kinds = "text, prompts, beginnings, pairs, preferences, classes or images"
+        raise ConfigError(f"There is no demo data of the kind {kind!r}; choose {kinds}.")
     rows, numbers = [], Counter[str]()
     for place, (topic, passage) in enumerate(passages):
         numbers[topic] += 1
@@ -157,7 +172,7 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
         question = f"Explain the Python topic {topic!r}." if number == 1 else f"Part {number} on {topic!r}, please."
         answers = {"chosen": passage, "rejected": _worse(place, passages)}
         rows.append({"prompt": _turn("user", question)} | {name: _turn("assistant", answers[name]) for name in answers})
-    return rows
+    return rows if kind == "preferences" else [{"prompt": row["prompt"]} for row in rows]
 
 
 def _turn(role: str, content: str) -> list[dict[str, str]]:
@@ -243,6 +258,43 @@ def make_demo_model(
         return LlamaForCausalLM(_llama_config(tokenizer, hidden_size, num_layers)), tokenizer
 
     return _write_model(Path(folder), build, max_shard_size)
+
+
+def make_demo_teacher(
+    folder: str | os.PathLike[str], *, hidden_size: int = 256, num_layers: int = 2, **sizes: Any
+) -> Path:
+    """Make a checkpoint folder of a Llama that knows which token follows which in the demo's text.
+
+    Nothing is trained: its embedding and its head are factors of the logarithms of how often one token follows another,
+    and its layers add nothing. `sizes` are those of the tokenizer, which is that of `make_demo_model`.
+    """
+    import torch
+    from transformers import LlamaForCausalLM
+
+    def build() -> tuple[Any, Any]:
+        tokenizer = train_demo_tokenizer(**{"vocab_size": 2048, "max_length": 1024} | sizes)
+        model = LlamaForCausalLM(_llama_config(tokenizer, hidden_size, num_layers))
+        counts = torch.zeros(len(tokenizer), len(tokenizer))
+        for _, passage in demo_passages():
+            ids = torch.tensor(tokenizer(passage + tokenizer.eos_token)["input_ids"])
+            counts.index_put_((ids[:-1], ids[1:]), torch.ones(()), accumulate=True)
+        alone = (counts.sum(0) + 0.1) / (counts.sum() + 0.1 * len(tokenizer))  # how often a token is met at all
+        logits = ((counts + 2 * alone) / (counts.sum(1, keepdim=True) + 2)).log()
+        left, scales, right = torch.svd_lowrank(logits - logits.mean(1, keepdim=True), hidden_size - 1, niter=4)
+        rows = left * scales.sqrt()
+        length = rows.norm(dim=1).max()
+        # One more number makes all rows equally long, for the norm before the head divides by their length.
+        rest = (length**2 - rows.pow(2).sum(1, keepdim=True)).clamp(min=0).sqrt()
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(torch.cat([rows, rest], 1))
+            head = torch.cat([right * scales.sqrt(), torch.zeros(len(tokenizer), 1)], 1)
+            model.lm_head.weight.copy_(head * length / hidden_size**0.5)
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+        return model, tokenizer
+
+    return _write_model(Path(folder), build)
 
 
 def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int = 128, num_layers: int = 4) -> Path:

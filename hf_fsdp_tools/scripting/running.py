@@ -122,7 +122,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     Args:
         trainer: a Trainer with `FSDPTrainerMixin`.
         training: its arguments.
-        model_args: `ModelArguments`, for `--early_stopping_patience`.
+        model_args: `ModelArguments`, for `--early_stopping_patience`, `--ema_decay` and `--ema_device`.
 
     Every rank must call.
 
@@ -143,6 +143,8 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
         step 0 of 2: evaluation loss ...
         step 2 of 2: evaluation loss ...
     """
+    trainer.ema_decay = getattr(model_args, "ema_decay", None)
+    trainer.ema_device = getattr(model_args, "ema_device", None)
     use_share_of_stream(trainer)
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
@@ -166,6 +168,9 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     keeps_best = training.load_best_model_at_end and state.best_metric is not None
     if not keeps_best and not (logged and logged[-1][0] == state.global_step):
         trainer.evaluate()
+    if trainer.ema is not None:
+        with trainer.ema.applied():
+            trainer.evaluate(metric_key_prefix="ema")
     if patience is not None and state.global_step < state.max_steps:
         kept = state.best_model_checkpoint or "the last weights"
         reason = f"no lower evaluation loss {patience} times in a row"
@@ -217,7 +222,8 @@ def finish(
     """Save the model, the log of the run and its picture, and print a summary.
 
     In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
-    matplotlib is installed, `merged/` with `--merge_adapters`. With `--push_to_hub` the folder is uploaded.
+    matplotlib is installed, `merged/` with `--merge_adapters`, `ema/` with `--ema_decay`. With `--push_to_hub` the
+    folder is uploaded.
 
     Args:
         trainer: after `train`.
@@ -258,6 +264,11 @@ def finish(
         **(lines or {}),
         "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",
     }
+    if trainer.ema is not None:
+        with trainer.ema.applied():
+            trainer.save_model(str(folder / "ema"), _internal_call=True)
+        of_averages = [f" (evaluation loss {loss:.3f})" for _, loss in _logged(trainer, "ema_loss")]
+        summary["averages"] = f"{folder / 'ema'}{''.join(of_averages)}"
     trainer.save_model()
     if getattr(model_args, "merge_adapters", False):
         save_pretrained(trainer.model, folder / "merged", tokenizer=tokenizer, merge_adapters=True)

@@ -27,6 +27,7 @@ from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.injection import errors_of_peft, guard_injection, refuse_for_shards
+from hf_fsdp_tools.stores import pinned
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -43,6 +44,7 @@ _SIZES = ("encoder_hidden_size", "init_r", "n_frequency", "num_layers", "num_vir
 _COPY = "Copy or download the adapter again."
 
 
+@pinned()
 def open_adapter(peft: Any, name: str, hub_kwargs: dict[str, Any]) -> tuple[str, Any]:
     """The local folder of an adapter, and PEFT's config of it; one on the hub is fetched."""
     subfolder = hub_kwargs.get("subfolder") or ""

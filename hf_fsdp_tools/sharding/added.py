@@ -3,8 +3,9 @@
 Plans are made of the base without adapters, so that a model has the same units with and without them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from hf_fsdp_tools.planning.rules import measured, units_by_node
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, managed_parameters, release
-from hf_fsdp_tools.sharding.hf_interface import answer_for_shards
+from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.parallel import divide_adapters, refuse_adapters
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
@@ -130,7 +131,15 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
             # Of adaption prompts, which would call the base beside FSDP's hooks.
             module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
+    if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:
+        let_answer(model, "add_adapter", _add_adapter)
     return replaced
+
+
+def _add_adapter(model: nn.Module, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Answer `model.add_adapter(…)` of PEFT where another adapter is sharded: TRL copies that one into the new one."""
+    plain(*args, **kwargs)
+    shard_added(model)
 
 
 def _shard_again(base: nn.Module, sharding: Sharding, managed: set[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:

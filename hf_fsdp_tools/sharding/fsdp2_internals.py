@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
+from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
@@ -103,6 +104,46 @@ def reshard_units(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def bytes_gathered(model: nn.Module) -> int:
+    """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
+    make_root(model)
+    return sum(
+        entry._sharded_param_data.numel()
+        * group._all_gather_process_group.size()
+        * (entry.param_dtype or entry.orig_dtype).itemsize
+        for group in _groups(model)
+        for entry in group.fsdp_params
+    )
+
+
+def gather_units(model: nn.Module) -> None:
+    """Gather the units below `model` that are sharded, one after the other. Every rank must call if one has any."""
+    with torch.inference_mode(False), torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                make_gathered_memory(module)
+                module.unshard()
+
+
+@contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Gather all units of a root one after the other, and leave them so after the forward passes of a block.
+
+    At its end they are sharded. Every rank must enter.
+    """
+    make_root(model)
+    groups = [(group, group.post_forward_mesh_info) for group in _groups(model)]
+    try:
+        gather_units(model)
+        for group, _ in groups:
+            group.post_forward_mesh_info = None  # as with reshard_after_forward=False
+        yield
+    finally:
+        for group, info in groups:
+            group.post_forward_mesh_info = info
+        reshard_units(model)
 
 
 # ---- forward passes ----
@@ -254,11 +295,18 @@ def release(model: nn.Module) -> None:
 
 
 def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`."""
+    """A deep copy of a module of an FSDP2 unit, which FSDP2 itself refuses; PEFT makes one for `modules_to_save`.
+
+    Hooks are not copied, nor handles of hooks, as transformers keeps them for inputs that need gradients.
+    """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
     fresh = nn.Module().__dict__
     own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
+    for key in [*own]:
+        value = module.__dict__[key]
+        if isinstance(value[0] if isinstance(value, list) and value else value, RemovableHandle):
+            own.remove(key)
     twin.__dict__.update(fresh)
     for key in own - {STATE_KEY, REGISTRY_KEY, "__deepcopy__", "_compiled_call_impl"}:
         twin.__dict__[key] = copy.deepcopy(module.__dict__[key], memo)

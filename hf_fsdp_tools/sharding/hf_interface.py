@@ -17,7 +17,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
-from hf_fsdp_tools.sharding.fsdp2_internals import forward_begun, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.sharding.gathering import generate_on_shards
 from hf_fsdp_tools.text import listed
 
 
@@ -27,7 +28,8 @@ def mark_for_transformers(model: nn.Module) -> None:
     - FSDP2's classes (`FSDPLlamaForCausalLM`) get the names of the classes that they extend, by which the Trainer
       decides whether to shift labels under label smoothing.
     - With transformers' own mark, `generate` goes on until every rank has finished, and layer drop runs every layer.
-    - `generate` runs encoders before the model's own forward pass: what no other unit holds is gathered for them.
+    - `generate` gathers weights once where they fit (`gathering`). It runs encoders before the model's own forward
+      pass: what no other unit holds is gathered for them.
     - A Trainer or Accelerator without FSDP2, which would wrap the model with DDP or train it as it is, gets an error.
     """
     for module in model.modules():
@@ -39,7 +41,7 @@ def mark_for_transformers(model: nn.Module) -> None:
         is_prepared: Any = property(_is_prepared, lambda module, value: add_to_note(module, is_prepared=value))
         type(model)._is_accelerate_prepared = is_prepared  # type: ignore[attr-defined]  # Accelerate reads it
         if hasattr(model, "generate") and "generate" not in model.__dict__:
-            _answer(model, "generate", _generate)
+            let_answer(model, "generate", generate_on_shards)
     answer_for_shards(model)
 
 
@@ -51,16 +53,6 @@ def _is_prepared(module: nn.Module) -> bool:
             "loop, make the Accelerator with make_accelerator(), after TrainingArguments, which reset it."
         )
     return True
-
-
-def _generate(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer `model.generate(…)` on shards; every rank must call."""
-    assert isinstance(model, FSDPModule)
-    try:
-        with forward_begun(model):
-            return plain(*args, **kwargs)
-    finally:  # after an error, too
-        reshard_units(model)
 
 
 def answer_for_shards(model: nn.Module) -> None:
@@ -79,14 +71,14 @@ def answer_for_shards(model: nn.Module) -> None:
     }
     for name, answer in answers.items():
         if hasattr(type(model), name) and name not in model.__dict__:
-            _answer(model, name, answer)
+            let_answer(model, name, answer)
     for module in model.modules():
         hooks: Any = module._load_state_dict_pre_hooks.values()
         if not any(hook.hook is _cut_whole_tensors for hook in hooks):
             module.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
+def let_answer(model: nn.Module, name: str, answer: Callable[..., Any]) -> None:
     """Give a model a method of its own that calls `answer(model, plain, …)`; scripts see the name of the plain one."""
     if not hasattr(type(model), name):
         model = model._orig_mod  # type: ignore[assignment]  # the model in one that torch.compile made

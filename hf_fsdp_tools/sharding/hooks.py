@@ -154,7 +154,7 @@ def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *,
 
     An optimizer made after an evaluation would train the gathered copies, which FSDP2 throws away.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not note_of(model).gathered:
         for module in model.modules():
             if isinstance(module, FSDPModule) and module not in kept:
                 module.reshard()

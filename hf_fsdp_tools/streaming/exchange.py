@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.shards import memory_view
+from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.routes import EVERY, Bucket, most_of
+from hf_fsdp_tools.text import first_line
 
 Held = Mapping[str, Sequence[Part]]
 """This rank's parts of tensors, by name; all that it holds, whoever else holds it too."""
@@ -36,9 +38,9 @@ class Delivery:
         for route in bucket.routes:
             place = part = None
             if route.to in (rank, EVERY):
-                want = arrivals[route.name][0]
+                want = arrivals[route.key][0]
                 inside = [a - b for a, b in zip(route.box.start, want.start, strict=True)]
-                place = memory_view(self._arrived[route.name], inside, route.box.length)
+                place = memory_view(self._arrived[route.key], inside, route.box.length)
             if route.source == rank:
                 part = next(p for p in held[route.name] if p.box.intersect(route.box) == route.box).within(route.box)
             if place is None:
@@ -88,6 +90,7 @@ def deliver(
     device: torch.device,
     bucket_bytes: int,
     failed: Callable[[], Exception | None] = lambda: None,
+    doing: str = "sending weights",
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what this rank gets of each bucket, by name; the next bucket travels meanwhile where the bound holds both.
 
@@ -95,23 +98,35 @@ def deliver(
     meet in a round, which names a rank that does not come, and in which the error that one of them has `failed` with
     becomes that of all.
     """
-    doing, flying = "sending weights", list[Delivery]()
+    if device.type != "cpu" and dist.is_initialized():  # ranks that send nothing would not make NCCL's communicator
+        dist.all_reduce(torch.zeros(1, device=device))
+    flying: list[Delivery] = []
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
     try:
         for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
             if flying and sizes[i - 1] + sizes[i] > bucket_bytes:
-                yield flying.pop().finish()
-            with agreed(doing):
-                if (error := failed()) is not None:
-                    raise error
+                yield _arrived(flying.pop(), doing)
+            _meet(failed(), doing)
             flying.append(Delivery(bucket, parts, device))
             if len(flying) > 1:
-                yield flying.pop(0).finish()
+                yield _arrived(flying.pop(0), doing)
         while flying:
-            yield flying.pop().finish()
-        with agreed(doing):
-            if (error := failed()) is not None:
-                raise error
+            yield _arrived(flying.pop(), doing)
+        _meet(failed(), doing)
     finally:
         for delivery in flying:
             delivery.settle()
+
+
+def _meet(error: Exception | None, doing: str) -> None:
+    with agreed(doing):
+        if error is not None:
+            raise error
+
+
+def _arrived(delivery: Delivery, doing: str) -> dict[str, torch.Tensor]:
+    try:
+        return delivery.finish()
+    except RuntimeError as error:  # of a backend, that does not say which rank is lost
+        _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."), doing)
+        raise

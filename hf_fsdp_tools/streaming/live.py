@@ -120,11 +120,6 @@ class LiveWeights:
             for _, parts in parts_of({name: self.tensors[name]}, state):
                 yield name, list(shares(parts))
 
-    def held(self, names: Sequence[str]) -> Iterator[tuple[str, list[Part]]]:
-        """Yield the names of tensors with all that this rank holds of each, whoever else holds it too; as `parts`."""
-        for name, state in zip(names, self._states([[name] for name in names]), strict=True):
-            yield from parts_of({name: self.tensors[name]}, state, every_replica=True)
-
     def of_a_model(self, consumer: str) -> "LiveWeights":
         """These weights, for a consumer that loads the tensors of a model.
 
@@ -225,17 +220,19 @@ class LiveWeights:
                 self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
         buckets = self._plans[digest]
         on = torch.device(device) if device is not None else self.device
-        yield from deliver(buckets, self._held(buckets), on, bucket_bytes, failed)
+        yield from deliver(buckets, self.held(buckets), on, bucket_bytes, failed)
 
-    def _held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
-        names = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
-        for some, state in zip(names, self._states(names), strict=True):
-            yield dict(parts_of({name: self.tensors[name] for name in some}, state, every_replica=True))
+    def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
+        """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
+        return self.held_of([list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets])
+
+    def held_of(self, steps: Sequence[Collection[str]]) -> Iterator[Held]:
+        """This rank's parts of the tensors of each step; as `held`."""
+        for names, state in zip(steps, self._states(steps), strict=True):
+            yield dict(parts_of({name: self.tensors[name] for name in names}, state, every_replica=True))
 
     def spread(self) -> Callable[[str], Holders]:
-        """Which ranks hold which boxes of a tensor, by its name.
-
-        Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
+        """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
         state = saved_tensors(self._model)
         own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
         every = all_ranks(own, "planning what is sent")

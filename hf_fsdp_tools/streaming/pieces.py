@@ -20,12 +20,12 @@ def pieces(
     whole = {name: Box.whole(t.symbol.shape) for name, t in weights.tensors.items() if name not in boxes}
     buckets = weights.exchange(dict.fromkeys(range(rank_and_size()[1]), whole), bucket_bytes)
     arriving = (pair for bucket in buckets for pair in bucket.items())
-    held = weights.held([name for name in weights.tensors if name in boxes])
+    held = weights.held_of([[name] for name in weights.tensors if name in boxes])
     for name, tensor in weights.tensors.items():
         if name not in boxes:
             yield name, tensor.as_stored(next(arriving)[1])
             continue
-        (_, parts), box = next(held), boxes[name]
+        parts, box = next(held)[name], boxes[name]
         if box is None:
             yield name, torch.empty(0, dtype=tensor.element, device=weights.device)
         else:

@@ -29,6 +29,8 @@ EVERY = -1
 class Route:
     """A box of a tensor on its way."""
 
+    key: str
+    """What it belongs to (`Bucket.arrivals`)."""
     name: str
     box: Box
     source: int
@@ -42,9 +44,20 @@ class Bucket:
     """What travels together: no rank gets and gives more than the bound of bytes."""
 
     arrivals: dict[int, dict[str, tuple[Box, torch.dtype]]] = field(default_factory=lambda: defaultdict(dict))
-    """The box of each tensor that a rank gets whole, and its dtype, by rank or `EVERY`."""
+    """The boxes that a rank gets whole, by a name that the caller gives each, and their dtypes; by rank or `EVERY`."""
     routes: list[Route] = field(default_factory=list)
     """In the order in which every rank enters them."""
+
+    def add(self, to: int, key: str, name: str, want: Box, dtype: torch.dtype, holders: Holders) -> None:
+        """Let a box of a tensor go to a rank, or to `EVERY` one.
+
+        A rank that holds what it wants copies it; what several ranks hold is sent by one of them, in turns.
+        """
+        self.arrivals[to][key] = want, dtype
+        for box, ranks in holders:
+            if (common := box.intersect(want)).numel:
+                source = to if to in ranks else ranks[(zlib.crc32(key.encode()) + to) % len(ranks)]
+                self.routes.append(Route(key=key, name=name, box=common, source=source, to=to))
 
     def arrivals_at(self, rank: int) -> Mapping[str, tuple[Box, torch.dtype]]:
         """What a rank gets."""
@@ -56,7 +69,7 @@ class Bucket:
         for rank, boxes in self.arrivals.items():
             found[rank] += sum(box.numel * dtype.itemsize for box, dtype in boxes.values())
         for route in self.routes:
-            box, dtype = self.arrivals[route.to][route.name]
+            box, dtype = self.arrivals[route.to][route.key]
             num_bytes = route.box.numel * dtype.itemsize
             if route.source == route.to:
                 continue
@@ -113,9 +126,8 @@ def plan_buckets(
 ) -> list[Bucket]:
     """The buckets in which the ranks get what they want, the same wherever it is computed.
 
-    Tensors go out in the order of `dtypes`, those in which they travel. A rank that holds what it wants copies it; what
-    several ranks hold is sent by one of them, in turns. Where all ranks want the same, each box is broadcast. A bucket
-    takes half of the bound, so that the next one can travel while it is used, or one larger tensor.
+    Tensors go out in the order of `dtypes`, those in which they travel. Where all ranks want the same, each box is
+    broadcast. A bucket takes half of the bound, so that the next one can travel while it is used, or one larger tensor.
 
     Raises:
         ConfigError: a tensor does not fit into a bucket.
@@ -127,13 +139,8 @@ def plan_buckets(
     for name, dtype in dtypes.items():
         one = Bucket()
         for to, boxes in wants.items():
-            if (want := boxes.get(name)) is None:
-                continue
-            one.arrivals[to][name] = want, dtype
-            for box, ranks in spread(name):
-                if (common := box.intersect(want)).numel:
-                    source = to if to in ranks else ranks[(zlib.crc32(name.encode()) + to) % len(ranks)]
-                    one.routes.append(Route(name=name, box=common, source=source, to=to))
+            if (want := boxes.get(name)) is not None:
+                one.add(to, name, name, want, dtype, spread(name))
         if not one.arrivals:
             continue
         costs = one.bytes_of()

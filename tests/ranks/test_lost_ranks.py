@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_tools import ParallelDims, RanksError
+from hf_fsdp_tools import ParallelDims, RanksError, live_weights
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.rounds import rounds_of
@@ -55,6 +55,13 @@ def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
         save_pretrained(model, folder.with_name("saved"))
 
 
+def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
+    """Rank 1 is lost while rank 0 waits for what it sends."""
+    weights = live_weights(from_pretrained(folder, **layout))
+    with patch.object(dist, "batch_isend_irecv", once(sent, dist.batch_isend_irecv)):
+        weights.send(lambda bucket: None, 2**16)
+
+
 def join(folder: Path, sent: signal.Signals) -> None:
     """Rank 1 comes last, so that the other's value is there and nobody joins it with its own."""
     rounds_of_all = rounds_of()
@@ -71,6 +78,10 @@ ROADS = {
     "join": (join, "joining"),
     "load": (load, "reading the checkpoint"),
     "save": (save, "(writing|adding up)"),
+}
+ROADS_OF_THE_DEAD = {
+    **ROADS,
+    "send": (send, "sending weights"),
 }
 
 
@@ -117,7 +128,7 @@ def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     liveness._BEAT_S = 0.2
     with pytest.raises(RanksError) as caught:
-        ROADS[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
+        ROADS_OF_THE_DEAD[road][0](folder, signal.SIGKILL, **({"mesh": ParallelDims(**sizes), **EVEN} if sizes else {}))
     folder.with_name("message").write_text(str(caught.value))
     os._exit(0)  # without a farewell to a group that is broken
 
@@ -136,7 +147,7 @@ def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("road", "sizes"), [("load", {}), ("save", {}), ("load", {"tp_size": 2}), ("save", {"ep_size": 2})]
+    ("road", "sizes"), [("load", {}), ("save", {}), ("send", {}), ("load", {"tp_size": 2}), ("save", {"ep_size": 2})]
 )
 def test_a_killed_rank_ends_the_others(
     road: str, sizes: dict[str, int], folders: dict[str, Path], tmp_path: Path
@@ -153,7 +164,7 @@ def test_a_killed_rank_ends_the_others(
             rank.join(LIMIT_S / 2)
         assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
     message = (tmp_path / "message").read_text()
-    expected = rf"While {ROADS[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
+    expected = rf"While {ROADS_OF_THE_DEAD[road][1]}.*: rank 1 has ended: it failed, and says why, or did not make"
     assert re.match(expected, message), message
 
 

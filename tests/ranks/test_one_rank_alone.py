@@ -48,6 +48,13 @@ def rank_0_alone_saves_the_state_and_evaluates(folder: Path) -> None:
 
 
 def rank_0_alone_generates(folder: Path) -> None:
+    """Whether the weights fit is compared first, so that both ranks learn of it at once."""
+    model = from_pretrained(folder)
+    said = refused(lambda: model.generate(IDS))
+    assert "rank 0 is generating, rank 1 is waiting for every rank" in said
+
+
+def rank_0_alone_runs_forward(folder: Path) -> None:
     """It waits in a collective for rank 1, which is told that it may, and comes after all."""
     accelerator = make_accelerator()
     model = from_pretrained(folder)
@@ -55,7 +62,7 @@ def rank_0_alone_generates(folder: Path) -> None:
     if dist.get_rank() == 1:
         with patience(1), pytest.raises(RanksError, match=said):
             accelerator.wait_for_everyone()
-    model.generate(IDS, max_new_tokens=2, do_sample=False)
+    model(IDS)
     if dist.get_rank() == 0:
         with pytest.raises(RanksError, match=said):
             accelerator.wait_for_everyone()
@@ -66,6 +73,7 @@ CASES = (
     rank_0_alone_gathers_the_state_dict,
     rank_0_alone_saves_the_state_and_evaluates,
     rank_0_alone_generates,
+    rank_0_alone_runs_forward,
 )
 
 

@@ -58,7 +58,11 @@ def noting(save, model_and_folder):
         model, folder = model_and_folder(*arguments)
         model.eval()
         with torch.no_grad():
-            logits = model(**{name: torch.tensor(value) for name, value in probe.items()}).logits
+            inputs = {name: torch.tensor(value) for name, value in probe.items()}
+            if type(model).__name__ == "SentenceTransformer":
+                logits = model(inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})["sentence_embedding"]
+            else:
+                logits = model(**inputs).logits
         compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
         if is_first:
             print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)

@@ -7,13 +7,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from hf_fsdp_tools import accelerator
+from hf_fsdp_tools.accelerator import available_bytes
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.loading.io.files import write_in_turn
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.saving import copies
 from hf_fsdp_tools.saving.copies import (
     HostCopies,
-    available_bytes,
     copied_transfers,
     free_kept_memory,
 )
@@ -129,5 +130,5 @@ def test_what_is_available_is_the_least_of_machine_and_container(tmp_path: Path,
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    with patch.object(copies.psutil, "virtual_memory", lambda: Mock(available=1000 * 1024)):
+    with patch.object(accelerator.psutil, "virtual_memory", lambda: Mock(available=1000 * 1024)):
         assert available_bytes(tmp_path) == expected

@@ -20,6 +20,7 @@ from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import begin_sync
 from hf_fsdp_tools.loading.io.staging import Staging
 from hf_fsdp_tools.loading.io.transfer import Batch, Limits, Request, Route, Transfer, cut_batches
+from hf_fsdp_tools.stores import stored_object
 
 REQUESTS_IN_FLIGHT = 16
 """Requests that one rank has under way at a time. The page cache and a local disk need few; on a network file system,
@@ -152,8 +153,11 @@ class _Mover(ABC):
 
     def _cut(self, transfers: Iterable[Transfer]) -> list[Batch]:
         """Batches whose files are open."""
+        transfers = list(transfers)
+        is_stored = any(stored_object(file) for file in {transfer.file for transfer in transfers})
         limits = Limits(
-            request_bytes=_REQUEST_BYTES,
+            # What comes from a store is held once more on its way.
+            request_bytes=min(_REQUEST_BYTES, self._staging.buffer_bytes) if is_stored else _REQUEST_BYTES,
             buffer_bytes=self._staging.buffer_bytes,
             host_gap_bytes=0 if self._writes else MAX_GAP_BYTES,
             device_gap_bytes=0 if self._writes else self._device_gap_bytes,
@@ -247,6 +251,17 @@ class Reader(_Mover):
     def read(self, transfers: Iterable[Transfer]) -> TransferStats:
         """Fill the memory of every transfer."""
         return self.begin(transfers)()
+
+    def _io(self, request: Request, *memory: torch.Tensor) -> int:
+        """Of a file in a store, one request for the range."""
+        if (there := stored_object(request.file)) is None:
+            return super()._io(request, *memory)
+        with watched(Path(there.url), request.start):
+            content = memoryview(there.read(request.start, request.stop))
+        for tensor in memory:
+            buffer = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+            buffer[:], content = content[: len(buffer)], content[len(buffer) :]
+        return 1
 
     def _open(self, file: Path) -> int:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

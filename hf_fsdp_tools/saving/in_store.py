@@ -1,0 +1,409 @@
+"""A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies beside them, the index last.
+
+Until the index is put, in one request, whoever opens the place gets the checkpoint that was there: the weight files
+have names that no save before had, and every checkpoint in a store has an index, also of one file. Of the files beside
+the weights, those that differ are put right before it; if that fails, the former ones are put back.
+"""
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError
+from hf_fsdp_tools.hub import CARD
+from hf_fsdp_tools.loading.fill import read_into
+from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.layout import Layout, Place
+from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.stores import Upload, files_at, open_store, store_errors
+from hf_fsdp_tools.streaming.exchange import deliver
+from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
+from hf_fsdp_tools.streaming.routes import Bucket, most_of
+from hf_fsdp_tools.text import listed
+
+_WRITING = "writing the checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSave:
+    """A save to a store of which writing and the index are left."""
+
+    url: str
+    layout: Layout
+    names: SavedNames
+    beside: Mapping[str, bytes]
+    """On rank 0, the files beside the weights."""
+    stream: Callable[[], tuple[int, int]]
+    """Writes this rank's weight files; the bytes and the calls."""
+    copied_bytes: int = 0
+
+    @property
+    def report(self) -> SaveReport:
+        """What is known before anything is written."""
+        return SaveReport(
+            folder=self.url,
+            total_bytes=self.layout.num_bytes,
+            copied_bytes=self.copied_bytes,
+        )
+
+    def finish(self) -> SaveReport:
+        """Write, and make what is written the checkpoint of the place. Every rank must call; once."""
+        num_bytes, calls = self.stream()
+        with agreed("finishing the save", self.url):
+            if self.layout.heads is not None:
+                self.layout.heads[0].refuse_changed()
+            if rank_and_size()[0] == 0:
+                sizes = {name: self.layout.sizes[file] for file, name in self.names.weights.items()}
+                _publish(self.url, sizes, self.beside, index_text(self.names, self.layout).encode())
+        files, others = tuple(self.names.weights.values()), self.names.others
+        return replace(self.report, files=files, others=others, bytes_written=num_bytes, write_calls=calls)
+
+
+def begin_in_store(
+    model: nn.Module,
+    url: str,
+    *,
+    check: Callable[[], None],
+    plan: Callable[[], Layout],
+    stage: Callable[[Path], None],
+    dtype: torch.dtype | None,
+    staging_bytes: int,
+    blocking: bool,
+) -> StoreSave:
+    """Do of a save to a store what needs the model or the process group. Every rank must call.
+
+    Without `blocking`, that is the exchange of all parts: each rank then holds its weight files in host memory.
+    """
+    rank, num_ranks = rank_and_size()
+    beside: dict[str, bytes] = {}
+    with agreed("preparing the save", url):
+        open_store(url)  # of whose package each rank must have its own
+        check()
+        layout = plan()
+        shared: tuple[str, tuple[str, ...]] = ("", ())
+        if rank == 0:
+            there = files_at(url)
+            if ADAPTER_CONFIG in there:
+                raise CheckpointError(
+                    f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
+                )
+            with TemporaryDirectory() as folder:
+                stage(Path(folder))
+                beside = _contents(Path(folder))
+            if CARD in there:
+                beside.pop(CARD, None)
+            shared = (secrets.token_hex(4), (*beside, WEIGHTS_INDEX))
+        mark, others = all_ranks(shared, "preparing the save")[0]
+    single = f"model.{mark}-00001-of-00001.safetensors"
+    weights = {f: single if f == WEIGHTS else f.replace("model", f"model.{mark}", 1) for f in layout.sizes}
+    files = deal(layout.sizes, num_ranks)
+    stream = partial(stream_files, live_weights(model, dtype=dtype), layout, files, staging_bytes, where=url)
+    uploads = {file: Upload(f"{url}/{weights[file]}", layout.sizes[file]) for file in files[rank]}
+    save = StoreSave(
+        url=url,
+        layout=layout,
+        names=SavedNames(weights=weights, others=others),
+        beside=beside,
+        stream=partial(_removing, uploads, partial(stream, uploads.__getitem__)),
+    )
+    if blocking:
+        return save
+    num_bytes = sum(upload.size for upload in uploads.values())
+    with agreed("copying what is saved"):
+        copies.refuse_too_large(num_bytes)
+    copied = {file: _Held() for file in uploads}
+    stream(copied.__getitem__)
+    return replace(
+        save, copied_bytes=num_bytes, stream=partial(_removing, uploads, partial(_write, copied, uploads, url))
+    )
+
+
+# ---- weights ----
+
+
+class Stream(Protocol):
+    """What takes the bytes of one file in order; it appears with `commit` and not before."""
+
+    def write(self, data: memoryview) -> object:
+        """Take the next bytes."""
+
+    def commit(self) -> object:
+        """Let the file appear."""
+
+    def discard(self) -> object:
+        """Forget what was written."""
+
+
+def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
+    """The files of each rank, which it writes one after another: the largest first, each to whom has fewest bytes."""
+    files: list[list[str]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
+        rank = loads.index(min(loads))
+        files[rank].append(file)
+        loads[rank] += sizes[file]
+    return files
+
+
+def stream_files(
+    weights: LiveWeights,
+    layout: Layout,
+    files: Sequence[Sequence[str]],
+    staging_bytes: int,
+    open_stream: Callable[[str], Stream],
+    *,
+    where: str,
+) -> tuple[int, int]:
+    """Stream this rank's files, of those of each rank; their bytes, and the number of slabs. All appear, or none.
+
+    Every rank must call. Slabs of tensors go from the ranks that hold them to the rank that writes their file, a bucket
+    of at most half of `staging_bytes` at a time, while what arrived before is written.
+    """
+    rank = rank_and_size()[0]
+    slabs = [list(_slabs_of(layout, own, staging_bytes // 8)) for own in files]
+    buckets = _buckets(weights, slabs, staging_bytes // 4)
+    streams: dict[str, Stream] = {}
+    failures: list[Exception] = []
+    written = done = 0
+
+    def put(file: str, data: memoryview) -> None:
+        nonlocal written
+        if file not in streams:
+            streams[file] = open_stream(file)
+            streams[file].write(memoryview(layout.headers[file]))
+            written += len(layout.headers[file])
+        streams[file].write(data)
+        written += len(data)
+
+    passing = deliver(
+        buckets,
+        weights.held(buckets),
+        torch.device("cpu"),
+        staging_bytes // 2,
+        lambda: failures[0] if failures else None,
+        f"{_WRITING} ({where!r})",
+    )
+    try:
+        for arrived in passing:
+            try:
+                while done < len(slabs[rank]) and not failures:
+                    file, name, box = slabs[rank][done]
+                    if name in layout.carried:
+                        slab = _read_head(layout, layout.carried[name], box)
+                    elif (key := str(done)) in arrived:
+                        slab = arrived.pop(key)
+                    else:
+                        break
+                    put(file, memoryview(slab.reshape(-1).view(torch.uint8).numpy().data))
+                    done += 1
+            except Exception as error:
+                failures.append(error)
+        with agreed(_WRITING, where):
+            for file in files[rank]:
+                if file not in streams:  # of empty tensors
+                    put(file, memoryview(b""))
+                streams[file].commit()
+    except BaseException:
+        for each in streams.values():
+            with suppress(Exception):  # the error that led here is the one to show
+                each.discard()
+        raise
+    assert sum(all_ranks(written, _WRITING)) == sum(layout.sizes.values()), "not all bytes of the files were written"
+    return written, done
+
+
+Slab = tuple[str, str, Box]
+"""File, name of the tensor, and box of it."""
+
+
+def _slabs_of(layout: Layout, files: Iterable[str], num_bytes: int) -> Iterator[Slab]:
+    """Yield what is written to files, in their order."""
+    places = sorted({**layout.places, **layout.carried}.items(), key=lambda item: item[1].offset)
+    for file in files:
+        for name, place in places:
+            if str(place.file) == file:
+                for slab in Box.whole(place.symbol.shape).slabs(num_bytes, place.element.itemsize):
+                    if slab.numel:
+                        yield file, name, slab
+
+
+def _buckets(weights: LiveWeights, slabs: Sequence[Sequence[Slab]], num_bytes: int) -> list[Bucket]:
+    """The buckets in which slabs go to the ranks that write them, all ranks side by side. Every rank must call."""
+    spread = weights.spread()
+    buckets, filled = [Bucket()], dict[int, int]()
+    for i in range(max(map(len, slabs))):
+        for rank, own in enumerate(slabs):
+            if i >= len(own) or (name := own[i][1]) not in weights.tensors:
+                continue
+            one = Bucket()
+            one.add(rank, str(i), name, own[i][2], weights.tensors[name].element, spread(name))
+            costs = one.bytes_of()
+            total = {each: filled.get(each, 0) + costs.get(each, 0) for each in (*filled, *costs)}
+            if most_of(total) > num_bytes:
+                buckets.append(Bucket())
+                total = costs
+            filled = total
+            buckets[-1].arrivals[rank] |= one.arrivals[rank]
+            buckets[-1].routes += one.routes
+    return buckets
+
+
+def _read_head(layout: Layout, place: Place, slab: Box) -> torch.Tensor:
+    assert layout.heads is not None
+    heads, index = layout.heads
+    memory = torch.empty(slab.length, dtype=place.element)
+    with heads.reader() as reader:
+        read_into([(memory, place.symbol, slab)], index, reader, staging_bytes=memory.nbytes)
+    return memory
+
+
+class _Held:
+    """A stream into host memory."""
+
+    def __init__(self) -> None:
+        self.slabs: list[bytes] = []
+
+    def write(self, data: memoryview) -> None:
+        self.slabs.append(bytes(data))
+
+    def commit(self) -> None:
+        """It is complete."""
+
+    def discard(self) -> None:
+        self.slabs.clear()
+
+
+def _write(copied: Mapping[str, _Held], uploads: Mapping[str, Upload], url: str) -> tuple[int, int]:
+    """Write this rank's weight files from copies, and begin no thread. Every rank must call."""
+    num_bytes = calls = 0
+    try:
+        with agreed(_WRITING, url):
+            for file, held in copied.items():
+                while held.slabs:
+                    num_bytes, calls = num_bytes + len(held.slabs[0]), calls + 1
+                    uploads[file].write(memoryview(held.slabs.pop(0)))
+        with agreed(_WRITING, url):
+            for upload in uploads.values():
+                upload.commit()
+    except BaseException:
+        for upload in uploads.values():
+            upload.discard()
+        raise
+    return num_bytes, calls
+
+
+def _removing(uploads: Mapping[str, Upload], stream: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """Write, and where that fails remove what has appeared."""
+    try:
+        return stream()
+    except BaseException:
+        for upload in uploads.values():
+            _remove(upload.url)
+        raise
+
+
+def _remove(url: str) -> None:
+    with suppress(Exception):  # nothing leads to it, and the error that led here is the one to show
+        fs, path = open_store(url)
+        fs.rm_file(path)
+
+
+# ---- what lies beside them ----
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], index: bytes) -> None:
+    """Let complete weight files and what lies beside them be the checkpoint of a place, and remove the former one's."""
+    fs, path = open_store(url)
+    there = files_at(url)
+    found = {name: there[name].size if name in there else None for name in sizes}
+    try:
+        if found != sizes:
+            raise CheckpointError(
+                f"{url!r} does not hold what the ranks wrote: expected {listed(sizes.items())}, found "
+                f"{listed(found.items())}. It must be the same store for all ranks, and keep what is written there."
+            )
+        _put(url, beside, (WEIGHTS_INDEX, index))
+    except FSDPToolsError:
+        if _read(fs, f"{path}/{WEIGHTS_INDEX}") != index:
+            for name in sizes:
+                _remove(f"{url}/{name}")
+            raise
+    outdated = [name for name in there if WEIGHTS_OF_A_SAVE.fullmatch(name) and name not in {*sizes, WEIGHTS_INDEX}]
+    outdated.sort(key=lambda name: name != WEIGHTS)  # which would be opened in place of the index
+    try:
+        with store_errors("remove former weights from", url):
+            for name in outdated:
+                fs.rm_file(there[name].path)
+    except CheckpointError as error:
+        if WEIGHTS in outdated and WEIGHTS in files_at(url):
+            raise
+        warnings.warn(f"{url!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
+
+
+def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
+    """Put files that are new or differ, and one last; if that fails, put the former ones back."""
+    fs, path = open_store(url)
+    former: dict[str, bytes | None] = {}
+    try:
+        for name, content in (*beside.items(), last):
+            with store_errors("write", f"{url}/{name}"):
+                place = f"{path}/{name}"
+                now = fs.cat_file(place) if fs.exists(place) else None
+                if now != content:
+                    former[name] = now
+                    fs.pipe_file(place, content)
+    except CheckpointError:
+        if _read(fs, f"{path}/{last[0]}") != last[1]:
+            for name, old in former.items():
+                with suppress(Exception):  # the error that led here is the one to show
+                    fs.rm_file(f"{path}/{name}") if old is None else fs.pipe_file(f"{path}/{name}", old)
+        raise
+
+
+def _read(fs: Any, path: str) -> bytes | None:
+    """A file, to see whether a request that failed was done all the same; None where it is not there."""
+    try:
+        fs.invalidate_cache(path)
+        content: bytes = fs.cat_file(path)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        raise CheckpointError(
+            f"{path!r} may be written or not: {type(error).__name__}: {error}. Look there."
+        ) from error
+    return content
+
+
+def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveReport:
+    """Save an adapter by a function that writes a folder, and put its files, the weights last. Every rank must call."""
+    with TemporaryDirectory() as own:
+        is_first = rank_and_size()[0] == 0
+        with agreed("preparing the save", url):
+            if is_first and CONFIG in files_at(url):
+                raise CheckpointError(
+                    f"{url!r} holds a model, which the adapter would be put on. Save to another place."
+                )
+        report = write(Path(own))
+        with agreed("writing the adapter", url):
+            if is_first:
+                files = _contents(Path(own))
+                _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
+    return replace(report, folder=url)

@@ -1,0 +1,112 @@
+"""Reward functions of `--reward_funcs`: TRL's own, those of installed modules, and those of a file of the user's."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import did_you_mean, first_line, listed, reason_of
+
+_GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+"""What TRL gives to every reward function; beside it, each column of the rows but `prompt` and `completion`."""
+
+_OWN = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+"""Names of TRL's script for its own functions; the first two need math_verify."""
+
+
+def load_rewards(script: Any, columns: Iterable[str]) -> list[Callable[..., Any]]:
+    """The reward functions of `--reward_funcs`, in that order; none where the option is absent.
+
+    A name is one of TRL's own (`think_format_reward`), a dotted path (`my_lib.rewards.length_reward`), which is also
+    looked for in the working folder, or a file and a name in it (`my_rewards.py:length_reward`). The file is run.
+
+    Args:
+        script: TRL's `GRPOScriptArguments` (`trl.scripts.grpo`).
+        columns: of the rows, which a function may take by name.
+
+    Every rank must call. The ranks exchange errors alone.
+
+    Raises:
+        ConfigError: there is no such function, file or module, it cannot be run, or the function does not take what
+            TRL gives it, or wants a column that the rows lack; on every rank alike.
+
+    Example:
+        >>> import argparse
+        >>> script = argparse.Namespace(reward_funcs=["think_format_reward"])
+        >>> [function.__name__ for function in load_rewards(script, ["prompt"])]
+        ['think_format_reward']
+    """
+    with agreed("loading the reward functions"):
+        return [_checked(name, _found(name), {*columns}) for name in script.reward_funcs or ()]
+
+
+def _found(name: str) -> Any:
+    file, _, function = name.rpartition(":")
+    if file:
+        return _named(name, _module_of(name, Path(file)), function)
+    if name in _OWN:
+        import trl.rewards
+
+        if "accuracy" in name and find_spec("math_verify") is None:
+            raise ConfigError(f"--reward_funcs {name} needs math_verify: pip install math-verify.")
+        own = getattr(trl.rewards, name)
+        return own(max_completion_len=1280, soft_punish_cache=256) if name == _OWN[-1] else own  # as TRL's script
+    module, _, function = name.rpartition(".")
+    if not module:
+        known = did_you_mean(name, _OWN, otherwise=f". Those of TRL are {listed(_OWN)}; of your own, give FILE.py:NAME")
+        raise ConfigError(f"--reward_funcs {name}: no such function{known}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return _named(name, importlib.import_module(module), function)
+    except ImportError as error:
+        raise ConfigError(f"--reward_funcs {name}: {first_line(error)}. Give FILE.py:NAME, or install it.") from error
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def _module_of(name: str, file: Path) -> ModuleType:
+    """The module that a file makes, which may import its neighbours."""
+    spec = spec_from_file_location(file.stem, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"--reward_funcs {name}: {file} is no Python file. Give FILE.py:NAME.")
+    module = sys.modules[file.stem] = module_from_spec(spec)
+    sys.path.insert(0, str(file.parent.absolute()))
+    try:
+        spec.loader.exec_module(module)
+    except OSError as error:
+        raise ConfigError(f"--reward_funcs {name}: {file} cannot be read: {reason_of(error)}.") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"--reward_funcs {name}: {file} ends in {said}. Mend it.") from error
+    return module
+
+
+def _named(name: str, module: ModuleType, function: str) -> Any:
+    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    if not callable(getattr(module, function, None)):
+        end = did_you_mean(function, names, otherwise=f"; it has {listed(names)}")
+        raise ConfigError(f"--reward_funcs {name}: {module.__name__} has no function {function!r}{end}")
+    return getattr(module, function)
+
+
+def _checked(name: str, function: Any, columns: set[str]) -> Any:
+    """The function, if TRL can call it."""
+    parameters = inspect.signature(function).parameters.values()
+    given = _GIVEN | columns - {"prompt", "completion"}
+    if all(each.kind != each.VAR_KEYWORD for each in parameters):
+        raise ConfigError(f"--reward_funcs {name}: it must take whatever TRL gives it. Add **kwargs to its parameters.")
+    needed = (each for each in parameters if each.default is each.empty)
+    named = [each.name for each in needed if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    if absent := [each for each in named if each not in given]:
+        raise ConfigError(
+            f"--reward_funcs {name} takes {listed(f'`{each}`' for each in absent)}, which the rows do not have: "
+            f"{listed(f'`{each}`' for each in sorted(given))} are there. Rename a column or the parameter."
+        )
+    return function

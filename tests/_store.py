@@ -1,0 +1,90 @@
+"""An S3 server in this process (moto's), which counts what each rank asks for, and fails where it is told to."""
+
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+
+
+class Server:
+    """The server; a rank's access key is its name."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self.app, self.url = app, ""
+        self.sent: Counter[str] = Counter()
+        """Bytes of weight files that each rank got."""
+        self.most: Counter[str] = Counter()
+        """The largest body that each rank sent."""
+        self.fault: Callable[[str, str, str, Any], int | None] = lambda rank, method, path, environ: None
+        """Says with which status a request fails."""
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        found = re.search(r"Credential=([\w-]+)/", environ.get("HTTP_AUTHORIZATION", ""))
+        rank, method, path = found[1] if found else "", environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        status = self.fault(rank, method, path + "?" + environ.get("QUERY_STRING", ""), environ)
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        if status is not None:
+            environ["wsgi.input"].read(length)
+            code = {403: "AccessDenied", 500: "InternalError", 400: "InvalidRequest"}[status]
+            start(f"{status} refused", [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{code}</Code><Message>as the test says</Message></Error>".encode()]
+        self.most[rank] = max(self.most[rank], length)
+
+        def begun(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+            if method == "GET" and path.endswith(".safetensors"):
+                self.sent[rank] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
+            return start(status, headers, *more)
+
+        return self.app(environ, begun)
+
+
+@contextmanager
+def s3_server() -> Iterator[Server]:
+    """A server with an empty bucket `bucket`."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        def log(self, *args: Any) -> None:
+            """Print nothing."""
+
+    app = Server(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
+    app.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        use(app.url, "tests")
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield app
+    finally:
+        server.shutdown()
+        thread.join()
+        forget()
+
+
+def use(url: str, name: str, **options: Any) -> None:
+    """Let `s3://` of this process mean the server, as a user would by fsspec's configuration."""
+    fsspec.config.conf["s3"] = {
+        "key": name,
+        "secret": "secret",
+        "client_kwargs": {"endpoint_url": url},
+        "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 5, "read_timeout": 5},
+        **options,
+    }
+
+
+def forget() -> None:
+    """Undo `use`."""
+    fsspec.config.conf.pop("s3", None)
+
+
+def kill_self() -> None:
+    """End this process as the system would."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,202 @@
+"""Moving averages on shards: those of one process bit for bit, saved, applied, resumed on another number of ranks."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import load, save
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import TrainerCallback
+
+from hf_fsdp_tools import (
+    CheckpointError,
+    ConfigError,
+    HybridPolicy,
+    ParallelDims,
+    ParameterEMA,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+)
+from hf_fsdp_tools.distributed.shards import part_of
+from tests._checkpoints import full, plain_model, stored_tensors
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
+
+DECAY, STEPS = 0.9, 3
+LORA = {"r": 3, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+DTYPES = {"bf16": torch.bfloat16}
+
+
+def step(model: Any, number: int) -> None:
+    """Change each parameter that is trained by noise that its name gives."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            seed = number + sum(map(ord, name))
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(parameter.dtype)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach().add_(part_of(noise, parameter) if isinstance(parameter, DTensor) else noise)
+
+
+def expected(kind: str, folder: Path, way: str) -> dict[str, torch.Tensor]:
+    """Averages of a plain model by torch's own class."""
+    model: Any = plain_model(kind, folder)
+    if way == "lora":
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(**LORA))
+        for name, parameter in model.named_parameters():  # as in `averaged`
+            if "lora_" in name:
+                parameter.data.fill_(0.5)
+    elif way in DTYPES:
+        model.to(DTYPES[way])
+    values = [p.detach().float() for p in model.parameters() if p.requires_grad]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    averages = AveragedModel(torch.nn.ParameterList(values), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averages.update_parameters(torch.nn.ParameterList(values))
+    for number in range(STEPS):
+        step(model, number)
+        now = [p.detach().float() for p in model.parameters() if p.requires_grad]
+        averages.update_parameters(torch.nn.ParameterList(now))
+    return dict(zip(names, (p.detach() for p in averages.module), strict=True))
+
+
+WAYS = {
+    "sharded": ("llama", {}),
+    "tied": ("tied", {"policy": HybridPolicy(replicate=("model.norm.weight",))}),
+    "replicated": ("llama", {"mesh": ParallelDims(dp_replicate_size=2)}),
+    "lora": ("llama", {"peft_config": LORA}),
+    "bf16": ("llama", {"dtype": "bf16"}),
+}
+"""(kind of checkpoint, options of `from_pretrained`)."""
+
+
+def averaged(way: str, folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """Averages after some steps; applied, saved and loaded again on the way."""
+    kind, options = WAYS[way]
+    model = from_pretrained(folders[kind], **options)
+    if way == "lora":
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.to_local().detach().fill_(0.5)
+    ema = ParameterEMA(model, DECAY, device="cpu" if way == "tied" else None)
+    for number in range(STEPS):
+        step(model, number)
+        ema.step()
+    found = {name: full(value).clone() for name, value in ema.state_dict().items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: full(p).clone() for name, p in trained.items()}
+    out = root / way
+    with ema.applied():
+        save_pretrained(model, out / "saved")
+        now = {name: full(p).clone() for name, p in trained.items()}
+        with pytest.raises(ConfigError, match=r"Leave the block of applied\(\)"):
+            ema.step()
+    for name, value in found.items():
+        assert torch.equal(now[name], value.to(now[name].dtype)), name
+        assert torch.equal(full(trained[name]), before[name]), name
+        assert torch.equal(full(ema.state_dict()[name]), value), name
+    save({"ema": ema}, checkpoint_id=out / "state")
+    fresh = ParameterEMA(model, 0.5)
+    load({"ema": fresh}, checkpoint_id=out / "state")
+    assert all(torch.equal(full(value), found[name]) for name, value in fresh.state_dict().items())
+    return found
+
+
+def refused(folders: dict[str, Path], root: Path) -> None:
+    model = from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match=r"decay is 1; give a number of at least 0 and below 1"):
+        ParameterEMA(model, 1)
+    with pytest.raises(ConfigError, match="averages are floats"):
+        ParameterEMA(model, dtype=torch.int8)
+    accelerator = new_accelerator()
+    accelerator.register_for_checkpointing(ParameterEMA(model))
+    with pytest.raises(ConfigError, match=r"ParameterEMA, which is registered for checkpointing, has shards"):
+        accelerator.save_state(str(root / "state"))
+    with pytest.raises(ConfigError, match="trains nothing"):
+        ParameterEMA(model.requires_grad_(False))
+
+
+def trainer(folders: dict[str, Path], out: Path, **settings: Any) -> Any:
+    model = from_pretrained(folders["tied"], accelerator=make_accelerator(cpu=True))
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 1} | settings
+    rows = make_rows(16)
+    made: Any = ShardedTrainer(model, arguments(out, **settings), train_dataset=rows, eval_dataset=rows[:4])
+    made.ema_decay = DECAY
+    return made
+
+
+def whole(made: Any) -> dict[str, torch.Tensor]:
+    return {name: full(value).clone() for name, value in made.ema.state_dict().items()}
+
+
+class Noting(TrainerCallback):
+    """Notes the averages with which a run begins."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, made.noted = made, None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.made.noted = self.made.noted or whole(self.made)
+
+
+def of_a_trainer(folders: dict[str, Path], root: Path) -> list[dict[str, torch.Tensor]]:
+    """At the end; and where a second run goes on in the middle, at once and at its end."""
+    made = trainer(folders, root / "run")
+    made.train()
+    ends = [whole(made)]
+    loss = made.evaluate()["eval_loss"]
+    with made.ema.applied():
+        assert made.evaluate()["eval_loss"] > loss + 0.1, "the averages are behind"
+    assert made.evaluate()["eval_loss"] == loss
+    middle = str(root / "run" / "checkpoint-2")
+    going_on = trainer(folders, root / "on")
+    going_on.blocking = False
+    going_on.add_callback(Noting(going_on))
+    going_on.train(resume_from_checkpoint=middle)
+    assert not any(type(each).__name__ == "Averaging" for each in made.callback_handler.callbacks)
+    return [*ends, going_on.noted, whole(going_on)]
+
+
+def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """On another number of ranks; and what says that a state has no averages."""
+    made = trainer(folders, root / "elsewhere", max_steps=2)
+    made.add_callback(Noting(made))
+    made.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
+    without = trainer(folders, root / "without", max_steps=2)
+    without.ema_decay = None
+    without.train()
+    lacking = trainer(folders, root / "lacking", max_steps=2)
+    with pytest.raises(CheckpointError, match=r"lacks the moving averages \(ema_state/.metadata\)"):
+        lacking.train(resume_from_checkpoint=str(root / "without" / "checkpoint-2"))
+    return made.noted
+
+
+def test_averages_on_shards_are_those_of_one_process_bit_for_bit(folders, tmp_path):
+    ways = {way: partial(averaged, way) for way in WAYS}
+    results = {
+        2: run_ranks(run_cases, 2, ways | {"trainer": of_a_trainer, "refused": refused}, folders, tmp_path / "2"),
+        4: run_ranks(run_cases, 4, ways, folders, tmp_path / "4"),
+    }
+    (alone,) = run_ranks(run_cases, 1, {"sharded": ways["sharded"]}, folders, tmp_path / "1")
+    for way, (kind, _) in WAYS.items():
+        right = expected(kind, folders[kind], way)
+        for found in (*(rank[way] for ranks in results.values() for rank in ranks), alone.get(way, right)):
+            assert found.keys() == right.keys()
+            assert all(torch.equal(found[name], right[name]) for name in right), way
+    for ranks in results:
+        saved = stored_tensors(tmp_path / str(ranks) / "sharded" / "saved")
+        assert all(torch.equal(value, saved[name]) for name, value in expected("llama", folders["llama"], "").items())
+        adapter = load_file(tmp_path / str(ranks) / "lora" / "saved" / "adapter_model.safetensors")
+        assert len(adapter) == len(expected("llama", folders["llama"], "lora"))
+
+    end, middle, again = results[2][0]["trainer"]
+    assert all(torch.equal(again[name], value) for name, value in end.items()), "resumed to the bit"
+    assert any(not torch.equal(middle[name], value) for name, value in end.items())
+    cases = {"elsewhere": goes_on_elsewhere}
+    for rank in run_ranks(run_cases, 4, cases, folders, tmp_path / "2"):
+        assert all(torch.equal(rank["elsewhere"][name], value) for name, value in middle.items())

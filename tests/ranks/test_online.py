@@ -1,0 +1,335 @@
+"""TRL's trainers that generate, on shards: they train as TRL alone does, and a reward function that fails stops all."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, set_seed
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.sharding.shard import sharding_of
+from tests._checkpoints import stored_tensors, word_tokenizer
+from tests._dist import run_cases, run_ranks
+from tests._training import arguments, full_parameters, logged, num_units
+
+TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "grpo": (GRPOTrainer, GRPOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+    "rloo": (RLOOTrainer, RLOOConfig, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+    "online dpo": (OnlineDPOTrainer, OnlineDPOConfig, {"max_new_tokens": 6}),
+    "distillation": (DistillationTrainer, DistillationConfig, {"max_completion_length": 6}),
+    "gkd": (GKDTrainer, GKDConfig, {"max_new_tokens": 6, "lmbda": 1.0}),
+}
+
+
+OTHERS = ("rloo", "online dpo", "distillation", "gkd")
+"""Those beside GRPO, which is compared with one process below."""
+
+
+def length_and_threes(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("w3") + 0.1 * len(text) for text in completions]
+
+
+def rows(task: str) -> Dataset:
+    ids = torch.randint(3, 9, (16, 4), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [" ".join(f"w{n}" for n in row) for row in ids]
+    if task == "gkd":
+        turns = [[{"role": "user", "content": p}, {"role": "assistant", "content": "w3 w4"}] for p in prompts]
+        return Dataset.from_dict({"messages": turns})
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def trainer_of(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = None, **settings: Any) -> Any:
+    base, config, own = TRAINERS[task]
+    kind = type(f"Sharded{base.__name__}", (FSDPTrainerMixin, base), {}) if mixed else base
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] + ' ' }}{% endfor %}"
+    extra = {**({"reward_funcs": length_and_threes} if task in ("grpo", "rloo", "online dpo") else {}), **(extra or {})}
+    args = arguments(folder, config, **{"learning_rate": 1e-3, "bf16": False, **own, **settings})
+    return kind(model=model, args=args, train_dataset=rows(task), processing_class=tokenizer, **extra)
+
+
+def model_of(source: Path, *, mixed: bool) -> Any:
+    if mixed:
+        return from_pretrained(source, accelerator=make_accelerator(cpu=True))
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    return AutoModelForCausalLM.from_pretrained(source)
+
+
+# ---- each trainer as under DDP ----
+
+
+def one_trainer(task: str, source: Path, folder: Path, mixed: bool) -> list[float]:
+    """Each rank draws its own tokens, so the reference is TRL's own trainer on as many ranks."""
+    model, extra = model_of(source, mixed=mixed), {}
+    if task in ("distillation", "gkd"):
+        extra["teacher_model"] = model_of(source, mixed=mixed)
+        with torch.no_grad():
+            for parameter in extra["teacher_model"].parameters():
+                parameter.mul_(1.1)
+    trainer = trainer_of(task, model, folder / task.replace(" ", "_"), mixed=mixed, extra=extra, max_steps=2)
+    set_seed(dist.get_rank())
+    trainer.train()
+    if mixed:
+        assert num_units(trainer.model) == len(sharding_of(trainer.model).plan.units) > 2
+        frozen = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
+        assert any(each is not None for each in frozen)
+        assert all(num_units(each) == num_units(trainer.model) for each in frozen if each is not None)
+    return logged(trainer)
+
+
+def all_trainers(source: Path, folder: Path, mixed: bool) -> dict[str, list[float]]:
+    return run_cases({task: partial(one_trainer, task) for task in OTHERS}, source, folder, mixed)
+
+
+def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path):
+    ours, theirs = (
+        run_ranks(all_trainers, 2, folders["llama"], tmp_path / str(mixed), mixed) for mixed in (True, False)
+    )
+    for task in OTHERS:
+        for one, other in zip(ours, theirs, strict=True):
+            assert len(one[task]) == 2 and one[task] == pytest.approx(other[task], rel=1e-5, abs=1e-5), task
+
+
+# ---- GRPO as TRL alone on one process ----
+
+STEPS = 20
+
+
+def adapter() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+class FixedSampler:
+    """Stands for `torch.multinomial`: the same token for a row of the global batch, however it is divided."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def __call__(self, probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        assert num_samples == 1
+        self.calls += 1
+        count = len(probabilities)
+        seeds = ((self.calls, self.rank * count + row) for row in range(count))
+        drawn = [(call * 0.754877666 + row * 0.569840291) % 1.0 for call, row in seeds]
+        return (
+            (probabilities.double().cumsum(1) < torch.tensor(drawn)[:, None].double())
+            .sum(1, keepdim=True)
+            .clamp(max=probabilities.shape[1] - 1)
+        )
+
+
+def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[float]]:
+    """Loss, divergence and reward of each step; the same rows, and the same number of tokens in each."""
+    if kind == "adapted":  # TRL copies the adapter, as the reference
+        if mixed:
+            torch.manual_seed(0)
+            model = from_pretrained(source, accelerator=make_accelerator(cpu=True), peft_config=adapter())
+        else:
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model_of(source, mixed=False), adapter())
+    else:
+        model = model_of(source, mixed=mixed)
+    extra = {"peft_config": adapter()} if kind == "lora" else {}
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2 if mixed else 4}
+    exact = {"generation_kwargs": {"min_new_tokens": 6}, "num_generations": 4}
+    is_refused = mixed and kind == "full"  # a reference model that each rank loads whole
+    with patch.object(
+        AutoModelForCausalLM, "from_pretrained", None if is_refused else AutoModelForCausalLM.from_pretrained
+    ):
+        trainer = trainer_of("grpo", model, folder / kind, mixed=mixed, extra=extra, **settings, **exact)
+    with patch.object(torch, "multinomial", FixedSampler()):
+        trainer.train()
+    if mixed and kind == "full":
+        assert num_units(trainer.ref_model) == num_units(trainer.model) == len(sharding_of(trainer.model).plan.units)
+    return {key: logged(trainer, key) for key in ("loss", "kl", "reward")}
+
+
+KINDS = ("full", "lora", "adapted")
+
+
+def test_grpo_equals_trl_on_one_process(folders, tmp_path):
+    cases = {kind: partial(grpo, kind) for kind in KINDS}
+    (expected,) = run_ranks(run_cases, 1, cases, folders["llama"], tmp_path / "one", False)
+    for result in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path / "two", True):
+        for kind in KINDS:
+            for key, values in expected[kind].items():
+                assert len(values) == STEPS and len(set(values)) > STEPS // 2, (kind, key)
+                assert result[kind][key] == pytest.approx(values, rel=1e-5, abs=1e-5), (kind, key)
+
+
+# ---- reward functions that fail ----
+
+
+def on_rank_1(reward: Any) -> Any:
+    """A reward function that is in order on rank 0."""
+    return reward if dist.get_rank() == 1 else length_and_threes
+
+
+def raises(completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("no answer")
+
+
+def gives_nan(completions: list[str], **_: Any) -> list[float]:
+    return [float("nan"), *([0.5] * (len(completions) - 1))]
+
+
+def gives_too_few(completions: list[str], **_: Any) -> list[float]:
+    return [0.5]
+
+
+def gives_a_number(completions: list[str], **_: Any) -> float:
+    return 0.5
+
+
+def gives_words(completions: list[str], **_: Any) -> list[str]:
+    return ["good" for _ in completions]
+
+
+async def raises_later(completions: list[str], **_: Any) -> list[float]:
+    raise TimeoutError("the judge is silent")
+
+
+async def judges_one_later(completions: list[str], **_: Any) -> list[float | None]:
+    return [1.0, *([None] * (len(completions) - 1))]
+
+
+FAILURES = {
+    raises: "The reward function raises raised KeyError: 'no answer'",
+    gives_nan: "The reward function gives_nan returned nan for completion 1 of 2",
+    gives_too_few: "The reward function gives_too_few returned 1 rewards for 2 completions",
+    gives_a_number: "The reward function gives_a_number returned 0.5, which is no list",
+    gives_words: "The reward function gives_words returned 'good' for completion 1 of 2",
+    raises_later: "The reward function raises_later raised TimeoutError: the judge is silent",
+}
+
+
+def one_error_on_all_ranks(source: Path, folder: Path) -> None:
+    model = model_of(source, mixed=True)
+    before = full_parameters(model)
+    for task in ("grpo", "online dpo"):
+        for reward, said in FAILURES.items():
+            if task == "online dpo" and reward is not raises:
+                continue
+            extra = {"reward_funcs": [length_and_threes, on_rank_1(reward)]}
+            if reward is raises_later and dist.get_rank() == 0:
+                extra["reward_funcs"][1] = judges_one_later
+            trainer = trainer_of(task, model, folder, mixed=True, extra=extra, max_steps=1)
+            with pytest.raises(ConfigError) as caught:
+                trainer.train()
+            assert said in str(caught.value) and "on 1 of 2 ranks" in str(caught.value)
+    after = full_parameters(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    trainer = trainer_of("grpo", model, folder, mixed=True, extra={"reward_funcs": judges_one_later}, max_steps=1)
+    trainer.train()
+    assert logged(trainer, "reward") == [1.0]
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def settings_of_the_arguments(source: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching=True casts"):
+        trainer_of("grpo", model_of(source, mixed=True), folder, mixed=True, use_transformers_continuous_batching=True)
+    for is_gathered, expected in ((True, None), (False, False)):
+        model = model_of(source, mixed=True)
+        trainer_of("rloo", model, folder, mixed=True, ds3_gather_for_generation=is_gathered)
+        assert note_of(model).gathered is expected
+
+
+def test_a_reward_function_that_fails_is_one_error(folders, tmp_path):
+    run_ranks(run_cases, 2, (one_error_on_all_ranks, settings_of_the_arguments), folders["llama"], tmp_path)
+
+
+# ---- vLLM: stand-ins that look at what arrives ----
+
+
+class Taking:
+    """Stands for vLLM's client (server mode) and for its engine (colocate), by TRL's calls (1.16) alone."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, torch.Tensor] = {}
+        self.fails_at = ""
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+        self.model_config = SimpleNamespace(max_model_len=64)
+
+    def get_server_info(self) -> Any:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for (name, dtype, shape), (arrived, tensor) in zip(metadata, named, strict=True):
+            assert (name, dtype, shape) == (arrived, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            self.load_weights([(arrived, tensor)])
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            if name == self.fails_at:
+                raise ConnectionError("500 Server Error")
+            self.taken[name] = tensor.clone()
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+class StandIn(VLLMGeneration):
+    """TRL's class with such a client or engine; it writes the prompt's words again."""
+
+    def _init_vllm(self) -> None:
+        self.llm = self.vllm_client = Taking()
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        completions = [ids[: 2 + i % 2] for i, ids in enumerate(prompts)]
+        return prompts, completions, [[[-1.0] for _ in ids] for ids in completions], None
+
+
+def weights_arrive(folders: dict[str, Path], tmp: Path) -> None:
+    """They equal `save_pretrained`'s file after each step: fused experts apart, adapters merged, in order."""
+    for kind, mode, config in (
+        ("mixtral", "server", None),
+        ("llama", "colocate", None),
+        ("llama", "server", adapter()),
+        ("mixtral", "colocate", peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])),
+    ):
+        accelerator = make_accelerator(cpu=True)
+        moe = {"experts_implementation": "batched_mm"} if kind == "mixtral" else {}
+        model = from_pretrained(folders[kind], accelerator=accelerator, peft_config=config, **moe)
+        with patch.object(grpo_trainer, "VLLMGeneration", StandIn):
+            trainer = trainer_of(
+                "grpo", model, tmp / "run", mixed=True, use_vllm=True, vllm_mode=mode, max_steps=2, beta=0.0
+            )
+        trainer.train()
+        generation, takes = trainer.vllm_generation, mode == "colocate" or dist.get_rank() == 0
+        generation.sync_weights()
+        folder = tmp / f"{kind} {mode} {config is not None}"
+        save_pretrained(model, folder, merge_adapters=config is not None)
+        dist.barrier()
+        saved, taken = stored_tensors(folder), generation.vllm_client.taken
+        assert list(taken) == ([name for name, _, _ in generation._weight_metadata] if takes else [])
+        assert not takes or taken.keys() == saved.keys()
+        for name, tensor in taken.items():
+            assert tensor.dtype == saved[name].dtype and torch.equal(tensor, saved[name]), (kind, mode, name)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+        generation.vllm_client.fails_at = [*saved][1] if dist.get_rank() == 0 else ""
+        with pytest.raises(ConfigError, match=r"vLLM did not take the weights: ConnectionError: 500 Server Error"):
+            generation.sync_weights()
+        generation.vllm_client.fails_at = ""
+        generation.sync_weights()  # the ranks are in step again
+
+
+def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path):
+    run_ranks(run_cases, 2, (weights_arrive,), folders, tmp_path)

@@ -1,0 +1,415 @@
+"""Checkpoints in an S3 store, on 2 ranks: every bit comes back, bytes are bounded, and what fails or is killed leaves
+what was there."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from hf_fsdp_tools import from_pretrained, load_weights, save_pretrained, stores, wait_for_saves
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.saving import in_store
+from tests._checkpoints import (
+    add_heads,
+    assert_same_model,
+    full_state,
+    make_checkpoint,
+    make_model,
+    plain_model,
+    refusal,
+    sharded_meta_model,
+    stored_tensors,
+    word_tokenizer,
+)
+from tests._dist import run_cases, run_ranks
+from tests._store import Server, kill_self, s3_server, use
+from tests.ranks.test_background_saves import Doubled
+
+for _package in ("s3fs", "moto"):
+    pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
+
+SIZE, SLAB = "60KB", 2**17
+QUIET = {"load_kwargs": {"progress": False}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as running:
+        yield running
+
+
+def opened(kind: str, name: Any, **options: Any) -> Any:
+    return from_pretrained(name, auto_class=type(make_model(kind)), **QUIET, **options)
+
+
+def fetched(place: str, folder: Path) -> Path:
+    """A place in the store as a local folder, the same on all ranks."""
+    if dist.get_rank() == 0:
+        fs = fsspec.filesystem("s3")
+        fs.invalidate_cache()
+        fs.get(f"bucket/{place}", str(folder), recursive=True)
+    all_ranks(None)
+    return folder
+
+
+def names_in(place: str) -> dict[str, tuple[int, int]]:
+    return {name: there.version for name, there in stores.files_at(f"s3://bucket/{place}").items()}
+
+
+# ---- what is saved comes back ----
+
+
+def every_kind_comes_back(folders: dict[str, Path], tmp: Path) -> None:
+    """Boxes of either dimension, experts one by one, tied weights; the values are those that a folder would hold."""
+    for kind in ("tied", "gpt2", "mixtral"):
+        model = sharded_meta_model(kind, folders[kind])
+        load_weights(model, folders[kind], progress=False)
+        report = save_pretrained(
+            model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, tokenizer=word_tokenizer()
+        )
+        saved = fetched(kind, tmp / kind)
+        found, expected = stored_tensors(saved), stored_tensors(folders[kind])
+        assert found.keys() == expected.keys()
+        assert all(t.dtype == found[k].dtype and torch.equal(t, found[k]) for k, t in expected.items()), kind
+        assert sum(all_ranks(report.bytes_written)) == sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+        assert min(all_ranks(report.bytes_written)) > 0 and not report.gathered_bytes
+        assert {*report.files, *report.others} == {file.name for file in saved.iterdir()}
+        if dist.get_rank() == 0:
+            assert_same_model(plain_model(kind, saved), plain_model(kind, folders[kind]), kind)
+        back = opened(kind, f"s3://bucket/{kind}")
+        assert back.config.name_or_path == f"s3://bucket/{kind}"
+        assert_same_model(back, plain_model(kind, folders[kind]), kind)
+        meta = build_meta_model(f"s3://bucket/{kind}/", auto_class=type(back))
+        load_weights(meta, f"s3://bucket/{kind}", progress=False)
+        assert_same_model(meta, plain_model(kind, folders[kind]), kind)
+
+
+def dtypes_copies_and_the_next_save(folders: dict[str, Path], tmp: Path) -> None:
+    """A save over a save leaves no file of the former; one in the background has the values of the call."""
+    model = opened("llama", folders["llama"])
+    save_pretrained(model, "s3://bucket/again", max_shard_size=SIZE)
+    first = names_in("again")
+    before = {key: tensor.clone() for key, tensor in full_state(model).items()}
+    started = save_pretrained(model, "s3://bucket/again", dtype=torch.bfloat16, blocking=False, staging_bytes=SLAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    report = wait_for_saves()
+    assert report is not None and report.copied_bytes == report.bytes_written and started.folder == report.folder
+    now = names_in("again")
+    assert [name for name in now if name.endswith(".safetensors")] == list(report.files) and len(report.files) == 1
+    assert first["generation_config.json"] == now["generation_config.json"], "what is the same is not put again"
+    back = full_state(opened("llama", "s3://bucket/again"))
+    assert all(torch.equal(back[key], tensor.bfloat16()) for key, tensor in before.items())
+
+
+def plain_safetensors_give_way(folders: dict[str, Path], tmp: Path) -> None:
+    """A `model.safetensors` of another program would be opened in place of the index."""
+    if dist.get_rank() == 0:
+        make_model("llama", seed=3).save_pretrained(tmp / "plain")
+        fsspec.filesystem("s3").put(str(tmp / "plain"), "bucket/plain", recursive=True)
+    all_ranks(None)
+    model = opened("llama", folders["llama"])
+    assert not torch.equal(
+        full_state(model)["lm_head.weight"], full_state(opened("llama", "s3://bucket/plain"))["lm_head.weight"]
+    )
+    save_pretrained(model, "s3://bucket/plain")
+    assert "model.safetensors" not in names_in("plain")
+    assert_same_model(opened("llama", "s3://bucket/plain"), plain_model("llama", folders["llama"]))
+
+
+def heads(folders: dict[str, Path], tmp: Path) -> None:
+    """Heads that no module loads are copied from their files, in a folder or in the store."""
+    source = tmp / "with heads"
+    if dist.get_rank() == 0:
+        make_checkpoint("deepseek_v3", source)
+        add_heads(source, {"model.layers.61.eh_proj.weight": torch.randn(48, 96)}, num_nextn_predict_layers=1)
+    all_ranks(None)
+    save_pretrained(opened("deepseek_v3", source), "s3://bucket/heads", max_shard_size=SIZE, staging_bytes=SLAB)
+    found, expected = stored_tensors(fetched("heads", tmp / "heads")), stored_tensors(source)
+    assert found.keys() == expected.keys() and all(torch.equal(t, found[k]) for k, t in expected.items())
+    from_store = opened("deepseek_v3", "s3://bucket/heads")
+    report = save_pretrained(from_store, "s3://bucket/heads again", max_shard_size=SIZE, staging_bytes=SLAB)
+    assert report.total_bytes == sum(tensor.nbytes for tensor in expected.values())
+    again = stored_tensors(fetched("heads again", tmp / "heads again"))
+    assert all(torch.equal(t, again[k]) for k, t in expected.items())
+
+
+def what_a_conversion_computes(folders: dict[str, Path], tmp: Path) -> None:
+    """A conversion that every llama has from then on would need its tensors whole: refused, and nothing is written."""
+    converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Doubled()])
+    register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+    plain = LlamaForCausalLM.from_pretrained(folders["llama"])
+    model = opened("llama", folders["llama"])
+    model._weight_conversions = plain._weight_conversions
+    said = refusal(lambda: save_pretrained(model, "s3://bucket/gathered", max_shard_size=SIZE))
+    assert "are computed, not only moved" in said and not names_in("gathered")
+
+
+def adapters(folders: dict[str, Path], tmp: Path) -> None:
+    """An adapter alone, opened with its base from the store; and merged."""
+    from peft import LoraConfig
+
+    base = "s3://bucket/base"
+    save_pretrained(opened("llama", folders["llama"]), base, max_shard_size=SIZE)
+    model = opened("llama", base, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    report = save_pretrained(model, "s3://bucket/adapter")
+    assert report.folder == "s3://bucket/adapter" and set(report.files) <= set(names_in("adapter"))
+    back = opened("llama", "s3://bucket/adapter")
+    assert back.peft_config["default"].base_model_name_or_path == base
+    state = full_state(model)
+    assert all(torch.equal(state[key], tensor) for key, tensor in full_state(back).items())
+    save_pretrained(model, "s3://bucket/merged", merge_adapters=True)
+    save_pretrained(model, tmp / "merged", merge_adapters=True)
+    merged = stored_tensors(tmp / "merged")
+    found = stored_tensors(fetched("merged", tmp / "fetched"))
+    assert found.keys() == merged.keys() and all(torch.equal(t, found[k]) for k, t in merged.items())
+    assert "holds a model" in refusal(lambda: save_pretrained(model, base), CheckpointError)
+    plain = opened("llama", base)
+    assert "holds an adapter" in refusal(lambda: save_pretrained(plain, "s3://bucket/adapter"), CheckpointError)
+
+
+def a_state_of_dcp(folders: dict[str, Path], tmp: Path) -> None:
+    """The model in a training state is read by ranges of its chunks, its config from the folder above."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = opened("llama", folders["llama"])
+    folder = tmp / "run" / "checkpoint-5" / "pytorch_model_fsdp_0"
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(tmp / "run")
+        fsspec.filesystem("s3").put(str(tmp / "run"), "bucket/run", recursive=True)
+    all_ranks(None)
+    back = from_pretrained("s3://bucket/run/checkpoint-5", auto_class=LlamaForCausalLM, **QUIET)
+    assert_same_model(back, plain_model("llama", folders["llama"]))
+
+
+def bad_names(folders: dict[str, Path], tmp: Path) -> None:
+    model = opened("llama", folders["llama"])
+    for call, kind, said in (
+        (lambda: opened("llama", "s3://bucket/nowhere"), CheckpointError, "No checkpoint at 's3://bucket/nowhere'"),
+        (lambda: opened("llama", "s3://no-bucket/run"), CheckpointError, "s3://no-bucket/run"),
+        (lambda: opened("llama", "gopher://host/run"), ConfigError, "Protocol not known: gopher"),
+        (lambda: opened("llama", "gs://bucket/run"), ConfigError, "pip install gcsfs"),
+        (lambda: save_pretrained(model, "gs://bucket/run"), ConfigError, "pip install gcsfs"),
+        (lambda: save_pretrained(model, "s3://no-bucket/run"), CheckpointError, "s3://no-bucket/run"),
+        (lambda: save_pretrained(model, Path("s3://bucket/run")), ConfigError, "Give it as a text: 's3://bucket/run'"),
+        (lambda: save_pretrained(model, "s3://bucket/x", push_to_hub=True), ConfigError, "push_to_hub"),
+        (lambda: save_pretrained(model, "memory://run", max_shard_size=SIZE), CheckpointError, "same store for all"),
+    ):
+        assert said in refusal(call, kind)
+
+
+CASES = (
+    every_kind_comes_back,
+    dtypes_copies_and_the_next_save,
+    plain_safetensors_give_way,
+    heads,
+    adapters,
+    a_state_of_dcp,
+    bad_names,
+    what_a_conversion_computes,
+)
+
+
+def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
+    use(url, f"rank{dist.get_rank()}", **options)
+    return run_cases(cases, *args)
+
+
+def test_what_is_saved_in_a_store_comes_back(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
+    server.most.clear()
+    run_ranks(on_ranks, 2, server.url, CASES, folders, tmp_path)
+    assert max(server.most.values()) < 2**20, "the files are small, and the bodies as well"
+
+
+# ---- bytes ----
+
+
+def load_wide(url: str) -> tuple[int, int]:
+    use(url, f"rank{dist.get_rank()}")
+    _, report = from_pretrained("s3://bucket/wide", output_loading_info=True, **QUIET)
+    return report.bytes_read, report.share_bytes
+
+
+def test_a_rank_reads_its_share_and_no_more(server: Server, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=1024))
+    plain.save_pretrained(tmp_path / "wide", max_shard_size="1MB")
+    fsspec.filesystem("s3").put(str(tmp_path / "wide"), "bucket/wide", recursive=True)
+    server.sent.clear()
+    for rank, (read, share) in enumerate(run_ranks(load_wide, 2, server.url)):
+        assert share > 2**20 and read <= 1.01 * share
+        assert share <= server.sent[f"rank{rank}"] <= 1.05 * share, "headers and all, as the server counts"
+
+
+# ---- faults ----
+
+FORMER = "s3://bucket/former"
+
+
+def former_and_new(folders: dict[str, Path]) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """A new model, and what is in the store of the one before."""
+    return opened("llama", folders["llama"]), names_in("former")
+
+
+def still_there(names: dict[str, tuple[int, int]]) -> None:
+    """The former checkpoint opens, bit for bit, and nothing else lies beside it."""
+    all_ranks(None)
+    assert names_in("former") == names
+    assert_same_model(opened("llama", FORMER), make_model("llama", seed=7))
+
+
+def refused_or_failed(folders: dict[str, Path], said: str, most_s: float, **options: Any) -> None:
+    model, names = former_and_new(folders)
+    since_s = time.monotonic()
+    text = refusal(lambda: save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=SLAB, **options))
+    assert said in text and "s3://bucket/former" in text, text
+    assert time.monotonic() - since_s < most_s
+    still_there(names)
+
+
+def fails_in_the_background(folders: dict[str, Path], said: str, most_s: float) -> None:
+    model, names = former_and_new(folders)
+    save_pretrained(model, FORMER, max_shard_size=SIZE, blocking=False)
+    assert said in refusal(wait_for_saves)
+    still_there(names)
+
+
+def stall(rank: str, method: str, path: str, environ: Any) -> int | None:
+    if rank == "rank1" and method == "PUT" and "safetensors" in path:
+        time.sleep(30)
+    return None
+
+
+def deny(part: str, rank: str = "", code: int = 403) -> Callable[[str, str, str, Any], int | None]:
+    """Refuse what one rank, or each, writes to such names; so often that no repetition helps."""
+    return lambda who, method, path, environ: (
+        code if method in ("PUT", "POST") and part in path and who.startswith(rank or "rank") else None
+    )
+
+
+def cannot_be_read(folders: dict[str, Path], said: str, most_s: float) -> None:
+    """What one rank may not read fails on all, after the headers were read."""
+    since_s, model = time.monotonic(), build_meta_model(FORMER)
+    text = refusal(lambda: load_weights(model, FORMER, progress=False), CheckpointError)
+    assert said in text and FORMER in text
+    assert time.monotonic() - since_s < most_s and all(parameter.is_meta for parameter in model.parameters())
+
+
+def deny_data(rank: str, method: str, path: str, environ: Any) -> int | None:
+    is_data = method == "GET" and "safetensors?" in path and int(environ["HTTP_RANGE"].split("=")[1].split("-")[0]) > 8
+    return 403 if is_data and rank == "rank1" else None
+
+
+FAULTS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
+    "denied to one rank": (deny("safetensors", "rank1"), refused_or_failed, "as the test says", {}),
+    "denied to all": (deny(""), refused_or_failed, "as the test says", {}),
+    "the index fails": (deny("index.json", code=400), refused_or_failed, "as the test says", {}),
+    "a file appears on no rank": (deny("uploadId", code=400), refused_or_failed, "as the test says", {}),
+    "the config fails": (deny("config.json", code=400), refused_or_failed, "as the test says", {"dtype": torch.half}),
+    "one rank's put hangs": (stall, refused_or_failed, "timeout", {}),
+    "one rank may not read": (deny_data, cannot_be_read, "as the test says", {}),
+    "in the background": (deny("safetensors", "rank0", 400), fails_in_the_background, "as the test says", {}),
+}
+
+
+def one_fault(url: str, case: Callable[..., None], folders: dict[str, Path], said: str, options: Any) -> None:
+    limits = {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 1}
+    use(url, f"rank{dist.get_rank()}", config_kwargs=limits)
+    case(folders, said, 60, **options)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_save_that_fails_leaves_what_was_there(
+    server: Server, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    server.fault, case, said, options = FAULTS[name]
+    fs = fsspec.filesystem("s3")
+    make_checkpoint("llama", tmp_path / "former", seed=7)
+    with suppress(FileNotFoundError):
+        fs.rm("bucket/former", recursive=True)
+    fs.put(str(tmp_path / "former"), "bucket/former", recursive=True)
+    try:
+        run_ranks(one_fault, 2, server.url, case, folders, said, options)
+    finally:
+        server.fault = lambda *_: None
+
+
+def kill_in_a_save(url: str, folders: dict[str, Path], which: int, at: str) -> None:
+    use(url, f"rank{dist.get_rank()}")
+    model = opened("llama", folders["llama"])
+    if dist.get_rank() == which:
+        left = [2]
+
+        def killed(self: Any, *args: Any) -> None:
+            left[0] -= 1
+            kill_self() if left[0] == 0 or at == "_put" else write(self, *args)
+
+        home = stores.Upload if at != "_put" else in_store
+        write = getattr(home, at)
+        patch.object(home, at, killed).start()
+    save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=2**14)
+
+
+@pytest.mark.parametrize(("which", "at"), [(1, "write"), (0, "commit"), (0, "_put")])
+def test_a_rank_that_is_killed_in_a_save_leaves_what_was_there(
+    server: Server, folders: dict[str, Path], tmp_path: Path, which: int, at: str
+) -> None:
+    """Until the index is put; and the next save removes what the killed one left."""
+    fs = fsspec.filesystem("s3")
+    make_checkpoint("llama", tmp_path / "former", seed=7)
+    with suppress(FileNotFoundError):
+        fs.rm("bucket/former", recursive=True)
+    fs.put(str(tmp_path / "former"), "bucket/former", recursive=True)
+    before = names_in("former")
+    since_s = time.monotonic()
+    with pytest.raises(AssertionError, match=r"RanksError") as caught:
+        run_ranks(kill_in_a_save, 2, server.url, folders, which, at, timeout_s=120)
+    assert time.monotonic() - since_s < 60 and f"rank {which}" in str(caught.value)
+    use(server.url, "tests")
+    now = names_in("former")
+    assert {name: now[name] for name in before} == before
+    assert_same_model(opened("llama", FORMER), make_model("llama", seed=7))
+    save_pretrained(opened("llama", folders["llama"]), FORMER)
+    assert len([name for name in names_in("former") if name.endswith(".safetensors")]) == 1
+    assert_same_model(opened("llama", FORMER), plain_model("llama", folders["llama"]))
+
+
+def replaced_while_read(url: str, folders: dict[str, Path]) -> None:
+    use(url, f"rank{dist.get_rank()}")
+    index = CheckpointIndex.open("s3://bucket/former")
+    all_ranks(None)
+    if dist.get_rank() == 0:
+        fs = fsspec.filesystem("s3")
+        (file,) = {tensor.file for key, tensor in index.tensors.items() if key == "lm_head.weight"}
+        there = stores.stored_object(file)
+        content = bytearray(fs.cat_file(there.path))
+        content[-4:] = b"abcd"
+        fs.pipe_file(there.path, bytes(content))
+    all_ranks(None)
+    model = build_meta_model("s3://bucket/former")
+    assert "was replaced" in refusal(lambda: load_weights(model, index, progress=False), CheckpointError)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(
+    server: Server, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    make_checkpoint("llama", tmp_path / "former", seed=7)
+    fsspec.filesystem("s3").put(str(tmp_path / "former") + "/", "bucket/former/", recursive=True)
+    run_ranks(replaced_while_read, 2, server.url, folders)

@@ -1,0 +1,193 @@
+"""`distill` and `embed` as a user trains with them, on two ranks; both equal one process of the library alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_teacher
+from tests.recipes._launch import Series, launch_series, two_runs, write_split
+
+trl = pytest.importorskip("trl")
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+GREEDY = {"do_sample": False}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("runs")
+    prompts, pairs = demo_rows("beginnings")[:512:32], demo_rows("pairs")[:480:30]
+    data = {
+        name: ["--dataset_name", write_split(folder / f"{name}_rows", rows)]
+        for name, rows in {
+            "prompts": prompts,
+            "pairs": pairs,
+            "long": [{"prompt": "word " * 300}] * 8,
+            "numbers": [{"anchor": n, "positive": n} for n in range(8)],
+        }.items()
+    }
+    sizes = {"vocab_size": 512, "max_length": 256}
+    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, **sizes))
+    teacher = str(make_demo_teacher(folder / "teacher", hidden_size=96, **sizes))
+    stranger = str(make_demo_model(folder / "stranger", hidden_size=32, num_layers=1, vocab_size=400))
+    options = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+    options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3"]
+    lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"]
+
+    pair = ["distill", *options, "--max_completion_length", "8", "--teacher_model_name_or_path"]
+    distill = [*pair, teacher, *data["prompts"], "--beta", "0"]
+    runs = two_runs(folder, "distill", 8, *distill, "--ema_decay", "0.5", learning_rate=3e-3)
+    runs["distill-lora"] = [*distill, *lora, "--max_steps", "4", "--merge_adapters"]
+    runs["greedy"] = [*distill, "--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
+    runs["greedy"] += ["--generation_kwargs", '{"do_sample": false}']
+    refused = {
+        "teacherless": pair[:-1] + data["prompts"],
+        "other-words": [*pair, stranger, *data["prompts"]],
+        "long": [*pair, teacher, *data["long"]],
+    }
+
+    embed = ["embed", *options, "--max_length", "64", "--temperature", "0.1"]
+    runs |= two_runs(folder, "embed", 8, *embed, *data["pairs"], learning_rate=3e-3)
+    adapted = two_runs(folder, "embed-lora", 4, *embed, *data["pairs"], *lora, learning_rate=3e-3)
+    runs |= adapted
+    runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
+    runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
+    refused["numbers"] = [*embed, *data["numbers"]]
+    refused["merged"] = [*embed, *data["pairs"], *lora, "--merge_adapters"]
+    return launch_series(folder, runs, refused=refused)
+
+
+def saved_bert(model: str, target: Any) -> str:
+    """An encoder as sentence-transformers saves it, with a pooling of its own, and a normalisation behind it."""
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    plain = BertModel(BertConfig(vocab_size=len(tokenizer), **sizes, **dropout), add_pooling_layer=False)
+    plain.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    modules = [Transformer(str(target)), Pooling(32, pooling_mode="max"), Normalize()]
+    sentence_transformers.SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(target))
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("teacherless", "--teacher_model_name_or_path is missing"),
+        ("other-words", "have different tokenizers"),
+        ("long", "and --max_completion_length 8 are"),
+        ("numbers", "the column `anchor` must hold text"),
+        ("merged", "--merge_adapters"),
+    ],
+)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)
+
+
+# ---- distill ----
+
+
+def test_a_student_learns_from_a_teacher_on_shards(runs):
+    losses = runs.log("distill", "eval_loss")
+    assert losses[-1] < losses[0] - 0.5
+    assert "parameters in float32, sharded, not trained\n" in runs.of("distill")
+    runs.check_opened("distill", AutoModelForCausalLM.from_pretrained(runs.folder / "distill"))
+    before, after = runs.log("distill-lora", "eval_loss")
+    assert after < before
+    runs.check_opened("distill-lora", AutoModelForCausalLM.from_pretrained(runs.folder / "distill-lora" / "merged"))
+
+
+def test_distill_resumed_in_the_middle_has_the_same_end_as_have_its_averages(runs):
+    runs.check_resumed("distill")
+    averages = runs.weights("distill/ema") if "distill" in runs.printed else {}
+    again = runs.weights("distill-resumed/ema") if "distill-resumed" in runs.printed else {}
+    assert averages and all(torch.equal(again[key], value) for key, value in averages.items())
+    assert any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
+    (loss,) = runs.log("distill", "ema_loss")
+    assert f"(evaluation loss {loss:.3f})" in runs.of("distill")
+
+
+def plain_settings(folder: Any) -> dict[str, Any]:
+    """Those of a run on two ranks with two rows each, for one process with four."""
+    return {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def assert_same_losses(runs: Series, name: str, trainer: Any) -> None:
+    expected = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(expected) == STEPS and runs.log(name, "loss")[:STEPS] == pytest.approx(expected, rel=1e-5)
+
+
+def test_greedy_distillation_on_two_ranks_has_the_losses_of_trl_alone(runs, tmp_path):
+    runs.of("greedy")
+    settings = plain_settings(tmp_path) | {"max_completion_length": 8, "beta": 0.0, "generation_kwargs": GREEDY}
+    student, teacher = (AutoModelForCausalLM.from_pretrained(runs.folder / name) for name in ("model", "teacher"))
+    trainer = trl.DistillationTrainer(
+        model=student, teacher_model=teacher, args=trl.DistillationConfig(**settings, gradient_checkpointing=False),
+        train_dataset=Dataset.from_list(demo_rows("beginnings")[:512:32]),
+        processing_class=AutoTokenizer.from_pretrained(runs.folder / "model"),
+    )  # fmt: skip
+    trainer.train()
+    assert_same_losses(runs, "greedy", trainer)
+
+
+# ---- embed ----
+
+
+def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
+    losses = runs.log("embed", "eval_loss")
+    assert losses[-1] < losses[0] - 0.2 and "found first" in runs.of("embed")
+    for name in ("embed", "encoder"):
+        opened = sentence_transformers.SentenceTransformer(str(runs.folder / name), device="cpu")
+        check_embeddings(runs, name, opened)
+    assert [type(module).__name__ for module in opened] == ["Transformer", "Pooling", "Normalize"]
+
+
+def test_an_adapter_of_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
+    losses = runs.log("embed-lora", "eval_loss")
+    assert losses[-1] < losses[0]
+    opened = sentence_transformers.SentenceTransformer(str(runs.folder / "embed-lora"), device="cpu")
+    check_embeddings(runs, "embed-lora", opened)
+
+
+def check_embeddings(runs: Series, name: str, opened: Any) -> None:
+    ids = torch.tensor(runs.probe["input_ids"])
+    with torch.no_grad():
+        found = opened.eval()({"input_ids": ids, "attention_mask": torch.ones_like(ids)})["sentence_embedding"]
+    torch.testing.assert_close(found, runs.logits(name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["embed", "embed-lora"])
+def test_embed_resumed_in_the_middle_has_the_same_end(runs, name):
+    runs.check_resumed(name)
+
+
+@pytest.mark.parametrize(("name", "source"), [("embed", "model"), ("encoder", "bert")])
+def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(runs, tmp_path, name, source):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    runs.of(name)
+    model = sentence_transformers.SentenceTransformer(str(runs.folder / source), device="cpu")
+    model.max_seq_length = 64
+    args = sentence_transformers.SentenceTransformerTrainingArguments(
+        **plain_settings(tmp_path), batch_sampler="no_duplicates"
+    )
+    trainer = sentence_transformers.SentenceTransformerTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(demo_rows("pairs")[:480:30]),
+        loss=MultipleNegativesRankingLoss(model, scale=10.0),
+    )
+    trainer.train()
+    assert_same_losses(runs, name, trainer)

@@ -1,0 +1,110 @@
+"""`grpo` as a user trains with it: rewards of a file of the user's, resumed to the bit, refused before the model."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
+from tests.recipes._launch import Series, launch_series, two_runs, write_split
+
+pytest.importorskip("trl")
+
+REWARDS = '''
+from helper import AT_MOST
+
+def short(completions, topic, **kwargs):
+    """Longer answers are worse; the column `topic` is there."""
+    assert len(topic) == len(completions)
+    return [-min(AT_MOST, len(each[-1]["content"])) / AT_MOST for each in completions]
+
+def closed(completions):
+    return [0.0] * len(completions)
+
+def by_answer(completions, answer, **kwargs):
+    return [0.0] * len(completions)
+
+def fails(completions, **kwargs):
+    import os
+    return [1 / (1 - int(os.environ["RANK"]))] * len(completions)
+'''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    (folder / "helper.py").write_text("AT_MOST = 200\n")
+    (folder / "broken.py").write_text("import nothing_of_that_name\n")
+    rows = [{**row, "topic": "python"} for row in demo_rows("prompts")[:512:32]]
+    data = write_split(folder / "rows", rows, rows[:4])
+    model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
+    bare = ["grpo", "--model_name_or_path", model, "--dataset_name", data, "--logging_steps", "1"]
+    bare += ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4", "--num_generations", "4"]
+    bare += ["--max_completion_length", "12", "--lr_scheduler_type", "constant"]
+    rewards = f"{folder}/my_rewards.py:"
+    grpo = [*bare, "--reward_funcs", f"{rewards}short"]
+    runs = two_runs(folder, "grpo", 16, *grpo, learning_rate=1e-2)
+    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--reward_model_name_or_path", model, "--beta", "0.1"]
+    runs["lora"] = [*grpo, *lora, "--max_steps", "2", "--learning_rate", "3e-3", "--eval_strategy", "no"]
+    refused = {
+        "nothing": bare,
+        "unknown": [*bare, "--reward_funcs", "think_format_rewards"],
+        "no-module": [*bare, "--reward_funcs", "my_lib.rewards.short"],
+        "no-file": [*bare, "--reward_funcs", f"{folder}/other.py:short"],
+        "no-function": [*bare, "--reward_funcs", f"{rewards}shor"],
+        "broken": [*bare, "--reward_funcs", f"{folder}/broken.py:short"],
+        "closed": [*bare, "--reward_funcs", f"{rewards}closed"],
+        "by-answer": [*bare, "--reward_funcs", f"{rewards}by_answer"],
+        "judge": [*bare, "--reward_funcs", "accuracy_reward"],
+        "long": [*grpo, "--max_completion_length", "256"],
+        "streamed": [*grpo, "--dataset_streaming", "--max_steps", "2", "--eval_strategy", "no"],
+        "vllm": [*grpo, "--use_vllm"],
+        "uneven": [*grpo, "--num_generations", "3"],
+    }
+    late = ["grpo", *bare[1:], "--reward_funcs", f"{rewards}fails", "--output_dir", str(folder / "late")]
+    return launch_series(folder, runs, refused=refused, late=late)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("nothing", "Nothing rewards an answer. Give --reward_funcs"),
+        ("unknown", "no such function: did you mean think_format_reward"),
+        ("no-module", "No module named 'my_lib'. Give FILE.py:NAME"),
+        ("no-file", "other.py is no Python file"),
+        ("no-function", "my_rewards has no function 'shor': did you mean short"),
+        ("broken", "broken.py ends in ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("closed", "Add **kwargs to its parameters"),
+        ("by-answer", "takes `answer`, which the rows do not have"),
+        ("judge", "accuracy_reward needs math_verify: pip install math-verify"),
+        ("long", "--max_completion_length 256: "),
+        ("streamed", "--dataset_streaming gives each process rows of its own"),
+        ("vllm", "--use_vllm needs vllm: pip install vllm"),
+        ("uneven", "must be divisible by the number of generations"),
+    ],
+)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)
+
+
+def test_the_reward_of_a_file_rises_and_the_checkpoint_is_plain(runs):
+    rewards = runs.log("grpo", "reward")
+    assert len(rewards) == 16 and sum(rewards[-4:]) > sum(rewards[:4]) + 0.2
+    assert "evaluation reward" in runs.of("grpo") and runs.of("grpo").count("rank 0 read") == 1
+    runs.check_opened("grpo", AutoModelForCausalLM.from_pretrained(runs.folder / "grpo"))
+
+
+def test_resumed_in_the_middle_it_has_the_same_end(runs):
+    runs.check_resumed("grpo")
+    assert runs.log("grpo-resumed", "reward") == runs.log("grpo", "reward")
+
+
+def test_an_adapter_learns_from_a_reward_model_beside_its_base(runs):
+    assert runs.log("lora", "kl")[0] == pytest.approx(0, abs=1e-6) and len(runs.log("lora", "kl")) == 2
+    runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(Path(runs.folder, "lora", "merged")))
+
+
+def test_a_function_that_fails_on_one_rank_ends_all_with_one_line(runs):
+    assert runs.code == 1 and "grpo: error: Computing rewards failed on 1 of 2 ranks" in runs.stderr
+    assert "rank 1: The reward function fails raised ZeroDivisionError: division by zero. Mend it." in runs.stderr

@@ -1,0 +1,101 @@
+"""Stores of fsspec in one process: what is a name of one, what its stub is, and which rank writes which slab."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_fsdp_tools import from_pretrained, save_pretrained, stores
+from hf_fsdp_tools.cli.main import main
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.saving.in_store import deal
+from tests._checkpoints import assert_same_model, make_checkpoint, make_model, plain_model
+
+QUIET = {"load_kwargs": {"progress": False}}
+
+
+@pytest.fixture
+def store(folders: dict[str, Path]) -> Iterator[Any]:
+    """A store with a checkpoint at memory://run."""
+    fs = fsspec.filesystem("memory")
+    fs.put(str(folders["llama"]), "/run", recursive=True)
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def test_names_of_stores_and_of_folders(tmp_path: Path) -> None:
+    assert stores.as_url("s3://bucket/run/") == "s3://bucket/run"
+    assert [stores.as_url(name) for name in ("run", "./a/b", "/a", "C:/a", "file:///a", "org/model")] == [None] * 6
+    with pytest.raises(ConfigError, match="as a text: 's3://bucket/run'"):
+        stores.as_url(Path("s3://bucket/run"))
+    with pytest.raises(ConfigError, match=r"export writes to a folder, and 's3://bucket/run' is in a store"):
+        stores.local_folder("s3://bucket/run", "export writes to a folder,")
+    model = make_model("llama")
+    save_pretrained(model, f"file://{tmp_path}/saved")
+    assert_same_model(from_pretrained(f"file://{tmp_path}/saved", **QUIET), model)
+
+
+def test_a_stub_is_made_anew_where_the_checkpoint_has_changed(
+    store: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    first = stores.stub_of("memory://run")
+    assert stores.stub_of("memory://run") == first
+    sizes = {file.name: file.stat().st_size for file in folders["llama"].iterdir()}
+    assert {file.name: file.stat().st_size for file in first.iterdir()} == sizes
+    assert sum(file.stat().st_blocks for file in first.glob("*.safetensors")) * 512 < sum(sizes.values())
+    store.put(str(make_checkpoint("llama", tmp_path / "next", seed=3)) + "/", "/run/", recursive=True)
+    with stores.pinned():
+        assert (second := stores.stub_of("memory://run")) != first
+        store.rm("/run", recursive=True)
+        assert stores.stub_of("memory://run") == second, "one version in a block"
+    with pytest.raises(CheckpointError, match="No checkpoint at 'memory://run'"):
+        stores.stub_of("memory://run")
+
+
+def test_errors_name_the_store_and_not_the_stub(store: Any) -> None:
+    store.pipe_file("/run/model.safetensors.index.json", b"{")
+    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json: is not valid JSON"):
+        from_pretrained("memory://run", **QUIET)
+    store.pipe_file("/run/model.safetensors", (2**60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors: cannot be read as safetensors"):
+        from_pretrained("memory://run", **QUIET)
+
+
+def test_the_command_line_and_tokens_of_a_place(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory://run"]) in (0, None)
+    assert "LlamaDecoderLayer" in capsys.readouterr().out
+
+
+def test_one_process_saves_to_a_store_and_undoes_what_fails(store: Any, folders: dict[str, Path]) -> None:
+    before = dict(store.store)
+    contents = {name: file.getvalue() for name, file in before.items()}
+    model = from_pretrained("memory://run", **QUIET)
+    model.config.rope_theta, put = 7.0, store.pipe_file
+
+    def failing(path: str, *args: Any, **kwargs: Any) -> None:
+        if path.endswith("index.json"):
+            raise PermissionError("the store is read-only")
+        put(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(store), "pipe_file", staticmethod(failing))
+        with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json.*read-only"):
+            save_pretrained(model, "memory://run", dtype=torch.bfloat16)
+    assert {name: file.getvalue() for name, file in store.store.items()} == contents
+    report = save_pretrained(model, "memory://run", max_shard_size="60KB", staging_bytes=2**14)
+    assert report.bytes_written > report.total_bytes == sum(t.nbytes for t in model.state_dict().values())
+    assert_same_model(from_pretrained("memory://run", **QUIET), plain_model("llama", folders["llama"]))
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000), min_size=1), st.integers(1, 4))
+def test_each_file_is_written_by_one_rank_and_no_rank_writes_much_more(sizes: dict[str, int], num_ranks: int) -> None:
+    files = deal(sizes, num_ranks)
+    assert sorted(file for own in files for file in own) == sorted(sizes)
+    loads = [sum(sizes[file] for file in own) for own in files]
+    assert max(loads) - min(loads) <= max(sizes.values())
