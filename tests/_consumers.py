@@ -84,18 +84,45 @@ class ShardSpec:
     contributes: bool = True
 
 
-_MODULES: dict[str, tuple[Any, ...]] = {
-    "vllm.distributed.weight_transfer.base": (WeightSource, ParamMeta, Shard, Replicate),
-    "vllm.distributed.weight_transfer.sparse_nccl_engine": (SparseWeightPatch,),
-    "verl.workers.engine.spec": (ShardSpec, BlockPlacement),
-}
+@dataclass
+class NCCLTrainerInitInfo:
+    master_address: str
+    master_port: int
+    world_size: int
+    rank: int = field(kw_only=True)
+
+
+class SparseNCCLTrainerInitInfo(NCCLTrainerInitInfo):
+    pass
+
+
+class FSDPEngineWithLMHead:
+    """verl's engine: it makes its module in `initialize`."""
+
+    def __init__(self, module: Any) -> None:
+        self._given = module
+
+    def initialize(self) -> None:
+        self.module = self._given
+
+
+def _modules() -> dict[str, tuple[Any, ...]]:
+    transfer = "vllm.distributed.weight_transfer"
+    return {
+        transfer: (HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory),
+        f"{transfer}.base": (WeightSource, ParamMeta, Shard, Replicate),
+        f"{transfer}.nccl_engine": (NCCLTrainerInitInfo,),
+        f"{transfer}.sparse_nccl_engine": (SparseWeightPatch, SparseNCCLTrainerInitInfo),
+        "verl.workers.engine": (FSDPEngineWithLMHead,),
+        "verl.workers.engine.spec": (ShardSpec, BlockPlacement),
+    }
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Imports find the stand-ins, in the place of libraries that are installed too."""
     modules: dict[str, ModuleType] = {}
-    for name, things in _MODULES.items():
+    for name, things in _modules().items():
         for end in range(1, len(parts := name.split(".")) + 1):
             modules.setdefault(path := ".".join(parts[:end]), ModuleType(path))
             if end > 1:
@@ -112,7 +139,7 @@ class Engine:
     """As vLLM's trainer engine for NCCL: rank 0 sends each tensor, the other ranks take part in its passes."""
 
     def __init__(self, source: Any, rank: int, server: "VLLMServer") -> None:
-        assert all(m.owners is None or m.owners[0] == 0 for m in source.metadata), "rank 0 is the one sender"
+        assert source is None or all(m.owners[0] == 0 for m in source.metadata), "rank 0 is the one sender"
         self.source, self.rank, self.server = source, rank, server
 
     def send_weights(self, patches: list[Any] | None = None) -> None:
@@ -145,6 +172,19 @@ class VLLMServer:
         if len(self.tensors) == self.fails_at:
             raise OSError("500 Server Error")
         self.tensors[name] = tensor.clone()
+
+
+class HTTPVLLMWeightSyncClient(VLLMServer):
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        super().__init__()
+        self.url = base_url
+
+
+class WeightTransferTrainerFactory:
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: VLLMServer, source: Any = None) -> Engine:
+        assert (source is None) == isinstance(init_info, SparseNCCLTrainerInitInfo)
+        return Engine(source, init_info.rank, client)
 
 
 def local_piece(whole: torch.Tensor, meta: Any, rank: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Weights for vLLM, SGLang and verl: what arrives is the checkpoint, and what goes wrong is one error on all ranks."""
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -306,11 +307,65 @@ def to_verl(folders: dict[str, Path], tmp: Path) -> None:
     equal(copy, saved_as(model, weights, tmp / "delta"), "delta")
 
 
+# ---- docs/weights.md ----
+
+
+def the_page(folders: dict[str, Path], tmp: Path) -> None:
+    """Every block runs as it stands, but for the names of machines, and does what its section says."""
+    text = DOCUMENT.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    live, whole, sparse, sglang, folder, verl = blocks
+    rank, model = dist.get_rank(), from_pretrained(folders["mixtral"], **MOE, **QUIET)
+    taken: Tensors = {}
+    given = {"model": model, "rank": rank, "train_a_step": step, "take": taken.update, "folder": tmp / "policy"}
+    names: dict[str, Any] = given | {"seen": {}, "changed": {}}
+    exec(live, names)
+    weights = names["weights"]
+    assert names["seen"] == ({n: t.shape for n, t in weights.tensors.items()} if rank == 0 else {})
+    assert list(taken) == list(names["seen"]) and sum(names["changed"].values()) > 0
+
+    exec(whole, names := dict(given))
+    saved = saved_as(model, weights, tmp / "page 1")
+    equal(names["engine"].server.tensors, saved if rank == 0 else {}, "vLLM")
+    server = names["engine"].server
+
+    def first_the_server(model: Any) -> None:
+        names["engine"].server.tensors = server.tensors  # it has what the trainer begins with
+        step(model)
+
+    exec(sparse, names := given | {"train_a_step": first_the_server})
+    saved = saved_as(model, weights, tmp / "page 2")
+    equal(server.tensors, saved if rank == 0 else {}, "patches")
+
+    with servers(saved) as (urls, own):
+        exec(sglang.replace("http://node7:30000", urls[0]).replace("http://node8:30000", urls[1]), dict(given))
+        saved = saved_as(model, weights, tmp / "page 3")
+        if own is not None:
+            equal(own.tensors, saved, "SGLang")
+            assert own.version == "1" and own.groups == {}
+        exec(folder.replace("http://node7:30000", urls[0]), given | {"adapted": adapted(folders["mixtral"])})
+        dist.barrier()
+        assert rank != 1 or own is None or own.adapters == {"policy": str(tmp / "policy")}
+
+    exec(verl, names := dict(given))
+    engine = names["StreamingEngine"](model)
+    engine.initialize()
+    found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    equal(found, saved, "verl")
+    assert [name for name, _, _ in engine.get_per_tensor_param_shard()[0]] == list(weights.tensors)
+    engine.prime_delta_snapshots()
+    step(model)
+    for some in all_ranks([entry[:-1] for entry in engine.get_per_tensor_param_delta_shard()[0]]):
+        for ((name, _),), _, _, indices, values in some:
+            found[name].view(-1)[indices.long()] = values
+    equal(found, saved_as(model, weights, tmp / "page 4"), "verl")
+
+
 # ---- all of it ----
 
 CASES = [
     to_vllm, patches_for_vllm, what_goes_wrong_at_vllm, to_sglang, tensors_of_several_widths, what_goes_wrong_at_sglang,
-    adapters_alone, to_verl,
+    adapters_alone, to_verl, the_page,
 ]  # fmt: skip
 
 
