@@ -144,19 +144,15 @@ class SGLangServers:
     def _join(self) -> None:
         infos = self._ask_all("server_info", get=True)
         for url, info in zip(self._urls, infos, strict=True):
+            if "tp_size" not in info:
+                raise ConfigError(f"{url} is no server of SGLang: its /server_info has no tp_size.")
             if more := [f"{key}={info[key]}" for key in ("pp_size", "dp_size") if info.get(key, 1) != 1]:
                 raise ConfigError(
                     f"{url} runs with {listed(more)}, where SGLang takes no weights from a group: start a server with "
                     "tp_size alone for each replica, and give all urls."
                 )
         sizes, limit = [int(info["tp_size"]) for info in infos], timedelta(seconds=self._timeout_s)
-        parts = urllib.parse.urlsplit(self._urls[0])
-        with socket.create_connection((parts.hostname, parts.port or 80), timeout=self._timeout_s) as seen:
-            address = seen.getsockname()[0]  # by which the servers see this machine
-        if self._store is None:
-            self._store = _c10d.TCPStore(
-                address, self._port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True
-            )
+        ((address, self._store),) = self._at_once(partial(self._meeting_place, limit))
         self._name = f"hf_fsdp_tools {uuid4().hex}"  # a server may still be in another group of ours
         common = {"master_address": address, "master_port": self._store.port, "world_size": 1 + sum(sizes)}
         common |= {"group_name": self._name, "backend": self._backend}
@@ -165,6 +161,15 @@ class SGLangServers:
             for i, url in enumerate(self._urls)
         ]
         self._group = self._at_once(partial(self._make_group, 1 + sum(sizes), limit), *asking)[0]
+
+    def _meeting_place(self, limit: timedelta) -> tuple[str, Any]:
+        """This machine's address, as the servers see it, and the store that they find there."""
+        parts = urllib.parse.urlsplit(self._urls[0])
+        port = parts.port or {"https": 443}.get(parts.scheme, 80)
+        with socket.create_connection((parts.hostname, port), timeout=self._timeout_s) as seen:
+            address = seen.getsockname()[0]
+        options = {"is_master": True, "timeout": limit, "wait_for_workers": False, "multi_tenant": True}
+        return address, self._store or _c10d.TCPStore(address, self._port, **options)
 
     def _make_group(self, size: int, limit: timedelta) -> Any:
         """The group as torch makes it for the servers, with its names of keys, but apart from the trainers' groups, of
@@ -221,7 +226,7 @@ class SGLangServers:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 said = json.loads(answer.read())
-            if said.get("success", True):
+            if isinstance(said, dict) and said.get("success", True):
                 return said
             problem = f"answers {said}"
         except urllib.error.HTTPError as error:
@@ -258,7 +263,7 @@ class SGLangServers:
                 raise error
             if error is not None:
                 raise ConfigError(
-                    f"SGLang at {listed(self._urls)} has left the group: {first_lines(error)}."
+                    f"SGLang at {listed(self._urls)} is out of reach: {first_lines(error)}. {_CURE}"
                 ) from error
             results[i] = result
         return [results[i] for i in range(len(calls))]

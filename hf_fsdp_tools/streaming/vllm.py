@@ -47,6 +47,8 @@ def weight_source(weights: LiveWeights, *, to: Collection[int] | None = (0,), bu
         from vllm.distributed.weight_transfer import base
     rank, size = rank_and_size()
     owners = tuple(range(size)) if to is None else tuple(sorted(to))
+    if not owners or not 0 <= owners[0] <= owners[-1] < size:
+        raise ConfigError(f"to={to}: weights go to some of the ranks 0 to {size - 1}, or to all of them with None.")
     spread = weights.spread()
     holders = {n: spread(n) for n, t in weights.tensors.items() if t.symbol.look is None and len(owners) == size}
     layouts = {name: _layout(some, size) for name, some in holders.items()}

@@ -155,6 +155,8 @@ def what_goes_wrong_at_vllm(folders: dict[str, Path], tmp: Path) -> None:
     server = VLLMServer()
     update_vllm(Engine(source, rank, server))
     equal(server.tensors, stored_tensors(folders["llama"]) if rank == 0 else {}, "the next pass is whole")
+    for to in ((), (0, 4)):
+        assert "ranks 0 to 3" in refusal(lambda to=to: weight_source(weights, to=to), ConfigError)
 
 
 # ---- SGLang ----
@@ -223,6 +225,18 @@ def what_goes_wrong_at_sglang(folders: dict[str, Path], tmp: Path) -> None:
         with servers(saved, **info) as (urls, _):
             said = refusal(SGLangServers(weights, urls[0], timeout_s=5).update, ConfigError)
             assert "tp_size alone" in said and urls[0] in said
+    with servers(saved) as (urls, own), socket.socket() as taken:
+        if own is not None:
+            del own.info["tp_size"]
+        dist.barrier()
+        assert "no server of SGLang" in refusal(SGLangServers(weights, urls[0], timeout_s=5).update, ConfigError)
+        if own is not None:
+            own.info["tp_size"] = 1
+        taken.bind(("", 0))
+        taken.listen()
+        dist.barrier()
+        client = SGLangServers(weights, urls[0], timeout_s=5, port=taken.getsockname()[1])
+        assert "out of reach" in refusal(client.update, ConfigError)
     others = {name.replace("self_attn", "attention"): tensor for name, tensor in saved.items()}
     with servers(others) as (urls, _):
         said = refusal(SGLangServers(weights, urls[0], timeout_s=20).update, ConfigError)
