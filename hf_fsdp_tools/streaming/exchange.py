@@ -1,6 +1,8 @@
 """Buckets on their way between the ranks: what a rank gets, while the next bucket travels already."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from hf_fsdp_tools.text import first_line
 
 Held = Mapping[str, Sequence[Part]]
 """This rank's parts of tensors, by name; all that it holds, whoever else holds it too."""
+
+_SETTLE = timedelta(seconds=10)
+"""How long a pass that ends early waits for what is on its way. (assumed)"""
 
 
 class Delivery:
@@ -67,6 +72,12 @@ class Delivery:
         arrived, self._arrived = self._arrived, {}
         return arrived
 
+    def settle(self) -> None:
+        """Let what is on its way arrive, or a rank that is lost be noticed: cut off, it would reach the next pass."""
+        with suppress(RuntimeError):  # an error that says more is on its way too
+            for work in self._works:
+                work.wait(_SETTLE)
+
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: backends do not know every dtype."""
@@ -89,20 +100,22 @@ def deliver(
     """
     if device.type != "cpu" and dist.is_initialized():  # ranks that send nothing would not make NCCL's communicator
         dist.all_reduce(torch.zeros(1, device=device))
-    before: Delivery | None = None
+    flying: list[Delivery] = []
     sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
-    for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
-        if before is not None and sizes[i - 1] + sizes[i] > bucket_bytes:
-            yield _arrived(before, doing)
-            before = None
+    try:
+        for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
+            if flying and sizes[i - 1] + sizes[i] > bucket_bytes:
+                yield _arrived(flying.pop(), doing)
+            _meet(failed(), doing)
+            flying.append(Delivery(bucket, parts, device))
+            if len(flying) > 1:
+                yield _arrived(flying.pop(0), doing)
+        while flying:
+            yield _arrived(flying.pop(), doing)
         _meet(failed(), doing)
-        delivery = Delivery(bucket, parts, device)
-        if before is not None:
-            yield _arrived(before, doing)
-        before = delivery
-    if before is not None:
-        yield _arrived(before, doing)
-    _meet(failed(), doing)
+    finally:
+        for delivery in flying:
+            delivery.settle()
 
 
 def _meet(error: Exception | None, doing: str) -> None:

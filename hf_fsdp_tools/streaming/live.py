@@ -13,6 +13,7 @@ from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, re
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.streaming.changes import Changes
 from hf_fsdp_tools.streaming.exchange import Held, deliver
@@ -119,6 +120,19 @@ class LiveWeights:
             for _, parts in parts_of({name: self.tensors[name]}, state):
                 yield name, list(shares(parts))
 
+    def of_a_model(self, consumer: str) -> "LiveWeights":
+        """These weights, for a consumer that loads the tensors of a model.
+
+        Raises:
+            ConfigError: they are those of an adapter alone.
+        """
+        if self._merging is None and is_adapted(self._model):
+            raise ConfigError(
+                f"These are tensors of an adapter alone, which {consumer} does not take for those of a model: give "
+                "live_weights(model, merge_adapters=True), or let the server load a folder of save_pretrained."
+            )
+        return self
+
     # ---- whole tensors, and boxes that other ranks ask for ----
 
     def buckets(
@@ -205,14 +219,17 @@ class LiveWeights:
                 elements = {name: tensor.element for name, tensor in self.tensors.items()}
                 self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
         buckets = self._plans[digest]
-        on = torch.device(device) if device is not None else self._device()
+        on = torch.device(device) if device is not None else self.device
         yield from deliver(buckets, self.held(buckets), on, bucket_bytes, failed)
 
     def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
         """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
-        names = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
-        for some, state in zip(names, self._states(names), strict=True):
-            yield dict(parts_of({name: self.tensors[name] for name in some}, state, every_replica=True))
+        return self.held_of([list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets])
+
+    def held_of(self, steps: Sequence[Collection[str]]) -> Iterator[Held]:
+        """This rank's parts of the tensors of each step; as `held`."""
+        for names, state in zip(steps, self._states(steps), strict=True):
+            yield dict(parts_of({name: self.tensors[name] for name in names}, state, every_replica=True))
 
     def spread(self) -> Callable[[str], Holders]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
@@ -233,7 +250,9 @@ class LiveWeights:
 
         return cache(spread)
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where buckets arrive: that of the model's mesh."""
         tensors = [self._standing_for.get(id(t), t) for t in persistent_tensors(self._model).values()]
         sharded = next((t for t in tensors if isinstance(t, DTensor)), None)
         return torch.device(sharded.device_mesh.device_type) if sharded is not None else tensors[0].device
