@@ -40,7 +40,7 @@ Every model type that transformers registers with a model class, at a small size
 and `live_weights` gives it back, in fp32 and in bf16: the parts of all ranks, each element of each tensor exactly once,
 and whole tensors in buckets, on rank 0 alone and on all ranks. A type agrees where names, shapes, dtypes and every bit
 are those of the file; and where by arithmetic the boxes of 1, 2, 3 and 4 ranks, split along each dimension, make up
-each tensor exactly once. The same arithmetic is done for the default model of each type on the meta device, at full size,
+each tensor exactly once. The same arithmetic is done for the default model of each type on meta, at full size,
 split as this package splits it (the classes that can be built here, whether or not the small one trains). Rows are kept
 between runs.
 """
