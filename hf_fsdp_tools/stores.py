@@ -173,6 +173,8 @@ class StoredObject:
 
     def read(self, start: int, stop: int) -> bytes:
         """A range of its bytes; an error where it has fewer. Any number of threads may call."""
+        if start >= stop:  # stores refuse empty ranges
+            return b""
         if (i := bisect_right(self._held, start, key=itemgetter(0))) > 0:
             first, block = self._held[i - 1]
             if stop <= first + len(block):
@@ -307,10 +309,8 @@ def open_file(file: Path) -> BinaryIO:
     """Open a file, or that for which it stands, to read some of its bytes."""
     if (there := stored_object(file)) is None:
         return file.open("rb", buffering=0)
-    if there._held:
-        return cast(BinaryIO, _Ranges(there))
-    with store_errors("read", there.url):
-        return cast(BinaryIO, there.fs.open(there.path, "rb", block_size=2**16))
+    raw = _Ranges(there)
+    return cast(BinaryIO, raw if there._held else io.BufferedReader(raw, 2**16))
 
 
 def fetch_whole(files: Iterable[Path]) -> None:
@@ -343,10 +343,16 @@ def at_hand(ranges: Iterable[tuple[Path, int, int]]) -> Iterator[None]:
 
 
 class _Ranges(io.RawIOBase):
-    """A file in a store of which ranges are at hand."""
+    """A file in a store, each read of which is one of a range."""
 
     def __init__(self, there: StoredObject) -> None:
         self._there, self._position = there, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self._there.size)[whence]

@@ -21,8 +21,9 @@ from hf_fsdp_tools.loading.io.transfer import Place, reads_of
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.stores import at_hand, stored_object
 
-_END_BYTES = 4096
-"""Bytes at either end of an archive of `torch.save`, within which it says where its data lies. (assumed)"""
+_HEAD_BYTES, _TAIL_BYTES = 2048, 4096
+"""Bytes at the ends of an archive of `torch.save` within which it says where its data lies; beyond them each read is a
+request. torch 2.13 reads the last 4,096. (assumed)"""
 
 
 @contextmanager
@@ -51,7 +52,7 @@ class _RangeReader(FileSystemReader):
         ends = []
         for place in places.values():
             file, start, stop = folder / place.relative_path, place.offset, place.offset + place.length
-            ends += [(file, start, min(stop, start + _END_BYTES)), (file, max(start, stop - _END_BYTES), stop)]
+            ends += [(file, start, min(stop, start + _HEAD_BYTES)), (file, max(start, stop - _TAIL_BYTES), stop)]
         tensors = {tensor.key: tensor for _, tensor in parse_dcp(folder)[0]}
         index = CheckpointIndex(name=str(folder), tensors=tensors, header_bytes=0)
         targets: list[Place] = []
