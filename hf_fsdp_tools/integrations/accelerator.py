@@ -148,10 +148,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
             )
         url = None if automatic else as_url(output_dir or "")
-        folder = Path(output_dir or "")
+        parent = (self.project_dir if automatic else output_dir) or ""
+        folder = Path() if url else local_folder(parent, "automatic_checkpoint_naming names folders,")
         if automatic:
-            project = local_folder(self.project_dir or "", "automatic_checkpoint_naming names folders,")
-            folder = project / "checkpoints" / f"checkpoint_{self.save_iteration}"
+            folder = folder / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.exists():
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
@@ -198,10 +198,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
         with agreed("opening the saved state", input_dir or ""):
-            if (url := as_url(input_dir or "")) is not None:
-                folder = fetch_state(self, url)
-            else:
-                folder = Path(input_dir or "").expanduser()
+            url = as_url(input_dir or "")
+            folder = fetch_state(self, url) if url else local_folder(input_dir or "", "load_state").expanduser()
             if input_dir is None or not folder.is_dir():
                 former = former_of(folder.resolve())
                 cure = "Give another"

@@ -215,6 +215,8 @@ def denied(url: str, folders: dict[str, Path]) -> None:
     since_s = time.monotonic()
     text = refusal(lambda: run.accelerator.save_state("s3://bucket/denied"), CheckpointError)
     assert "as the test says" in text and "s3://bucket/denied" in text and time.monotonic() - since_s < 60
+    run.accelerator.save_state("s3://bucket/denied", blocking=False)
+    assert "as the test says" in refusal(wait_for_saves)
     all_ranks(None)
     assert set(names_in("denied")) == {UNFINISHED}
     text = refusal(lambda: run.accelerator.load_state(RUN), CheckpointError)
