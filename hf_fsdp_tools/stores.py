@@ -7,13 +7,16 @@ endpoints, timeouts and retries are fsspec's own settings (`fsspec.config`, `FSS
 package.
 """
 
+import io
 import re
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -23,8 +26,8 @@ from hf_fsdp_tools.text import first_lines, listed
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
-"""How names of files end whose bytes are read by ranges."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".pkl")
+"""How names of files end whose bytes are read by ranges; among them all that a training state has for each rank."""
 
 _WHOLE = (".json", ".jinja", ".txt", ".model", ".py", ".metadata")
 """How names of files end that are fetched whole, beside those of an adapter (`adapter_model.*`), which PEFT reads."""
@@ -38,8 +41,11 @@ _BLOCK_BYTES = 16 * 2**20
 _MOST_HEADER_BYTES = 10**8
 """Bytes of the largest header that safetensors opens."""
 
-_BELOW = "pytorch_model_fsdp_"
-"""How names of folders begin that hold the model of a training state."""
+BELOW = ("pytorch_model_fsdp_", "optimizer_")
+"""How names of folders begin that hold models and optimizers of a training state."""
+
+_GAP_BYTES = 4096
+"""Unwanted bytes up to which ranges of a file are one request."""
 
 _ABOVE = ("config.json", "adapter_config.json")
 """Files that belong to a training state and may lie up to two folders above it."""
@@ -72,7 +78,8 @@ def local_folder(name: str | PathLike[str], what: str) -> Path:
     if _URL.fullmatch(text) and not text.startswith(("file:", "local:")):
         raise ConfigError(
             f"{what} and {text!r} is in a store. Give a folder on a disk, and copy it there or from there (fsspec's "
-            "put and get); a model alone is saved by save_pretrained(model, url), and opened by from_pretrained(url)."
+            "put and get). save_pretrained(model, url), from_pretrained(url), and an Accelerator's save_state(url) and "
+            "load_state(url) take such names."
         )
     return Path(text.removeprefix("file://"))
 
@@ -161,9 +168,17 @@ class StoredObject:
     size: int
     version: tuple[int, int]
     """A number that changes when it is replaced, where the store tells it; and its length."""
+    _held: list[tuple[int, bytes]] = field(default_factory=list, compare=False, repr=False)
+    """Ranges that were fetched ahead (`at_hand`), each with its beginning, in order."""
 
     def read(self, start: int, stop: int) -> bytes:
         """A range of its bytes; an error where it has fewer. Any number of threads may call."""
+        if start >= stop:  # stores refuse empty ranges
+            return b""
+        if (i := bisect_right(self._held, start, key=itemgetter(0))) > 0:
+            first, block = self._held[i - 1]
+            if stop <= first + len(block):
+                return block[start - first : stop - first]
         with store_errors("read", self.url):
             content: bytes = self.fs.cat_file(self.path, start=start, end=stop)
         if len(content) != stop - start:
@@ -190,10 +205,10 @@ def _version(info: Mapping[str, Any]) -> tuple[int, int]:
     return zlib.crc32(first.encode()) + 1, int(info["size"] or 0)
 
 
-def files_at(url: str, *, below: str | None = None) -> dict[str, StoredObject]:
+def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject]:
     """The files directly in a folder, by name; of a file, itself. Empty where there is nothing.
 
-    With `below`, also those of folders whose names begin so, by their paths.
+    With `below`, also those of folders whose names begin with one of these, by their paths.
     """
     fs, path = open_store(url)
     with store_errors("list", url):
@@ -209,7 +224,7 @@ def files_at(url: str, *, below: str | None = None) -> dict[str, StoredObject]:
         place = url if name == path.rstrip("/") else f"{url}/{last}"
         if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
             found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
-        elif below is not None and last.startswith(below) and place != url:
+        elif last.startswith(below) and place != url:
             found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
     return found
 
@@ -257,7 +272,7 @@ def stub_of(url: str) -> Path:
     if held is not None and url in held:
         return held[url]
     for _ in range(3):
-        files = files_at(url, below=_BELOW)
+        files = files_at(url, below=BELOW)
         known = _stubs.get(url)
         if known is not None and _same(known[0], files):
             break
@@ -266,10 +281,10 @@ def stub_of(url: str) -> Path:
         try:
             made = _make_stub(url, files)
         except CheckpointError:
-            if _same(files, files_at(url, below=_BELOW)):
+            if _same(files, files_at(url, below=BELOW)):
                 raise
             continue
-        if _same(files, files_at(url, below=_BELOW)):  # otherwise a save has replaced it meanwhile
+        if _same(files, files_at(url, below=BELOW)):  # otherwise a save has replaced it meanwhile
             known = _stubs[url] = (files, made)
             break
     else:
@@ -294,8 +309,60 @@ def open_file(file: Path) -> BinaryIO:
     """Open a file, or that for which it stands, to read some of its bytes."""
     if (there := stored_object(file)) is None:
         return file.open("rb", buffering=0)
-    with store_errors("read", there.url):
-        return cast(BinaryIO, there.fs.open(there.path, "rb", block_size=2**16))
+    raw = _Ranges(there)
+    return cast(BinaryIO, raw if there._held else io.BufferedReader(raw, 2**16))
+
+
+def fetch_whole(files: Iterable[Path]) -> None:
+    """Bring the content of files into their stubs, which are then files as others are; side by side."""
+    wanted = {file: there for file in files if (there := stored_object(file)) is not None}
+    contents = _ranges([(there, 0, there.size) for there in wanted.values()])
+    for file, content in zip(wanted, contents, strict=True):
+        file.write_bytes(content)
+        del _objects[file]
+
+
+@contextmanager
+def at_hand(ranges: Iterable[tuple[Path, int, int]]) -> Iterator[None]:
+    """Fetch ranges of files in few requests, side by side, and hold them for a block; those of local files are not."""
+    joined: list[tuple[StoredObject, int, int]] = []
+    for file, start, stop in sorted(ranges):
+        if (there := stored_object(file)) is None:
+            continue
+        if joined and joined[-1][0] is there and start <= joined[-1][2] + _GAP_BYTES:
+            joined[-1] = (there, joined[-1][1], max(stop, joined[-1][2]))
+        else:
+            joined.append((there, start, stop))
+    try:
+        for (there, start, _), content in zip(joined, _ranges(joined), strict=True):
+            there._held.append((start, content))
+        yield
+    finally:
+        for there, _, _ in joined:
+            there._held.clear()
+
+
+class _Ranges(io.RawIOBase):
+    """A file in a store, each read of which is one of a range."""
+
+    def __init__(self, there: StoredObject) -> None:
+        self._there, self._position = there, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._there.size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        stop = max(self._position, min(self._there.size, self._position + len(buffer)))
+        content = self._there.read(self._position, stop)
+        buffer[: len(content)], self._position = content, stop
+        return len(content)
 
 
 def _same(one: Mapping[str, StoredObject], other: Mapping[str, StoredObject]) -> bool:
@@ -356,19 +423,17 @@ def _headers(files: Sequence[StoredObject]) -> dict[str, bytes]:
 
 def _ranges(wanted: Sequence[tuple[StoredObject, int, int]]) -> list[bytes]:
     """Ranges of several files of one file system, side by side."""
-    if not wanted:
-        return []
-    some = [(file, start, stop) for file, start, stop in wanted if stop > start]
-    contents: dict[int, bytes] = {}
-    if some:
-        first = some[0][0]
+    contents = [b""] * len(wanted)
+    if some := [i for i, (_, start, stop) in enumerate(wanted) if stop > start]:
+        first = wanted[some[0]][0]
         with store_errors("read", first.url):
-            paths, starts, stops = zip(*((file.path, start, stop) for file, start, stop in some), strict=True)
+            paths, starts, stops = zip(*((wanted[i][0].path, *wanted[i][1:]) for i in some), strict=True)
             found = first.fs.cat_ranges(list(paths), list(starts), list(stops), on_error="return")
-            for (file, start, stop), content in zip(some, found, strict=True):
+            for i, content in zip(some, found, strict=True):
+                file, start, stop = wanted[i]
                 if isinstance(content, Exception):
                     raise content
                 if len(content) != stop - start:
                     raise CheckpointError(f"{file.url}: has changed while it was opened. Open it again.")
-                contents[id(file)] = content
-    return [contents.get(id(file), b"") if stop > start else b"" for file, start, stop in wanted]
+                contents[i] = content
+    return contents

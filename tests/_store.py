@@ -37,7 +37,7 @@ class Server:
         self.most[rank] = max(self.most[rank], length)
 
         def begun(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
-            if method == "GET" and path.endswith(".safetensors"):
+            if method == "GET" and path.endswith((".safetensors", ".distcp")):
                 self.sent[rank] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
             return start(status, headers, *more)
 

@@ -22,6 +22,7 @@ from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_for_coll
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.stores import told
 from hf_fsdp_tools.text import listed, listed_lines
 
 T = TypeVar("T")
@@ -125,7 +126,7 @@ def _within(steps: _Steps | None) -> Iterator[None]:
 
 
 def _sentence(doing: str, where: str | PathLike[str]) -> str:
-    return f"{doing[:1].upper()}{doing[1:]}{f' ({str(where)!r})' if where else ''}"
+    return f"{doing[:1].upper()}{doing[1:]}{f' ({told(str(where))!r})' if where else ''}"
 
 
 @contextmanager
@@ -164,7 +165,7 @@ def _agreed_at_end(
         problem = None  # the name of the error that the other ranks raise, its text, and the step that failed
         if failure is not None:
             is_own = isinstance(failure, FSDPToolsError)
-            said = (type(failure).__name__, str(failure)) if is_own else ("CheckpointError", repr(failure))
+            said = (type(failure).__name__, told(str(failure))) if is_own else ("CheckpointError", repr(failure))
             problem = (*said, (steps and steps.failed) or _sentence(doing, where))
         compared = steps.compared if steps else []
         try:

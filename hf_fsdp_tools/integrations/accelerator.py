@@ -23,6 +23,7 @@ from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.accelerator_state import (
     STATE_GLOBS,
     check_state,
+    fetch_state,
     files_of,
     load_schedulers,
     numbered_states,
@@ -47,7 +48,7 @@ from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
-from hf_fsdp_tools.stores import local_folder
+from hf_fsdp_tools.stores import as_url, local_folder, pinned
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -134,6 +135,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
         The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
         deleted after the new one is complete. Every rank must call.
+
+        To a name in a store (`s3://…`), each rank writes its part to the system's place for temporary files and puts it
+        from there; with `blocking=False`, in the background. It must hold no state: these are not replaced there.
         """
         if self.distributed_type != DistributedType.FSDP:
             return super().save_state(output_dir, safe_serialization, **options)
@@ -143,18 +147,21 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             raise ConfigError(
                 "save_state: give output_dir, or a ProjectConfiguration with automatic_checkpoint_naming."
             )
-        folder = local_folder(output_dir or "", "save_state writes training states to folders,")
+        url = None if automatic else as_url(output_dir or "")
+        parent = (self.project_dir if automatic else output_dir) or ""
+        folder = Path() if url else local_folder(parent, "automatic_checkpoint_naming names folders,")
         if automatic:
-            folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            folder = folder / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.exists():
                 raise ConfigError(
                     f"save_state: {str(folder)!r} exists. Set ProjectConfiguration(iteration=…) to go on after it."
                 )
         plugin = self.state.fsdp_plugin
-        if not blocking and "SHARDED" not in str(plugin.state_dict_type):
+        if (url or not blocking) and "SHARDED" not in str(plugin.state_dict_type):
+            what, cure = ("to a store", "save to a folder") if url else ("with blocking=False", "leave blocking out")
             raise ConfigError(
-                f"save_state(blocking=False) writes each rank's shards in the background, and the state dict type is "
-                f"{plugin.state_dict_type}. Set SHARDED_STATE_DICT, or leave blocking out."
+                f"save_state {what} writes each rank's shards, and the state dict type is {plugin.state_dict_type}. "
+                f"Set SHARDED_STATE_DICT, or {cure}."
             )
 
         def delete_old() -> None:
@@ -163,14 +170,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
                 for old in numbered_states(folder.parent)[: -naming.total_limit] if naming.total_limit else []:
                     remove_checkpoint(old)
 
-        target = folder if automatic else folder.resolve()
+        target = url or (folder if automatic else folder.resolve())
         saving = saving_state(target, STATE_GLOBS, blocking=blocking, checksums=checksums)
         with saving as state, using_format(plugin, None):
             write_state(self, state)
             state.after, state.proved = delete_old, plugin.proved
         naming.iteration += 1
-        return folder
+        return url or folder
 
+    @pinned()
     def load_state(
         self,
         input_dir: str | PathLike[str] | None = None,
@@ -181,7 +189,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     ) -> None:
         """Load as `Accelerator.load_state` does, from the stored state dict type and on any number of ranks.
 
-        Every rank must call.
+        From a store (`s3://…`), each rank reads of models and optimizers the bytes of its shards. Every rank must call.
         """
         if self.distributed_type != DistributedType.FSDP:
             super().load_state(input_dir, load_kwargs, **options)
@@ -189,8 +197,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         wait_for_saves()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(numbered_states(Path(self.project_dir, "checkpoints"))), None)
-        folder = local_folder(input_dir or "", "load_state reads training states from folders,").expanduser()
-        with agreed("opening the saved state", folder):
+        with agreed("opening the saved state", input_dir or ""):
+            url = as_url(input_dir or "")
+            folder = fetch_state(self, url) if url else local_folder(input_dir or "", "load_state").expanduser()
             if input_dir is None or not folder.is_dir():
                 former = former_of(folder.resolve())
                 cure = "Give another"

@@ -20,6 +20,8 @@ from hf_fsdp_tools.integrations.states import StateSave
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.stores import fetch_whole, stub_of
+from hf_fsdp_tools.text import listed
 
 STATE_GLOBS = (
     f"{FSDP_MODEL_NAME}[_.]*",
@@ -136,6 +138,22 @@ def numbered_states(folder: Path) -> list[Path]:
     """The states that Accelerate named automatically, oldest first."""
     states = [path for path in folder.glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdigit()]
     return sorted(states, key=lambda path: int(path.name.removeprefix("checkpoint_")))
+
+
+def fetch_state(accelerator: Any, url: str) -> Path:
+    """The stub of a state in a store, with the files whole that this rank reads whole: all small ones but the random
+    states of other ranks; with a user's hooks, which may read any, all that are no models or optimizers."""
+    folder, own = stub_of(url), f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
+    files = [path for path in folder.iterdir() if path.is_file()]
+    if full := [path.name for path in files if path.match("pytorch_model_fsdp*.bin") or path.match("optimizer*.bin")]:
+        raise CheckpointError(
+            f"{url!r} is no SHARDED_STATE_DICT: {listed(full)} would be read whole by every rank. Copy it to a folder "
+            "(fsspec's get), and load that."
+        )
+    if not accelerator._load_model_state_pre_hook:
+        files = [path for path in files if any(path.match(pattern) for pattern in STATE_GLOBS)]
+    fetch_whole(path for path in files if path.name == own or not path.match(f"{RNG_STATE_NAME}_*.pkl"))
+    return folder
 
 
 def check_state(accelerator: Any, folder: Path, *, allow_incomplete: bool) -> set[str]:

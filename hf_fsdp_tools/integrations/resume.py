@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.integrations.version1 import is_version1
+from hf_fsdp_tools.loading.dcp_reader import from_stores
 from hf_fsdp_tools.loading.formats.dcp import METADATA, all_boxes, check_dcp, parse_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
-from hf_fsdp_tools.saving.manifest import MANIFEST, Manifest, check_sums, read_manifest
+from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
+from hf_fsdp_tools.stores import told
 from hf_fsdp_tools.text import first_line, listed
 
 _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -120,7 +122,7 @@ def check_parts(
             "starts anew what is absent."
         )
     if absent and rank_and_size()[0] == 0:
-        warnings.warn(f"{str(folder)!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
+        warnings.warn(f"{told(str(folder))!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
     refuse_damage(folder)
     return set(own_absent)
 
@@ -143,8 +145,8 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
     if manifest is None:
         if rank_and_size()[0] == 0:
             warnings.warn(
-                f"{str(folder)!r} has no {MANIFEST} (another program or an older version saved it): whether all of it "
-                "is there is not known.",
+                f"{told(str(folder))!r} has no {MANIFEST} (another program or an older version saved it): whether all "
+                "of it is there is not known.",
                 stacklevel=3,
             )
     elif manifest.sums:
@@ -155,6 +157,8 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
 def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
     """What is wrong with a folder by its manifest, for messages; "" where nothing is, or where there is no manifest."""
     manifest = read_manifest(folder)
+    if manifest is None and (folder / UNFINISHED).is_file():
+        return "is not complete: the save to it was cut off"
     damage = {} if manifest is None else manifest.damage(folder)
     facts = [
         f"{name!r} {fact}"
@@ -173,7 +177,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
     try:
-        with all_boxes():
+        with all_boxes(), from_stores():
             yield
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
@@ -246,9 +250,9 @@ def _warn_of_other_world(folder: Path, manifest: Manifest | None) -> bool:
         return False
     if rank == 0:
         warnings.warn(
-            f"{str(folder)!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and scheduler "
-            "go on exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch size x "
-            "processes x accumulation steps), or the position in the data and the schedule mean something else.",
+            f"{told(str(folder))!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and "
+            "scheduler go on exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch "
+            "size x processes x accumulation steps), or the position in the data and the schedule mean something else.",
             stacklevel=3,
         )
     return True

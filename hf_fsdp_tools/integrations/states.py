@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -22,6 +23,7 @@ from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
+from hf_fsdp_tools.saving.state_in_store import put_state, take_name
 
 
 class StateSave:
@@ -118,19 +120,55 @@ class StateSave:
         return self.report(files=tuple(sizes), total_bytes=total_bytes, bytes_written=bytes_written)
 
 
+class StoredStateSave(StateSave):
+    """A state that is saved to a store: each rank writes to a private folder of its own, and puts its files there."""
+
+    def __init__(self, url: str, files: Sequence[str]) -> None:
+        super().__init__(Path("state"), files)
+        self.url = url
+
+    def begin(self) -> None:
+        """Make the private folder, in the system's place for temporary files. Every rank must call."""
+        take_name(self.url, self.files)
+        with agreed("making a folder for the state", self.url), storage_errors("write to", Path(gettempdir())):
+            self.staging = Path(self.held.enter_context(TemporaryDirectory(prefix="state-")))
+
+    def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
+        """Write this rank's part of a DCP folder, rank 0 the metadata too. Every rank must call."""
+        save(dict(values), storage_writer=FileSystemWriter(folder, sync_files=False), planner=DefaultSavePlanner())
+
+    def report(self, **values: Any) -> SaveReport:
+        """The report of the state."""
+        return SaveReport(folder=self.url, **values)
+
+    def finish(self, doing: str, *, checksums: bool) -> SaveReport:
+        """Put all files, and declare the state complete. Every rank must call."""
+        with self.held:
+            proof = None if self.proved is None else self.proved["sha256"]
+            sizes, num_bytes = put_state(
+                self.url, self.staging, self.needed, self.files, checksums=checksums, proof=proof, doing=doing
+            )
+        return self.report(files=tuple(sorted(sizes)), total_bytes=sum(sizes.values()), bytes_written=num_bytes)
+
+
 @contextmanager
-def saving_state(folder: Path, files: Sequence[str], *, blocking: bool, checksums: bool) -> Iterator[StateSave]:
+def saving_state(folder: Path | str, files: Sequence[str], *, blocking: bool, checksums: bool) -> Iterator[StateSave]:
     """Save a state: the block writes to `staging`, and adds what is written in the background.
 
-    Until all is written, an older state in the folder stays as it is. `files` are patterns of the files of a state, for
-    its manifest; others in the folder are a user's own. Every rank must call.
+    Until all is written, an older state in the folder stays as it is; a text is a place in a store, where a state is
+    never replaced, and which gets in the background what ranks have written to their disks. `files` are patterns of the
+    files of a state, for its manifest; others in the folder are a user's own. Every rank must call.
     """
+    state: StateSave
     start_s, doing = time.perf_counter(), "saving (what was saved before is still there)"
     wait_for_saves()
-    state = StateSave(folder, files, blocking=blocking)
+    if isinstance(folder, str):
+        state, written_to = StoredStateSave(folder, files), Path(gettempdir())
+    else:
+        state, written_to = StateSave(folder, files, blocking=blocking), folder
     try:
         state.begin()
-        with announced(doing), storage_errors("save to", folder):
+        with announced(doing), storage_errors("save to", written_to):
             yield state
     except BaseException:
         state.held.close()

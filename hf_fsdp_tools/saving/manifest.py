@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,18 @@ from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.loading.io.durable import sync, write_durably
 from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.stores import open_file
 from hf_fsdp_tools.text import first_line, listed
 
 MANIFEST = "checkpoint_manifest.json"
 """Name of the file in the checkpoint's folder."""
 
+UNFINISHED = "unfinished_checkpoint.json"
+"""Name of the file that a save to a store puts first and removes last: beside it, no manifest means that it was cut
+off."""
+
 _FORMAT = 1
+_BLOCK_BYTES = 2**23
 _KINDS = {"bytes": int, "sha256": str}
 _CURE = "Where the checkpoint is known to be whole, delete this file; otherwise use another checkpoint."
 
@@ -67,15 +73,20 @@ def write_manifest(
         entries = {}
         for name in names[rank::num_ranks]:
             sync(folder / name)
-            entries[name] = _entry(folder / name, checksums=checksums)
+            entries[name] = entry_of(folder / name, checksums=checksums)
         every = all_ranks(entries, "sharing sizes and checksums")
         if rank == 0:
             files = {name: every[i % num_ranks][name] for i, name in enumerate(names)}
             for below in sorted({(folder / name).parent for name in names}):
                 sync(below)
-            text = {"format": _FORMAT, "ranks": num_ranks, "files": files} | ({"proof": proof} if proof else {})
-            write_durably(folder / MANIFEST, json.dumps(text, indent=1) + "\n")
+            write_durably(folder / MANIFEST, manifest_text(files, proof))
             sync(folder.parent)
+
+
+def manifest_text(files: Mapping[str, Mapping[str, Any]], proof: str | None) -> str:
+    """The content of a manifest, of the entries of files."""
+    text = {"format": _FORMAT, "ranks": rank_and_size()[1], "files": files} | ({"proof": proof} if proof else {})
+    return json.dumps(text, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -126,7 +137,8 @@ def _names(folder: Path, needed: Iterable[str], patterns: Iterable[str]) -> list
     return sorted({*required, *(name for name in names if name != MANIFEST and (folder / name).is_file())})
 
 
-def _entry(file: Path, *, checksums: bool) -> dict[str, Any]:
+def entry_of(file: Path, *, checksums: bool) -> dict[str, Any]:
+    """What a manifest says of a file."""
     if file.suffix == ".json":
         return {}
     # An open file shows its length where a network file system remembers an older one.
@@ -136,5 +148,8 @@ def _entry(file: Path, *, checksums: bool) -> dict[str, Any]:
 
 
 def _sum(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open_file(file) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

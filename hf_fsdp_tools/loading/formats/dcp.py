@@ -24,6 +24,7 @@ from hf_fsdp_tools.errors import CheckpointError, library_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled, refuse_endless
+from hf_fsdp_tools.stores import at_hand
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
 SavedPath = tuple[str, ...]
@@ -280,11 +281,12 @@ def check_dcp(folder: Path) -> list[str]:
             _place(file, metadata, index)
         values = [key for key, kind in metadata.state_dict_metadata.items() if type(kind) is dcp.BytesStorageMetadata]
         places = {key: _place(file, metadata, dcp.MetadataIndex(key)) for key in values}
-    for key, (name, offset, length) in places.items():
-        try:
-            load_pickled(folder / name, offset, length)
-        except CheckpointError as error:
-            raise CheckpointError(f"{quoted(key)}: {error}") from None
+    with at_hand((folder / name, offset, offset + length) for name, offset, length in places.values()):
+        for key, (name, offset, length) in places.items():
+            try:
+                load_pickled(folder / name, offset, length)
+            except CheckpointError as error:
+                raise CheckpointError(f"{quoted(key)}: {error}") from None
     return list(metadata.state_dict_metadata)
 
 

@@ -1,0 +1,88 @@
+"""Read a DCP folder in a store for torch: each rank the bytes of its shards, whatever number of ranks has saved it."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from hf_fsdp_tools.accelerator import side_stream_for
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.dcp import parse_dcp
+from hf_fsdp_tools.loading.index import CheckpointIndex
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
+from hf_fsdp_tools.loading.io.transfer import Place, reads_of
+from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.stores import at_hand, stored_object
+
+_HEAD_BYTES, _TAIL_BYTES = 2048, 4096
+"""Bytes at the ends of an archive of `torch.save` within which it says where its data lies; beyond them each read is a
+request. torch 2.13 reads the last 4,096. (assumed)"""
+
+
+@contextmanager
+def from_stores() -> Iterator[None]:
+    """A block in which torch's `FileSystemReader` reads the stubs of DCP folders in stores by ranges, and others as
+    always; who makes it (Accelerate) takes it from `torch.distributed.checkpoint`."""
+    home: Any = torch.distributed.checkpoint
+    former, home.FileSystemReader = home.FileSystemReader, _RangeReader
+    try:
+        yield
+    finally:
+        home.FileSystemReader = former
+
+
+class _RangeReader(FileSystemReader):
+    """torch's reader, whose plan for a folder in a store is carried out by the reader of checkpoints."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan says; no rank communicates."""
+        folder = Path(self.path)
+        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        files = {folder / place.relative_path for place in places.values()}
+        there = {file: found for file in files if (found := stored_object(file)) is not None}
+        if not there:
+            return super().read_data(plan, planner)
+        ends = []
+        for place in places.values():
+            file, start, stop = folder / place.relative_path, place.offset, place.offset + place.length
+            ends += [(file, start, min(stop, start + _HEAD_BYTES)), (file, max(start, stop - _TAIL_BYTES), stop)]
+        tensors = {tensor.key: tensor for _, tensor in parse_dcp(folder)[0]}
+        index = CheckpointIndex(name=str(folder), tensors=tensors, header_bytes=0)
+        targets: list[Place] = []
+        with at_hand(ends):
+            for item in plan.items:
+                key, place = item.storage_index.fqn, places[item.storage_index]
+                if item.type == LoadItemType.BYTE_IO:
+                    found = there[folder / place.relative_path]
+                    planner.load_bytes(item, io.BytesIO(found.read(place.offset, place.offset + place.length)))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                chunk = item.storage_index.offset or (0,) * target.dim()
+                start = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+                box = Box(start=start, length=tuple(item.lengths))
+                if tuple(target.shape) != box.length:
+                    raise CheckpointError(f"{key!r}: expected {list(target.shape)}, found {list(box.length)}.")
+                targets.append((target, PieceTensor.stored(tensors[key], target.dtype), box))
+            transfers, _ = reads_of(targets, index)
+            side = side_stream_for([memory for memory, _, _ in targets])
+            try:
+                with Reader(staging_bytes=STAGING_BYTES, side=side) as reader:
+                    reader.read(transfers)
+            finally:
+                if side is not None:
+                    side.release()
+        for found in there.values():
+            if found.version_now() != found.version:
+                raise CheckpointError(f"{found.url}: was replaced or removed while it was read. Load another state.")
+        for item in (item for item in plan.items if item.type != LoadItemType.BYTE_IO):
+            planner.commit_tensor(item, planner.resolve_tensor(item))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -1,0 +1,273 @@
+"""Training states in an S3 store: resumed to the bit by any number of ranks, read by ranges, complete or refused."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_fsdp_tools import from_pretrained, stores, wait_for_saves
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED
+from tests._checkpoints import full, refusal
+from tests._dist import run_cases, run_ranks
+from tests._store import Server, kill_self, s3_server, use
+from tests._training import batches_of, make_rows, new_accelerator, train
+
+for _package in ("s3fs", "moto"):
+    pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
+
+RUN = "s3://bucket/run"
+BATCHES = batches_of(make_rows(24), 4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with s3_server() as running:
+        yield running
+
+
+class Run:
+    """A user's script: model, optimizer and scheduler of a new process."""
+
+    def __init__(self, source: Any, **options: Any) -> None:
+        self.accelerator: Any = new_accelerator()
+        torch.manual_seed(3)
+        self.model = from_pretrained(
+            source, accelerator=self.accelerator, attention_dropout=0.1, load_kwargs={"progress": False}, **options
+        ).train()
+        self.accelerator.prepare(self.model)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        made = torch.optim.AdamW(parameters, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(made, total_iters=20)
+        self.optimizer, self.scheduler = self.accelerator.prepare(made, schedule)
+
+    def train(self, first: int = 0, stop: int = 3) -> list[float]:
+        losses = train(self.model, self.optimizer, BATCHES[first:stop], accelerator=self.accelerator)
+        self.scheduler.step()
+        return losses
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Every parameter and every tensor of its optimizer state, gathered."""
+        tensors = dict(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            tensors |= {f"{name}.{key}": each for key, each in self.optimizer.state.get(parameter, {}).items()}
+        return {name: full(tensor).clone() for name, tensor in tensors.items()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def names_in(place: str) -> dict[str, tuple[int, int]]:
+    return {n: there.version for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.BELOW).items()}
+
+
+def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
+    use(url, f"rank{dist.get_rank()}", **options)
+    return run_cases(cases, *args)
+
+
+# ---- what is saved is resumed ----
+
+
+def resumed_to_the_bit(folders: dict[str, Path], tmp: Path) -> dict[str, torch.Tensor]:
+    run = Run(folders["llama"])
+    run.train()
+    random.seed(dist.get_rank())
+    assert run.accelerator.save_state(RUN, checksums=True) == RUN
+    saved, expected, drawn = run.whole(), run.train(3, 6), random.random()
+    other = Run(folders["llama"])
+    other.accelerator.load_state(RUN)
+    same(other.whole(), saved)
+    assert other.train(3, 6) == expected and random.random() == drawn
+    assert other.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    same(other.whole(), run.whole())
+    names = names_in("run")
+    assert UNFINISHED not in names and MANIFEST in names
+    assert {"optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp", "random_states_1.pkl", "scheduler.bin"} < set(names)
+    return saved
+
+
+def an_adapter_from_copies_on_disks(folders: dict[str, Path], tmp: Path) -> None:
+    """LoRA, in the background: what is trained on meanwhile is not in it; a user's own object comes along."""
+    from peft import LoraConfig
+
+    def start() -> tuple[Run, Any]:
+        run = Run(folders["llama"], peft_config=LoraConfig(r=4, target_modules=["q_proj"]))
+        own = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), 1)
+        run.accelerator.register_for_checkpointing(own)
+        return run, own
+
+    run, own = start()
+    run.train()
+    own.last_epoch = 17
+    run.accelerator.save_state("s3://bucket/lora", blocking=False)
+    saved, expected = run.whole(), run.train(3, 6)
+    report = wait_for_saves()
+    assert report is not None and report.folder == "s3://bucket/lora" and MANIFEST in names_in("lora")
+    assert sum(all_ranks(report.bytes_written)) == report.total_bytes
+    other, own = start()
+    other.accelerator.load_state("s3://bucket/lora")
+    same(other.whole(), saved)
+    assert other.train(3, 6) == expected and own.last_epoch == 17
+
+
+def bad_names(folders: dict[str, Path], tmp: Path) -> None:
+    run = Run(folders["llama"])
+    accelerator, before = run.accelerator, names_in("run")
+    for call, kind, said in (
+        (lambda: accelerator.save_state(RUN), CheckpointError, "states in stores are not replaced"),
+        (lambda: accelerator.load_state("s3://bucket/nowhere"), CheckpointError, "'s3://bucket/nowhere'"),
+        (lambda: accelerator.save_state("s3://no-bucket/run"), CheckpointError, "'s3://no-bucket/run'"),
+        (lambda: accelerator.save_state("gs://bucket/run"), ConfigError, "pip install gcsfs"),
+        (lambda: accelerator.save_state(Path(RUN)), ConfigError, f"Give it as a text: {RUN!r}"),
+        (lambda: accelerator.save_state("memory://run"), CheckpointError, "same store for all"),
+    ):
+        assert said in refusal(call, kind)
+    naming = ProjectConfiguration(project_dir="s3://bucket/runs", automatic_checkpoint_naming=True)
+    with patch.object(accelerator, "project_configuration", naming):
+        assert "'s3://bucket/runs' is in a store" in refusal(accelerator.save_state, ConfigError)
+    with patch.object(accelerator.state.fsdp_plugin, "state_dict_type", "FULL_STATE_DICT"):
+        assert "Set SHARDED_STATE_DICT" in refusal(lambda: accelerator.save_state("s3://bucket/x"), ConfigError)
+    assert names_in("run") == before and not names_in("x")
+
+
+def damaged(folders: dict[str, Path], tmp: Path) -> None:
+    """A file that is gone, and one of other bytes, where the state has checksums."""
+    fs, run = fsspec.filesystem("s3"), Run(folders["llama"])
+    name = "bucket/run/optimizer_0/__1_0.distcp"
+    content = fs.cat_file(name)
+    all_ranks(None)
+    for changed, said in (
+        (content[:-1] + b"x", "have another checksum"),
+        (None, "'optimizer_0/__1_0.distcp' is absent"),
+    ):
+        if dist.get_rank() == 0:
+            fs.rm_file(name) if changed is None else fs.pipe_file(name, changed)
+        all_ranks(None)
+        text = refusal(lambda: run.accelerator.load_state(RUN), CheckpointError)
+        assert said in text and RUN in text
+    if dist.get_rank() == 0:
+        fs.pipe_file(name, content)
+    all_ranks(None)
+    run.accelerator.load_state(RUN)
+
+
+CASES = (resumed_to_the_bit, an_adapter_from_copies_on_disks, bad_names, damaged)
+
+
+def elsewhere(url: str, folders: dict[str, Path], saved: dict[str, torch.Tensor]) -> None:
+    use(url, f"rank{dist.get_rank()}")
+    run = Run(folders["llama"])
+    with pytest.warns(UserWarning, match=rf"'{RUN}' was saved by 2 process.es. and is read by 1"):
+        run.accelerator.load_state(RUN)
+    same(run.whole(), saved)
+
+
+def test_a_state_in_a_store_is_resumed_to_the_bit(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
+    first, _ = run_ranks(on_ranks, 2, server.url, CASES, folders, tmp_path)
+    run_ranks(elsewhere, 1, server.url, folders, first["resumed to the bit"])
+
+
+# ---- bytes ----
+
+
+def wide(url: str, folder: Path, saves: bool) -> int:
+    """Load a state that some ranks have saved; the bytes of this rank's shards of model and optimizer."""
+    use(url, f"rank{dist.get_rank()}")
+    run = Run(folder)
+    if saves:
+        run.train(0, 1)
+        run.accelerator.save_state("s3://bucket/wide")
+    run.accelerator.load_state("s3://bucket/wide")
+    states = run.optimizer.optimizer.state.values()
+    tensors = [*run.model.parameters(), *(each for state in states for each in state.values())]
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
+
+
+def test_a_rank_reads_its_share_of_model_and_optimizer(server: Server, tmp_path: Path) -> None:
+    """By ranges, also where another number of ranks has saved them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=2048)).save_pretrained(tmp_path)
+    for ranks in (2, 3):
+        server.sent.clear()
+        for rank, share in enumerate(run_ranks(wide, ranks, server.url, tmp_path, ranks == 2)):
+            assert share > 2**22 and share <= server.sent[f"rank{rank}"] <= 1.1 * share, (ranks, server.sent, share)
+
+
+# ---- faults ----
+
+
+def denied(url: str, folders: dict[str, Path]) -> None:
+    use(url, f"rank{dist.get_rank()}", config_kwargs={"retries": {"max_attempts": 0}, "read_timeout": 5})
+    run = Run(folders["llama"])
+    since_s = time.monotonic()
+    text = refusal(lambda: run.accelerator.save_state("s3://bucket/denied"), CheckpointError)
+    assert "as the test says" in text and "s3://bucket/denied" in text and time.monotonic() - since_s < 60
+    run.accelerator.save_state("s3://bucket/denied", blocking=False)
+    assert "as the test says" in refusal(wait_for_saves)
+    all_ranks(None)
+    assert set(names_in("denied")) == {UNFINISHED}
+    text = refusal(lambda: run.accelerator.load_state(RUN), CheckpointError)
+    assert "as the test says" in text and RUN in text
+
+
+def deny_rank1(rank: str, method: str, path: str, environ: Any) -> int | None:
+    writes, reads = method in ("PUT", "POST") and "distcp" in path, method == "GET" and "run/optimizer_0/__" in path
+    return 403 if rank == "rank1" and (writes or reads) else None
+
+
+def killed_while_it_puts(url: str, folders: dict[str, Path]) -> None:
+    use(url, f"rank{dist.get_rank()}")
+    run = Run(folders["llama"])
+    run.accelerator.load_state(RUN)
+    run.train(3, 6)
+    if dist.get_rank() == 1:
+        fs, left = fsspec.filesystem("s3"), [2]
+        put = fs.put_file
+
+        def killed(*args: Any) -> None:
+            left[0] -= 1
+            kill_self() if left[0] == 0 else put(*args)
+
+        patch.object(fs, "put_file", killed).start()
+    run.accelerator.save_state("s3://bucket/next")
+
+
+def goes_on(url: str, folders: dict[str, Path]) -> None:
+    """What was cut off does not load, the state before does; and the next save to that name is whole."""
+    use(url, f"rank{dist.get_rank()}")
+    run = Run(folders["llama"])
+    text = refusal(lambda: run.accelerator.load_state("s3://bucket/next"), CheckpointError)
+    assert "'s3://bucket/next' is not complete: the save to it was cut off" in text
+    run.accelerator.load_state(RUN)
+    run.train(3, 6)
+    run.accelerator.save_state("s3://bucket/next")
+    other = Run(folders["llama"])
+    other.accelerator.load_state("s3://bucket/next")
+    same(other.whole(), run.whole())
+
+
+def test_what_fails_or_is_killed_damages_nothing(server: Server, folders: dict[str, Path]) -> None:
+    assert MANIFEST in names_in("run"), "the first test saves it"
+    server.fault = deny_rank1
+    try:
+        run_ranks(denied, 2, server.url, folders)
+    finally:
+        server.fault = lambda *_: None
+    with pytest.raises(AssertionError, match="RanksError") as caught:
+        run_ranks(killed_while_it_puts, 2, server.url, folders, timeout_s=120)
+    assert "rank 1" in str(caught.value)
+    assert UNFINISHED in (names := names_in("next")) and MANIFEST not in names
+    run_ranks(goes_on, 2, server.url, folders)
