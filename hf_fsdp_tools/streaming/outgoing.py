@@ -1,5 +1,6 @@
 """The tensors of the checkpoint that a model would be saved as, and the boxes of them that a box of the model holds."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,12 @@ def _of_adapters(model: nn.Module) -> dict[str, PieceTensor]:
 def boxes_of_piece(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
     """Yield the boxes of a tensor that a box of the source of a piece holds, and where they lie in that box, stored
     row-major on its own; `shape` is the source's."""
+    view = piece.view
+    if shape:  # most experts of a stack lie in none of a rank's rows
+        row = math.prod(shape[1:])
+        last = view.offset + sum((n - 1) * step for n, step in zip(view.length, view.strides, strict=True))
+        if last < box.start[0] * row or view.offset >= (box.start[0] + box.length[0]) * row:
+            return
     for part, view in slice_view(piece.view, shape, box):
         start = tuple(a + b for a, b in zip(piece.box.start, part.start, strict=True))
         yield Box(start=start, length=part.length), view
