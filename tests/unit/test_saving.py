@@ -117,6 +117,7 @@ def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> Non
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, process_index=0),
         accelerator=SimpleNamespace(scaler=object()),
+        ema_decay=None,
         allow_incomplete=False,
     )
     with pytest.raises(CheckpointError, match=r"lacks the loss scale \(scaler\.pt\): .*allow_incomplete = True"):
