@@ -97,7 +97,7 @@ def _layout(holders: Holders, size: int) -> Layout | None:
 
 
 def sparse_patches(weights: LiveWeights, changes: Changes) -> list[Any]:
-    """What has changed since the last pass, on rank 0 as vLLM's `SparseWeightPatch` objects; an empty list on other ranks.
+    """What has changed since the last pass, on rank 0 as vLLM's `SparseWeightPatch` objects; none elsewhere.
 
     `changes` is `weights.changes()`, made when vLLM had these weights. `indices` (int32) and `values`, 1-d, lie on the
     device of the mesh, and only they travel. vLLM takes floating-point tensors alone. Every rank must call.
