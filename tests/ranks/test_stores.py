@@ -290,12 +290,6 @@ def fails_in_the_background(folders: dict[str, Path], said: str, most_s: float) 
     still_there(names)
 
 
-def stall(rank: str, method: str, path: str, environ: Any) -> int | None:
-    if rank == "rank1" and method == "PUT" and "safetensors" in path:
-        time.sleep(30)
-    return None
-
-
 def deny(part: str, rank: str = "", code: int = 403) -> Callable[[str, str, str, Any], int | None]:
     """Refuse what one rank, or each, writes to such names; so often that no repetition helps."""
     return lambda who, method, path, environ: (
@@ -322,7 +316,6 @@ FAULTS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
     "the index fails": (deny("index.json", code=400), refused_or_failed, "as the test says", {}),
     "a file appears on no rank": (deny("uploadId", code=400), refused_or_failed, "as the test says", {}),
     "the config fails": (deny("config.json", code=400), refused_or_failed, "as the test says", {"dtype": torch.half}),
-    "one rank's put hangs": (stall, refused_or_failed, "timeout", {}),
     "one rank may not read": (deny_data, cannot_be_read, "as the test says", {}),
     "in the background": (deny("safetensors", "rank0", 400), fails_in_the_background, "as the test says", {}),
 }
