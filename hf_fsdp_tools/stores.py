@@ -60,7 +60,7 @@ def as_url(name: str | PathLike[str]) -> str | None:
     if found is None or text.startswith(("file:", "local:")):
         return None
     if not found["second"]:
-        with suppress(ImportError):
+        with suppress(ImportError):  # without fsspec there are no stores, and the name is a folder's
             from fsspec.registry import known_implementations
 
             if text.partition(":")[0] in known_implementations:
@@ -149,7 +149,7 @@ class Upload:
 
     def discard(self) -> None:
         """Forget what was written; no error."""
-        with suppress(Exception):
+        with suppress(Exception):  # the error that led here is the one to show
             self._file.discard()
             self._file.closed = True  # what collects garbage would write the rest
 

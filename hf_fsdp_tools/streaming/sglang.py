@@ -134,7 +134,7 @@ class SGLangServers:
     def _begin(self) -> None:
         self._ask_all("pause_generation", mode="retract")
         if self._may_be_open:  # an update that failed, or of a trainer that ended, has left a session open
-            with suppress(ConfigError):
+            with suppress(ConfigError):  # where none is open, the server says so
                 self._ask_all("end_weight_update")
         if self._group is None:
             self._join()
