@@ -40,6 +40,7 @@ from benchmarks.measuring import (
     add_page_options,
     add_rank_options,
     measured,
+    on_ranks,
     ranks_of,
     ratio,
     seconds_text,
@@ -48,7 +49,7 @@ from benchmarks.measuring import (
     with_ranks,
 )
 from hf_fsdp_tools import ParallelDims, make_wrap_plan, shard_model
-from tests._dist import hide_gpus, run_ranks
+from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/context.py"
 ACCELERATE, WHOLE = "Accelerate", "whole rows"
@@ -71,8 +72,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         cell = {"kind": kind, "tokens": args.tokens, "ranks": args.ranks, "device": args.device}
 
         def once(name: str, is_first: bool, cell: dict[str, Any] = cell) -> tuple[list[dict[str, Any]], str]:
-            found = run_ranks(one_step, cell["ranks"], name, cell, is_first, timeout_s=900, device=cell["device"])
-            return [figures for figures, _ in found], found[0][1]
+            return on_ranks(one_step, cell["ranks"], name, cell, is_first)
 
         yield {"cell": cell, "rows": measured(CONTESTANTS, args.runs, once), "about": about(SCRIPT, args.device)}
 

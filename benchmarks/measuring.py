@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_tools
-from tests._dist import num_gpus
+from tests._dist import num_gpus, run_ranks
 
 Figures = dict[str, Any]
 Row = dict[str, Any]
@@ -63,6 +63,12 @@ def measured(
             runs[name].append(ranks)
             results.setdefault(name, result)
     return {name: {"failed": failed[name]} if name in failed else _row(runs[name], results[name]) for name in names}
+
+
+def on_ranks(run: Callable[..., tuple[Figures, str]], ranks: int, name: str, cell: Figures, *args: Any) -> Any:
+    """What `measured` asks of a run, by a function that each rank of a cell's device runs."""
+    found = run_ranks(run, ranks, name, cell, *args, timeout_s=900, device=cell["device"])
+    return [figures for figures, _ in found], found[0][1]
 
 
 def _row(runs: list[list[Figures]], result: str) -> Row:

@@ -47,6 +47,7 @@ from benchmarks.measuring import (
     add_rank_options,
     begin,
     measured,
+    on_ranks,
     ranks_of,
     ratio,
     seconds_text,
@@ -58,7 +59,7 @@ from benchmarks.measuring import (
 from hf_fsdp_tools import export_checkpoint, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import local_tensor
 from tests._checkpoints import make_quantized
-from tests._dist import hide_gpus, run_ranks
+from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/packed.py"
 PACKED, PLAIN, QLORA = "stays packed", "dequantised", "QLoRA"
@@ -90,8 +91,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             name: str, is_first: bool, cell: dict[str, Any] = cell, folder: Path = folder
         ) -> tuple[list[dict[str, Any]], str]:
             ranks = 1 if name in (PEFT, BNB) else cell["ranks"]
-            found = run_ranks(one_run, ranks, name, cell, folder, timeout_s=900, device=cell["device"])
-            return [figures for figures, _ in found], found[0][1]
+            return on_ranks(one_run, ranks, name, cell, folder)
 
         yield {"cell": cell, "rows": measured(CONTESTANTS, args.runs, once), "about": about(SCRIPT, args.device)}
 

@@ -45,6 +45,7 @@ from benchmarks.measuring import (
     add_rank_options,
     begin,
     measured,
+    on_ranks,
     ranks_of,
     ratio,
     seconds_text,
@@ -55,7 +56,7 @@ from benchmarks.measuring import (
 )
 from hf_fsdp_tools import from_pretrained, live_weights
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from tests._dist import hide_gpus, run_ranks
+from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/stream.py"
 BUCKETS, EVERYWHERE, CHANGED = "buckets", "buckets, all ranks", "changed only"
@@ -93,8 +94,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         def once(
             name: str, is_first: bool, cell: dict[str, Any] = cell, folder: Path = folder
         ) -> tuple[list[dict[str, Any]], str]:
-            found = run_ranks(one_run, cell["ranks"], name, cell, folder, timeout_s=900, device=cell["device"])
-            return [figures for figures, _ in found], found[0][1]
+            return on_ranks(one_run, cell["ranks"], name, cell, folder)
 
         yield {"cell": cell, "rows": measured(CONTESTANTS, args.runs, once), "about": about(SCRIPT, args.device)}
 
