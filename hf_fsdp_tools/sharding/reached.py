@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 
 def first_float(value: Any) -> torch.Tensor | None:
@@ -35,7 +34,7 @@ class _ReachAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
-        return output.view_as(output)
+        return output.detach()  # no view: FSDP2 warns of outputs that are
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

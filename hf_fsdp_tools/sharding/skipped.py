@@ -13,6 +13,7 @@ everything that follows, in the backward pass too, comes in the order of a rank 
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import all_ranks, by_rank
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forward
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
+from hf_fsdp_tools.sharding.parallel import is_parallel
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
@@ -53,18 +55,20 @@ class _Passes:
         self._owners: dict[int, nn.Module] = {}
         self._steps: list[list[FSDPModule]] = []
         """What runs one after the other: the units of a stack, or one unit."""
-        stack_of: dict[nn.Module, list[ModuleNode]] = {b.module: blocks for blocks in find_blocks(tree) for b in blocks}
-        step_of: dict[int, int] = {}
+        stacks = [(blocks, owner) for blocks in find_blocks(tree) if (owner := _owner(blocks)) is not None]
+        stacks = [s for s in stacks if any(isinstance(block.module, FSDPModule) for block in s[0])]
+        owned = Counter(owner for _, owner in stacks)  # of several, any may run between blocks of another
+        stack_of = {b.module: s for s in stacks if owned[s[1]] == 1 for b in s[0]}
+        step_of: dict[nn.Module, int] = {}
         self._place: dict[nn.Module, tuple[int, int]] = {}
         """Of the modules of a unit: its step, and where it is in it."""
         for unit in outer:
-            blocks = stack_of.get(unit)  # type: ignore[call-overload]  # a module, too
-            owner = _owner(blocks) if blocks else None
-            step = step_of.get(id(blocks), len(self._steps)) if owner is not None else len(self._steps)
+            owner = stack_of.get(unit, (None, None))[1]  # type: ignore[call-overload]  # a module, too
+            step = len(self._steps) if owner is None else step_of.setdefault(owner, len(self._steps))
             if step == len(self._steps):
                 self._steps.append([])
             if owner is not None:
-                step_of[id(blocks)], self._owners[step] = step, owner
+                self._owners[step] = owner
             for module in unit_modules(unit):
                 self._place[module] = step, len(self._steps[step])
             self._steps[step].append(unit)
@@ -78,17 +82,25 @@ class _Passes:
         """Of the stacks whose owner runs: how many of their units have taken part."""
         self._pending: list[torch.Tensor] = []
         """Results of units that ran empty, until something that is computed with takes them into its graph."""
+        self._alone: tuple[int, int] | None = None
+        """The last unit of what this rank runs now, and others run empty."""
+        self._results: list[torch.Tensor] = []
+        """What such units gave. Nothing may depend on it (LLaVA's last block); where they ran empty, something does."""
 
     def hooks(self) -> list[Any]:
         """Register all hooks; their handles."""
+        begin = self._model.register_forward_pre_hook
+        if is_parallel(self._model):  # within a unit, these ranks would wait for the others
+            return [begin(_eager(self._begin), prepend=True, with_kwargs=True)]
         handles: list[Any] = [self._model.register_forward_hook(self._end, prepend=True)]
         for step, owner in self._owners.items():
-            handles.append(owner.register_forward_pre_hook(_alone(lambda *_, step=step: self._opened(step))))
-            close = _alone(lambda _, __, output, step=step: self._closed(step, output))
+            handles.append(owner.register_forward_pre_hook(_eager(lambda *_, step=step: self._opened(step))))
+            close = _eager(lambda _, __, output, step=step: self._closed(step, output))
             handles.append(owner.register_forward_hook(close, prepend=True))
         for module in self._place:
-            handles.append(module.register_forward_pre_hook(_alone(self._enter), prepend=True, with_kwargs=True))
-        handles.append(self._model.register_forward_pre_hook(_alone(self._begin), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(_eager(self._leave)))  # after FSDP2's own
+            handles.append(module.register_forward_pre_hook(_eager(self._enter), prepend=True, with_kwargs=True))
+        handles.append(begin(_eager(self._begin), prepend=True, with_kwargs=True))
         return handles
 
     # ---- hooks ----
@@ -104,6 +116,13 @@ class _Passes:
             self._count = len(present)
             everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=self._ranks)
             self._meets = any(other != present for other in everywhere)
+            if self._meets and is_parallel(model):
+                raise RanksError(
+                    f"The ranks give {type(model).__name__} different inputs: "
+                    f"{by_rank([', '.join(names) or 'text alone' for names in everywhere], self._ranks)}. Where ranks "
+                    "share layers or experts, all run the same encoders: give every rank an image (a row of which no "
+                    "token counts in the loss), or use tp_size 1 and ep_size 1."
+                )
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a unit runs: those that this rank left out, and those that other ranks run first."""
@@ -128,6 +147,12 @@ class _Passes:
         hidden = self._attach(hidden)
         return None if hidden is tensor else with_tensor((args, kwargs), tensor, hidden)
 
+    def _leave(self, module: nn.Module, args: object, output: Any) -> None:
+        if self._alone == self._place[module] and not in_backward():
+            self._alone, result = None, first_float(output)
+            if result is not None and result.requires_grad:
+                self._results.append(result)
+
     def _opened(self, step: int) -> None:
         if self._runs and step in self._owners and not in_backward():
             self._open[step] = 0
@@ -149,7 +174,7 @@ class _Passes:
         self._meet(None, None)
         hidden = self._attach(tensor)
         if self._meets and hidden is not None and hidden.requires_grad and torch.is_grad_enabled():
-            hidden = reach_all(hidden, *_own_weights([model]))
+            hidden = reach_all(hidden, *_own_weights([model]), *self._results)
         self._forget()
         return None if hidden is tensor else with_tensor(output, tensor, hidden)
 
@@ -171,9 +196,13 @@ class _Passes:
             answers = all_ranks(own, "running the units of a forward pass", ranks=self._ranks)
             # those with the most inputs first: encoders run before what reads their results
             asked = [(-count, place, *rest) for count, place, *rest in answers if place is not None]
-            if not asked or (first := min(asked))[1] == wanted:
+            if not asked:
                 return
-            _, (step, index), is_grad, needs_grad = first
+            _, (step, index), is_grad, needs_grad = min(asked)
+            if (step, index) == wanted:
+                is_alone = any(place != wanted for _, place, *_ in answers)
+                self._alone = (step, index if index >= 0 else len(self._steps[step]) - 1) if is_alone else None
+                return
             units = self._steps[step] if index < 0 else self._steps[step][index : index + 1]
             with torch.set_grad_enabled(is_grad):
                 empty = torch.zeros((), device=next(self._model.parameters()).device, requires_grad=needs_grad)
@@ -192,12 +221,6 @@ class _Passes:
 
     def _empty(self, unit: FSDPModule, hidden: torch.Tensor) -> torch.Tensor:
         members = unit_modules(unit)
-        if any(note_of(module).is_dispatched for member in members for module in member.modules()):
-            name = next(node.fqn for node in self._tree if node.module is members[0])
-            raise RanksError(
-                f"Rank {rank_and_size()[0]} does not run {name!r}, whose experts ranks share (ep_size): tokens of other "
-                "ranks would wait for it. Let every rank run it, or use ep_size 1."
-            )
 
         def inside(hidden: torch.Tensor) -> torch.Tensor:
             hidden = self._join_with(list(_units_below(members)), hidden)
@@ -214,7 +237,7 @@ class _Passes:
         return reach_all(hidden, *pending) if pending and torch.is_grad_enabled() else hidden
 
 
-def _alone(hook: Any) -> Any:
+def _eager(hook: Any) -> Any:
     return torch.compiler.disable(hook)
 
 
