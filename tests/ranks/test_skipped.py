@@ -1,7 +1,7 @@
 """Units that one rank does not run, and others do: towers without inputs, dropped layers, early exits."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.distributed import rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.proof.batches import candidates, random_batch
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
+from hf_fsdp_tools.sharding import shard, skipped
 from tests._dist import run_cases, run_ranks
-from tests._training import full_gradients
+from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
 
 KINDS = {
     "llava": hf.LlavaForConditionalGeneration,
@@ -29,6 +31,7 @@ KINDS = {
     "mllama": hf.MllamaForConditionalGeneration,
     "qwen2_audio": hf.Qwen2AudioForConditionalGeneration,
 }
+NO_CHANCE = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 Batch = dict[str, Any]
 Log = list[tuple[str, str]]
 
@@ -41,7 +44,7 @@ def text_only(batch: Batch, seed: int) -> Batch:
 
 @contextmanager
 def logged() -> Iterator[Log]:
-    """FSDP2's collectives of this rank in their order, each with what it gathers or reduces, and rounds of the store."""
+    """FSDP2's collectives of this rank in their order, each with what it is of, and rounds of the store."""
     log: Log = []
 
     def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,16 +147,126 @@ def train_on_towers(
     return logs
 
 
-def run_towers(cases: dict[str, Any]) -> Any:
-    runs = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
-    checkpointed = {"activation_checkpointing": True}
-    runs |= {f"{kind}, recomputed": partial(train_on_towers, *cases[kind], **checkpointed) for kind in ("llava",)}
+def run_towers(cases: dict[str, Any], folder: Path) -> Any:
+    runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
+    runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
+    runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
+    runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
+    runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen2_5_vl"])
     return run_cases(runs)
 
 
-def test_images_or_sound_on_one_rank_only(cases):
+def costs_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
+    """Where all ranks have images, the collectives are those of a model without these hooks."""
+    logs = []
+    for is_joined in (True, False):
+        with nullcontext() if is_joined else patch.object(shard, "join_skipped", lambda *_: []):
+            model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+        for batch in (steps[0][0], steps[2][0]):
+            with logged() as log:
+                gradients(model, [batch])
+            logs.append([each for each in log if each[0] != "exchange"])
+    assert logs[:2] == logs[2:] and len(logs[0]) > len(logs[1])
+
+
+def trains_in_a_trainer(
+    folder: Path, kind: Any, steps: list[list[Batch]], losses: Any, expected: Any, out: Path
+) -> None:
+    """Rows with an image on rank 0 only, two of them a step; evaluated on the same."""
+    batch = steps[0][dist.get_rank()]
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 1}
+    settings |= {"per_device_train_batch_size": 1, "learning_rate": 1e-3}
+    trainer = ShardedTrainer(
+        model=model, args=arguments(out, **settings), train_dataset=[{"number": i} for i in range(16)],
+        eval_dataset=[{"number": i} for i in range(2)], data_collator=lambda rows: dict(batch),
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first
+    moved = apart(full_parameters(trainer.model), full_parameters(model_of(folder, kind)))
+    assert 1e-4 < moved < 1e-2  # three steps of Adam, each of at most the learning rate
+
+
+def model_of(folder: Path, kind: Any) -> Any:
+    return kind.from_pretrained(folder)
+
+
+def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+    with patch.object(skipped, "is_parallel", lambda _: True), pytest.raises(RanksError, match="text alone on rank 1"):
+        model(**steps[0][dist.get_rank()])
+
+
+def test_images_or_sound_on_one_rank_only(cases, tmp_path):
     """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
-    for kind, logs in run_ranks(run_towers, 2, cases)[0].items():
-        *differ, alike = ([name for name, _ in log].count("exchange") for log in logs)
+    results = run_ranks(run_towers, 2, cases, tmp_path)[0]
+    for kind in cases:
+        *differ, alike = ([name for name, _ in log].count("exchange") for log in results[kind])
         assert alike == 1, kind  # the names of the inputs are compared, and nothing else
         assert all(2 < count < 20 for count in differ), (kind, differ)
+
+
+# ---- layers ----
+
+
+def exit_early(model: Any, layers: int) -> None:
+    """Run the first layers alone, then the final norm and the head."""
+    model.config.num_hidden_layers = layers
+
+
+def with_dropped_layers(model: Any, row: int) -> None:
+    """Drop layers by chance, others for each row and pass."""
+    torch.manual_seed(row)
+
+
+LAYERS: dict[str, tuple[Any, Callable[[Any, int], None]]] = {
+    "early exit": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 1 + row)),
+    "no layer": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 2 * (row % 2))),
+    "dropped": (hf.BartConfig(encoder_layerdrop=0.5, decoder_layerdrop=0.5, **NO_CHANCE), with_dropped_layers),
+}
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory) -> dict[str, Any]:
+    """Models that leave layers out, rows for four passes on two ranks, and what one process makes of them."""
+    made = {}
+    for name, (config, prepare) in LAYERS.items():
+        kind = hf.LlamaForCausalLM if config.model_type == "llama" else hf.BartForConditionalGeneration
+        tiny = shrink(config, "tiny")
+        model = build(kind, tiny).train()
+        folder = tmp_path_factory.mktemp("layers")
+        model.save_pretrained(folder)
+        ids = torch.randint(5, 20, (4, 1, 8), generator=torch.Generator().manual_seed(0))
+        batches = [{"input_ids": i, "labels": i} for i in ids]
+        losses = []
+        for row, batch in enumerate(batches):
+            prepare(model, row)
+            losses += gradients(model, [batch], scale=0.5)
+        made[name] = folder, kind, name, batches, losses, {n: p.grad for n, p in model.named_parameters()}
+    return made
+
+
+def train_on_layers(
+    folder: Path, kind: Any, name: str, batches: list[Batch], losses: list[float], expected: Any, **settings: Any
+) -> None:
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False}, **settings).train()
+    for first in (0, 2):
+        row = first + dist.get_rank()
+        LAYERS[name][1](model, row)
+        with logged() as log:
+            found = gradients(model, [batches[row]])
+        assert found == pytest.approx([losses[row]], abs=1e-4)
+        assert not [name for name, _ in same_on_all(log) if name == "exchange"]
+    assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
+
+
+def run_layers(layered: dict[str, Any]) -> Any:
+    runs = {name: partial(train_on_layers, *case) for name, case in layered.items()}
+    runs["early exit, recomputed"] = partial(train_on_layers, *layered["early exit"], activation_checkpointing=True)
+    return run_cases(runs)
+
+
+def test_layers_that_one_rank_leaves_out(layered):
+    """Each rank leaves out others: gradients are those of one process, and nothing is asked of other ranks."""
+    run_ranks(run_layers, 2, layered)
