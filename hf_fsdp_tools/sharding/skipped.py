@@ -191,8 +191,7 @@ class _Passes:
     def _meet(self, wanted: tuple[int, int] | None, hidden: torch.Tensor | None) -> None:
         """Run empty what other ranks run before the unit or the stack that this rank is about to run."""
         while self._meets:
-            needs_grad = hidden is not None and hidden.requires_grad
-            own = (self._count, wanted, torch.is_grad_enabled(), needs_grad)
+            own: Any = (self._count, wanted, torch.is_grad_enabled(), hidden is not None and hidden.requires_grad)
             answers = all_ranks(own, "running the units of a forward pass", ranks=self._ranks)
             # those with the most inputs first: encoders run before what reads their results
             asked = [(-count, place, *rest) for count, place, *rest in answers if place is not None]
@@ -205,14 +204,17 @@ class _Passes:
                 return
             units = self._steps[step] if index < 0 else self._steps[step][index : index + 1]
             with torch.set_grad_enabled(is_grad):
-                empty = torch.zeros((), device=next(self._model.parameters()).device, requires_grad=needs_grad)
-                self._pending.append(self._join_with(units, empty))
+                self._join(units, None, needs_grad=needs_grad)
 
-    def _join(self, units: Sequence[FSDPModule], hidden: torch.Tensor | None) -> torch.Tensor | None:
-        if units and hidden is None:
-            empty = torch.zeros((), device=next(self._model.parameters()).device)
-            self._pending.append(self._join_with(units, empty))
-        return hidden if hidden is None else self._join_with(units, hidden)
+    def _join(
+        self, units: Sequence[FSDPModule], hidden: torch.Tensor | None, *, needs_grad: bool = False
+    ) -> torch.Tensor | None:
+        """Run units empty with a tensor, which is handed on; without one, with one that later results take up."""
+        if hidden is not None or not units:
+            return hidden if hidden is None else self._join_with(units, hidden)
+        device = note_of(self._model).sharding.mesh.device_type
+        self._pending.append(self._join_with(units, torch.zeros((), device=device, requires_grad=needs_grad)))
+        return None
 
     def _join_with(self, units: Sequence[FSDPModule], hidden: torch.Tensor) -> torch.Tensor:
         for unit in units:
@@ -238,7 +240,7 @@ class _Passes:
 
 
 def _eager(hook: Any) -> Any:
-    return torch.compiler.disable(hook)
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _is_there(value: Any) -> bool:
