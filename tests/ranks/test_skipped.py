@@ -130,12 +130,22 @@ def cases(tmp_path_factory) -> dict[str, Any]:
 
 
 def train_on_towers(
-    folder: Path, kind: Any, steps: list[list[Batch]], losses: list[list[float]], expected: Any, **settings: Any
+    folder: Path,
+    kind: Any,
+    steps: list[list[Batch]],
+    losses: list[list[float]],
+    expected: Any,
+    *,
+    frozen: str | None = None,
+    **settings: Any,
 ) -> list[Log]:
     """Evaluate and accumulate; the collectives of each forward and backward pass, which all ranks run alike."""
     rank, logs = dist.get_rank(), []
     model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False}, **settings)
     model.train(bool(settings))
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
+        expected = {name: gradient for name, gradient in expected.items() if not name.startswith(f"{frozen}.")}
     for step, of_ranks in zip(steps, losses, strict=True):
         with torch.no_grad(), logged() as log:
             assert model(**step[rank]).loss.item() == pytest.approx(of_ranks[rank], abs=1e-4)
@@ -150,6 +160,8 @@ def train_on_towers(
 def run_towers(cases: dict[str, Any], folder: Path) -> Any:
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
     runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
+    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+        runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
     runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
     runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
     runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen2_5_vl"])
