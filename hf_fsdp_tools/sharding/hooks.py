@@ -288,7 +288,7 @@ def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.
     weights = [weight for weight in experts.parameters() if weight.requires_grad]
     if not weights or not torch.is_grad_enabled():
         return output
-    tensor = first_float(output)
+    tensor = None if isinstance(output, dict) else first_float(output)
     return output if tensor is None else with_tensor(output, tensor, reach_all(tensor, *weights))
 
 
