@@ -47,6 +47,7 @@ class Server:
 @contextmanager
 def s3_server() -> Iterator[Server]:
     """A server with an empty bucket `bucket`."""
+    from moto.backends import get_backend
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -59,6 +60,7 @@ def s3_server() -> Iterator[Server]:
     app.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    get_backend("s3").reset()  # moto keeps buckets in the process: those of a server before this one, too
     try:
         use(app.url, "tests")
         fsspec.filesystem("s3").mkdir("bucket")

@@ -235,6 +235,24 @@ def complete_unit(module: FSDPModule, output: Any) -> Any:
     return output
 
 
+def pass_through(
+    module: FSDPModule, hidden: torch.Tensor, inside: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Do all that FSDP2 does around the forward pass of a unit, which runs `inside` in place of its modules."""
+    state = _state_of(module)
+    with torch.inference_mode(False):
+        make_gathered_memory(module)
+    (hidden,), _ = state._pre_forward(state._modules[0], (hidden,), {})
+    output: torch.Tensor = state._post_forward(state._modules[0], (hidden,), inside(hidden))
+    return output
+
+
+def in_backward() -> bool:
+    """Whether autograd runs, as where activations are recomputed."""
+    graph: int = torch._C._current_graph_task_id()
+    return graph != -1
+
+
 # ---- memory of shards ----
 
 

@@ -21,6 +21,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     make_gathered_memory,
     use_frozen_in_place,
 )
+from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
@@ -287,32 +288,8 @@ def _reach_experts(runner: nn.Module, args: object, output: Any, *, experts: nn.
     weights = [weight for weight in experts.parameters() if weight.requires_grad]
     if not weights or not torch.is_grad_enabled():
         return output
-    if isinstance(output, torch.Tensor):
-        return _reach_all(output, *weights) if output.is_floating_point() else output
-    if type(output) in (tuple, list):
-        first = next((i for i, o in enumerate(output) if isinstance(o, torch.Tensor) and o.is_floating_point()), None)
-        if first is not None:
-            reached = _reach_all(output[first], *weights)
-            return type(output)((*output[:first], reached, *output[first + 1 :]))
-    return output
-
-
-class _ReachAll(torch.autograd.Function):
-    """The identity of its first input, which gives all others a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # One zero, seen in the shape of the weight: only an expert without a gradient takes memory.
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.likes)
-        return (*grads, *zeros)
-
-
-_reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
+    tensor = None if isinstance(output, dict) else first_float(output)
+    return output if tensor is None else with_tensor(output, tensor, reach_all(tensor, *weights))
 
 
 def _complete_units(model: nn.Module, args: object, output: Any) -> Any:

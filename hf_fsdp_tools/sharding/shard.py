@@ -41,6 +41,7 @@ from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
 from hf_fsdp_tools.sharding.replicated import average_gradients
+from hf_fsdp_tools.sharding.skipped import join_skipped
 from hf_fsdp_tools.sharding.vocabulary_parallel import divide_loss
 from hf_fsdp_tools.text import dtype_name
 
@@ -296,7 +297,8 @@ def runners_of_experts(tree: ModuleTree) -> Iterator[tuple[nn.Module, nn.Module]
 
 def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None = None) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
-    experts = dict(runners_of_experts(tree or ModuleTree(model)))
+    tree = tree or ModuleTree(model)
+    experts = dict(runners_of_experts(tree))
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
@@ -339,6 +341,9 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
+    if sharding.mesh.size() > 1:
+        ranks = sorted(sharding.mesh.mesh.flatten().tolist())
+        add_to_note(model, hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks)))
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     add_to_note(model, sharding=sharding)

@@ -1,0 +1,285 @@
+"""Units that this rank does not run while others do: they take part in gathering, and in reducing with zeros.
+
+FSDP2 gathers a unit when its module runs. A rank that leaves one out (no image in its batch, a dropped layer, an early
+exit) would answer with the shards of the next unit: the run hangs, or computes with wrong weights.
+
+    stack     its blocks run in their order, once in each forward pass of the module above them, its owner. A rank that
+              comes to a later block, to another unit or to the owner's end runs those that it left out empty.
+    meeting   where ranks give a model different inputs (images on some ranks only), they tell each other before each
+              stack and each other unit which one they run next; the others run it empty.
+
+To run a unit empty is to go through FSDP2's own steps around its forward pass with a tensor that is handed on, so that
+everything that follows, in the backward pass too, comes in the order of a rank that runs it.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_fsdp_tools.distributed.agreement import all_ranks, by_rank
+from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forward
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.planning.stacks import find_blocks
+from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
+from hf_fsdp_tools.sharding.parallel import is_parallel
+from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
+
+_MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
+"""How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
+
+
+def join_skipped(model: nn.Module, tree: ModuleTree, ranks: Sequence[int]) -> list[Any]:
+    """Let the units of a sharded model take part in every forward pass of it; return the handles of the hooks.
+
+    Nothing is communicated now. A forward pass of a model that takes text and other inputs exchanges the names of its
+    inputs through the store, and nothing more where all ranks give the same.
+    """
+    return _Passes(model, tree, ranks).hooks()
+
+
+class _Passes:
+    """The forward passes of one model, one after the other."""
+
+    def __init__(self, model: nn.Module, tree: ModuleTree, ranks: Sequence[int]) -> None:
+        self._model, self._tree, self._ranks = model, tree, ranks
+        taken = tuple(inspect.signature(model.forward).parameters)
+        self._taken = taken
+        self._media = {name for name in taken if name.startswith(_MEDIA)} if "input_ids" in taken else set()
+        outer = list(_units_below([model]))
+        self._owners: dict[int, nn.Module] = {}
+        self._steps: list[list[FSDPModule]] = []
+        """What runs one after the other: the units of a stack, or one unit."""
+        stacks = [(blocks, owner) for blocks in find_blocks(tree) if (owner := _owner(blocks)) is not None]
+        stacks = [s for s in stacks if any(isinstance(block.module, FSDPModule) for block in s[0])]
+        owned = Counter(owner for _, owner in stacks)  # of several, any may run between blocks of another
+        stack_of = {b.module: s for s in stacks if owned[s[1]] == 1 for b in s[0]}
+        step_of: dict[nn.Module, int] = {}
+        self._place: dict[nn.Module, tuple[int, int]] = {}
+        """Of the modules of a unit: its step, and where it is in it."""
+        for unit in outer:
+            owner = stack_of.get(unit, (None, None))[1]  # type: ignore[call-overload]  # a module, too
+            step = len(self._steps) if owner is None else step_of.setdefault(owner, len(self._steps))
+            if step == len(self._steps):
+                self._steps.append([])
+            if owner is not None:
+                self._owners[step] = owner
+            for module in unit_modules(unit):
+                self._place[module] = step, len(self._steps[step])
+            self._steps[step].append(unit)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._runs = self._meets = False
+        self._count = 0
+        """The number of inputs beside the text that this rank has."""
+        self._open: dict[int, int] = {}
+        """Of the stacks whose owner runs: how many of their units have taken part."""
+        self._pending: list[torch.Tensor] = []
+        """Results of units that ran empty, until something that is computed with takes them into its graph."""
+        self._alone: tuple[int, int] | None = None
+        """The last unit of what this rank runs now, and others run empty."""
+        self._results: list[torch.Tensor] = []
+        """What such units gave. Nothing may depend on it (LLaVA's last block); where they ran empty, something does."""
+
+    def hooks(self) -> list[Any]:
+        """Register all hooks; their handles."""
+        begin = self._model.register_forward_pre_hook
+        if is_parallel(self._model):  # within a unit, these ranks would wait for the others
+            return [begin(_eager(self._begin), prepend=True, with_kwargs=True)]
+        handles: list[Any] = [self._model.register_forward_hook(self._end, prepend=True)]
+        for step, owner in self._owners.items():
+            handles.append(owner.register_forward_pre_hook(_eager(lambda *_, step=step: self._opened(step))))
+            close = _eager(lambda _, __, output, step=step: self._closed(step, output))
+            handles.append(owner.register_forward_hook(close, prepend=True))
+        for module in self._place:
+            handles.append(module.register_forward_hook(_eager(self._leave)))  # after FSDP2's own
+            handles.append(module.register_forward_pre_hook(_eager(self._enter), prepend=True, with_kwargs=True))
+        handles.append(begin(_eager(self._begin), prepend=True, with_kwargs=True))
+        return handles
+
+    # ---- hooks ----
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forget()
+        if in_backward() or note_of(model).gathered:  # then nothing is gathered, and ranks run passes of their own
+            return
+        self._runs = True
+        if self._media:
+            given = dict(zip(self._taken, args, strict=False)) | kwargs
+            present = sorted(name for name in self._media if _is_there(given.get(name)))
+            self._count = len(present)
+            everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=self._ranks)
+            self._meets = any(other != present for other in everywhere)
+            if self._meets and is_parallel(model):
+                raise RanksError(
+                    f"The ranks give {type(model).__name__} different inputs: "
+                    f"{by_rank([', '.join(names) or 'text alone' for names in everywhere], self._ranks)}. Where ranks "
+                    "share layers or experts, all run the same encoders: give every rank an image (a row of which no "
+                    "token counts in the loss), or use tp_size 1 and ep_size 1."
+                )
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a unit runs: those that this rank left out, and those that other ranks run first."""
+        if not self._runs or in_backward():
+            return None
+        step, index = self._place[module]
+        tensor = hidden = first_float((*args, *kwargs.values()))
+        for other in [other for other in reversed(self._open) if other != step]:
+            if self._open[other] or step > other:
+                hidden = self._finish(other, hidden)
+        done = self._open.get(step)
+        if done is None:
+            self._meet((step, index), hidden)
+        elif index < done - 1:  # not in this order: a unit at a time from now on
+            self._open.pop(step), self._owners.pop(step)
+            self._meet((step, index), hidden)
+        elif index >= done:
+            if not done:
+                self._meet((step, -1), hidden)
+            hidden = self._join(self._steps[step][done:index], hidden)
+            self._open[step] = index + 1
+        hidden = self._attach(hidden)
+        return None if hidden is tensor else with_tensor((args, kwargs), tensor, hidden)
+
+    def _leave(self, module: nn.Module, args: object, output: Any) -> None:
+        if self._alone == self._place[module] and not in_backward():
+            self._alone, result = None, first_float(output)
+            if result is not None and result.requires_grad:
+                self._results.append(result)
+
+    def _opened(self, step: int) -> None:
+        if self._runs and step in self._owners and not in_backward():
+            self._open[step] = 0
+
+    def _closed(self, step: int, output: Any) -> Any:
+        if not self._runs or step not in self._open or in_backward():
+            return None
+        tensor = first_float(output)
+        hidden = self._attach(self._finish(step, tensor))
+        del self._open[step]
+        return None if hidden is tensor else with_tensor(output, tensor, hidden)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def _end(self, model: nn.Module, args: object, output: Any) -> Any:
+        """At the end of the model's forward pass: what other ranks still run, and zeros for what the root holds."""
+        if not self._runs:
+            return None
+        tensor = first_float(output)
+        self._meet(None, None)
+        hidden = self._attach(tensor)
+        if self._meets and hidden is not None and hidden.requires_grad and torch.is_grad_enabled():
+            hidden = reach_all(hidden, *_own_weights([model]), *self._results)
+        self._forget()
+        return None if hidden is tensor else with_tensor(output, tensor, hidden)
+
+    # ---- units that run empty ----
+
+    def _finish(self, step: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the units of a stack empty that have not taken part."""
+        done, units = self._open[step], self._steps[step]
+        if not done:
+            self._meet((step, -1), hidden)
+        self._open[step] = len(units)
+        return self._join(units[done:], hidden)
+
+    def _meet(self, wanted: tuple[int, int] | None, hidden: torch.Tensor | None) -> None:
+        """Run empty what other ranks run before the unit or the stack that this rank is about to run."""
+        while self._meets:
+            own: Any = (self._count, wanted, torch.is_grad_enabled(), hidden is not None and hidden.requires_grad)
+            answers = all_ranks(own, "running the units of a forward pass", ranks=self._ranks)
+            # those with the most inputs first: encoders run before what reads their results
+            asked = [(-count, place, *rest) for count, place, *rest in answers if place is not None]
+            if not asked:
+                return
+            _, (step, index), is_grad, needs_grad = min(asked)
+            if (step, index) == wanted:
+                is_alone = any(place != wanted for _, place, *_ in answers)
+                self._alone = (step, index if index >= 0 else len(self._steps[step]) - 1) if is_alone else None
+                return
+            units = self._steps[step] if index < 0 else self._steps[step][index : index + 1]
+            with torch.set_grad_enabled(is_grad):
+                self._join(units, None, needs_grad=needs_grad)
+
+    def _join(
+        self, units: Sequence[FSDPModule], hidden: torch.Tensor | None, *, needs_grad: bool = False
+    ) -> torch.Tensor | None:
+        """Run units empty with a tensor, which is handed on; without one, with one that later results take up."""
+        if hidden is not None or not units:
+            return hidden if hidden is None else self._join_with(units, hidden)
+        device = note_of(self._model).sharding.mesh.device_type
+        self._pending.append(self._join_with(units, torch.zeros((), device=device, requires_grad=needs_grad)))
+        return None
+
+    def _join_with(self, units: Sequence[FSDPModule], hidden: torch.Tensor) -> torch.Tensor:
+        for unit in units:
+            hidden = self._empty(unit, hidden)
+        return hidden
+
+    def _empty(self, unit: FSDPModule, hidden: torch.Tensor) -> torch.Tensor:
+        members = unit_modules(unit)
+
+        def inside(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self._join_with(list(_units_below(members)), hidden)
+            return reach_all(hidden, *_own_weights(members)) if torch.is_grad_enabled() else hidden
+
+        return pass_through(unit, hidden, inside)
+
+    def _attach(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Take the results of units that ran empty into the graph of a tensor."""
+        if hidden is None or not self._pending:
+            return hidden
+        pending = [result for result in self._pending if result.requires_grad]
+        self._pending.clear()
+        return reach_all(hidden, *pending) if pending and torch.is_grad_enabled() else hidden
+
+
+def _eager(hook: Any) -> Any:
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None and not (isinstance(value, torch.Tensor) and not value.numel())
+
+
+def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:
+    """The module whose forward pass runs all of these blocks."""
+    others = [set(block.ancestors()) for block in blocks[1:]]
+    above = (node for node in blocks[0].ancestors() if has_forward(node.module))
+    return next((node.module for node in above if all(node in each for each in others)), None)
+
+
+def _below(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a unit and those below that are in no other unit, and the outermost ones of those; each once."""
+    seen: set[nn.Module] = set()
+    stack = list(reversed(list(modules)))
+    roots = set(stack)
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module
+        if module in roots or not isinstance(module, FSDPModule):
+            stack += reversed(list(module.children()))
+
+
+def _units_below(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+    """The outermost units within a unit, each by the first of its modules."""
+    seen: set[nn.Module] = set(modules)
+    for module in _below(modules):
+        if isinstance(module, FSDPModule) and module not in seen:
+            seen.update(unit_modules(module))
+            yield module
+
+
+def _own_weights(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The weights of a unit that need a gradient, as they are registered now, and whole ones beside them."""
+    own = (module for module in _below(modules) if module in modules or not isinstance(module, FSDPModule))
+    weights = (weight for module in own for weight in module._parameters.values())
+    return list(dict.fromkeys(weight for weight in weights if weight is not None and weight.requires_grad))

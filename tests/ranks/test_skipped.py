@@ -1,0 +1,284 @@
+"""Units that one rank does not run, and others do: towers without inputs, dropped layers, early exits."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
+
+from hf_fsdp_tools import from_pretrained
+from hf_fsdp_tools.distributed import rounds
+from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.errors import RanksError
+from hf_fsdp_tools.proof.batches import candidates, random_batch
+from hf_fsdp_tools.proof.case import build
+from hf_fsdp_tools.proof.shrink import shrink
+from hf_fsdp_tools.sharding import shard, skipped
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
+
+KINDS = {
+    "llava": hf.LlavaForConditionalGeneration,
+    "qwen2_5_vl": hf.Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": hf.Qwen3VLForConditionalGeneration,
+    "mllama": hf.MllamaForConditionalGeneration,
+    "qwen2_audio": hf.Qwen2AudioForConditionalGeneration,
+}
+NO_CHANCE = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+Batch = dict[str, Any]
+Log = list[tuple[str, str]]
+
+
+def text_only(batch: Batch, seed: int) -> Batch:
+    """Rows of text alone, of the same shape."""
+    ids = torch.randint(5, 20, batch["input_ids"].shape, generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@contextmanager
+def logged() -> Iterator[Log]:
+    """FSDP2's collectives of this rank in their order, each with what it is of, and rounds of the store."""
+    log: Log = []
+
+    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            log.append((name, first[0]._param_fqn if isinstance(first, list) else ""))
+            return own(first, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, owner in (("foreach_all_gather", fsdp2), ("foreach_reduce", fsdp2), ("exchange", rounds.Rounds)):
+            stack.enter_context(patch.object(owner, name, noting(name, getattr(owner, name))))
+        yield log
+
+
+def same_on_all(log: Log) -> Log:
+    """The collectives, which are the same on all ranks."""
+    logs = all_ranks(log)
+    assert all(other == log for other in logs), logs
+    return log
+
+
+def gradients(model: Any, batches: list[Batch], *, scale: float = 1.0) -> list[float]:
+    """Backward passes over some batches; their losses."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        (loss * scale).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def compared(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """How far gradients are apart, one that is missing counts as zeros; relative to the largest of all."""
+    largest = max(each.abs().max().item() for each in expected.values())
+    zero = torch.zeros(())
+    names = found.keys() | expected.keys()
+    return max((found.get(n, zero) - expected.get(n, zero)).abs().max().item() for n in names) / largest
+
+
+def with_media(kind: str, model: Any, seed: int) -> Batch:
+    """Rows of 40 tokens with an image, or sound, at their beginning."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 20, (2, 40), generator=generator)
+    config = model.config
+    if kind == "qwen2_audio":
+        media = {"input_features": torch.randn(2, 128, 128, generator=generator)}
+        media["feature_attention_mask"] = torch.ones(2, 128, dtype=torch.long)
+        ids[:, :32] = config.audio_token_id
+    elif kind == "llava":
+        media = {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
+        ids[:, :16] = config.image_token_id
+    elif kind == "mllama":
+        side = config.vision_config.image_size
+        media = {"pixel_values": torch.randn(2, 1, 4, 3, side, side, generator=generator)}
+        media["aspect_ratio_ids"] = torch.ones(2, 1, dtype=torch.long)
+        media["aspect_ratio_mask"] = torch.tensor([1, 0, 0, 0]).expand(2, 1, 4)
+        media["cross_attention_mask"] = torch.tensor([1, 0, 0, 0]).expand(2, 40, 1, 4)
+    else:
+        batch = next(candidates(model))
+        return random_batch(batch, seed)
+    return {"input_ids": ids, "labels": ids.clone(), **media}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Any]:
+    """Tiny models, the batches of two ranks, of which some have images or sound, and what one process makes of them."""
+    made = {}
+    for kind, kind_class in KINDS.items():
+        config = shrink(hf.CONFIG_MAPPING[kind](), "tiny")
+        if kind == "mllama":  # layers between others read the images, and are left out without
+            config.vision_config.vision_output_dim = 5 * config.vision_config.hidden_size
+            config.text_config.cross_attention_layers = [1, 3]
+        model = build(kind_class, config)
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        first, second = (with_media(kind, model, seed) for seed in range(2))
+        plain = text_only(first, 1)
+        steps = [[first, text_only(first, 2)], [plain, second], [plain, text_only(first, 3)]]
+        losses = [gradients(model, step, scale=0.5) for step in steps]
+        made[kind] = folder, kind_class, steps, losses, {n: p.grad for n, p in model.named_parameters()}
+    return made
+
+
+def train_on_towers(
+    folder: Path,
+    kind: Any,
+    steps: list[list[Batch]],
+    losses: list[list[float]],
+    expected: Any,
+    *,
+    frozen: str | None = None,
+    **settings: Any,
+) -> list[Log]:
+    """Evaluate and accumulate; the collectives of each forward and backward pass, which all ranks run alike."""
+    rank, logs = dist.get_rank(), []
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False}, **settings)
+    model.train(bool(settings))
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
+        expected = {name: gradient for name, gradient in expected.items() if not name.startswith(f"{frozen}.")}
+    for step, of_ranks in zip(steps, losses, strict=True):
+        with torch.no_grad(), logged() as log:
+            assert model(**step[rank]).loss.item() == pytest.approx(of_ranks[rank], abs=1e-4)
+        same_on_all(log)
+        with logged() as log:
+            assert gradients(model, [step[rank]])[0] == pytest.approx(of_ranks[rank], abs=1e-4)
+        logs.append(same_on_all(log))
+    assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
+    return logs
+
+
+def run_towers(cases: dict[str, Any], folder: Path) -> Any:
+    runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
+    runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
+    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+        runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
+    runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
+    runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
+    runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen2_5_vl"])
+    return run_cases(runs)
+
+
+def costs_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
+    """Where all ranks have images, the collectives are those of a model without these hooks."""
+    logs = []
+    for is_joined in (True, False):
+        with nullcontext() if is_joined else patch.object(shard, "join_skipped", lambda *_: []):
+            model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+        for batch in (steps[0][0], steps[2][0]):
+            with logged() as log:
+                gradients(model, [batch])
+            logs.append([each for each in log if each[0] != "exchange"])
+    assert logs[:2] == logs[2:] and len(logs[0]) > len(logs[1])
+
+
+def trains_in_a_trainer(
+    folder: Path, kind: Any, steps: list[list[Batch]], losses: Any, expected: Any, out: Path
+) -> None:
+    """Rows with an image on rank 0 only, two of them a step; evaluated on the same."""
+    batch = steps[0][dist.get_rank()]
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "remove_unused_columns": False, "seed": 1}
+    settings |= {"per_device_train_batch_size": 1, "learning_rate": 1e-3}
+    trainer = ShardedTrainer(
+        model=model, args=arguments(out, **settings), train_dataset=[{"number": i} for i in range(16)],
+        eval_dataset=[{"number": i} for i in range(2)], data_collator=lambda rows: dict(batch),
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first
+    moved = apart(full_parameters(trainer.model), full_parameters(model_of(folder, kind)))
+    assert 1e-4 < moved < 1e-2  # three steps of Adam, each of at most the learning rate
+
+
+def model_of(folder: Path, kind: Any) -> Any:
+    return kind.from_pretrained(folder)
+
+
+def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+    with patch.object(skipped, "is_parallel", lambda _: True), pytest.raises(RanksError, match="text alone on rank 1"):
+        model(**steps[0][dist.get_rank()])
+
+
+def test_images_or_sound_on_one_rank_only(cases, tmp_path):
+    """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
+    results = run_ranks(run_towers, 2, cases, tmp_path)[0]
+    for kind in cases:
+        *differ, alike = ([name for name, _ in log].count("exchange") for log in results[kind])
+        assert alike == 1, kind  # the names of the inputs are compared, and nothing else
+        assert all(2 < count < 20 for count in differ), (kind, differ)
+
+
+# ---- layers ----
+
+
+def exit_early(model: Any, layers: int) -> None:
+    """Run the first layers alone, then the final norm and the head."""
+    model.config.num_hidden_layers = layers
+
+
+def with_dropped_layers(model: Any, row: int) -> None:
+    """Drop layers by chance, others for each row and pass."""
+    torch.manual_seed(row)
+
+
+LAYERS: dict[str, tuple[Any, Callable[[Any, int], None]]] = {
+    "early exit": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 1 + row)),
+    "no layer": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 2 * (row % 2))),
+    "dropped": (hf.BartConfig(encoder_layerdrop=0.5, decoder_layerdrop=0.5, **NO_CHANCE), with_dropped_layers),
+}
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory) -> dict[str, Any]:
+    """Models that leave layers out, rows for four passes on two ranks, and what one process makes of them."""
+    made = {}
+    for name, (config, prepare) in LAYERS.items():
+        kind = hf.LlamaForCausalLM if config.model_type == "llama" else hf.BartForConditionalGeneration
+        tiny = shrink(config, "tiny")
+        model = build(kind, tiny).train()
+        folder = tmp_path_factory.mktemp("layers")
+        model.save_pretrained(folder)
+        ids = torch.randint(5, 20, (4, 1, 8), generator=torch.Generator().manual_seed(0))
+        batches = [{"input_ids": i, "labels": i} for i in ids]
+        losses = []
+        for row, batch in enumerate(batches):
+            prepare(model, row)
+            losses += gradients(model, [batch], scale=0.5)
+        made[name] = folder, kind, name, batches, losses, {n: p.grad for n, p in model.named_parameters()}
+    return made
+
+
+def train_on_layers(
+    folder: Path, kind: Any, name: str, batches: list[Batch], losses: list[float], expected: Any, **settings: Any
+) -> None:
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False}, **settings).train()
+    for first in (0, 2):
+        row = first + dist.get_rank()
+        LAYERS[name][1](model, row)
+        with logged() as log:
+            found = gradients(model, [batches[row]])
+        assert found == pytest.approx([losses[row]], abs=1e-4)
+        assert not [name for name, _ in same_on_all(log) if name == "exchange"]
+    assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
+
+
+def run_layers(layered: dict[str, Any]) -> Any:
+    runs = {name: partial(train_on_layers, *case) for name, case in layered.items()}
+    runs["early exit, recomputed"] = partial(train_on_layers, *layered["early exit"], activation_checkpointing=True)
+    return run_cases(runs)
+
+
+def test_layers_that_one_rank_leaves_out(layered):
+    """Each rank leaves out others: gradients are those of one process, and nothing is asked of other ranks."""
+    run_ranks(run_layers, 2, layered)
