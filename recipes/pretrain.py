@@ -14,7 +14,8 @@ loss falls from 7.6 to below 5.0 (`hf-fsdp pretrain`). A model and text of your 
 
 `hf-fsdp estimate NAME …` predicts memory and time. `--from_scratch` takes config.json and tokenizer alone, and draws
 the weights on each rank's shards, the same whatever the number of ranks; such a run wants `--learning_rate 3e-4
---warmup_steps 1000` or the like. A resumed run reads the stream from its beginning up to where it stopped.
+--warmup_steps 1000` or the like. A resumed run goes on where the stream stopped (with torchdata, on as many processes;
+otherwise it reads the stream again up to there, and says so).
 """
 
 import math

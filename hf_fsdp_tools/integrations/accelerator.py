@@ -25,6 +25,7 @@ from hf_fsdp_tools.integrations.accelerator_state import (
     check_state,
     fetch_state,
     files_of,
+    load_models,
     load_schedulers,
     numbered_states,
     owner_of,
@@ -42,6 +43,7 @@ from hf_fsdp_tools.integrations.model import (
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
+from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
@@ -91,6 +93,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         _take_up_model(self, model, [])
         return model
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare as `Accelerator.prepare_data_loader` does; with `use_stateful_dataloader`, `save_state` keeps the
+        position of each rank, that of a stream also where rank 0 reads for all."""
+        return keep_exact(super().prepare_data_loader(data_loader, *args, **kwargs))
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Go backward as `Accelerator.backward` does; no unit of a model with `reshard_after_forward=False` is freed
         before the last micro-batch of a step (`sync_gradients`), so that each is gathered once in a step."""
@@ -133,6 +140,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """Save as `Accelerator.save_state` does; an interrupted save leaves an older state in the folder as it was.
 
         Models and optimizers may come in any number and order; an optimizer is saved under the names of its parameters.
+        Of a `PeftModel` (FSDP2) the adapter is saved, with its config, and no frozen weight of the base; the base too
+        where it is not what its files hold (PiSSA, OLoRA, LoftQ, …, merged adapters).
         The state is complete with its manifest, which is written last. Under automatic naming, the oldest states are
         deleted after the new one is complete. Every rank must call.
 
@@ -216,11 +225,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             for i, optimizer, model in optimizers:
                 stack.enter_context(awaiting_state(model, optimizer, folder, i))
             stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder)))
+            load_models(self, folder)
             stack.enter_context(_apart(self, without_scaler=SCALER_NAME in absent))
             super().load_state(str(folder), load_kwargs, **options)
             for i, optimizer, model in optimizers:
                 plain = getattr(optimizer, "optimizer", optimizer)
                 load_fsdp_optimizer(self.state.fsdp_plugin, self, plain, model, str(folder), i)
+        restore_positions(self, folder)
         load_schedulers(self._schedulers, folder, absent, load_kwargs or {})
         # ranks without a file of their own would accumulate out of step
         self.step = all_ranks(self.step, "loading the state")[0]
@@ -326,9 +337,9 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
 
 @contextmanager
 def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
-    """Let Accelerate load all but optimizers and schedulers, which it would pair by their numbers with models."""
-    held = {name: getattr(accelerator, name) for name in ("_optimizers", "_schedulers", "scaler")}
-    accelerator._optimizers, accelerator._schedulers = [], []
+    """Let Accelerate load all but models, and optimizers and schedulers, which it would pair with them by numbers."""
+    held = {name: getattr(accelerator, name) for name in ("_models", "_optimizers", "_schedulers", "scaler")}
+    accelerator._models, accelerator._optimizers, accelerator._schedulers = [], [], []
     if without_scaler:
         accelerator.scaler = None
     try:

@@ -1,27 +1,43 @@
 """The state of an Accelerator, as `save_state` writes and `load_state` reads it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
-from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from accelerate.utils.other import load as load_pickled
+from accelerate.utils.fsdp_utils import load_fsdp_model, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
+from accelerate.utils.other import load as load_by_accelerate
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, storage_errors
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.integrations.resume import check_parts
 from hf_fsdp_tools.integrations.states import StateSave
+from hf_fsdp_tools.integrations.streams import write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
-from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
+from hf_fsdp_tools.modeling.module_tree import own_class, plain_name
+from hf_fsdp_tools.modeling.pickles import load_pickled
+from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
+from hf_fsdp_tools.saving.save_adapter import adapter_tensors, gather_tensors, own_tensors
+from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.sharding.injection import changes_base
 from hf_fsdp_tools.stores import fetch_whole, stub_of
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import listed, quoted
 
 STATE_GLOBS = (
     f"{FSDP_MODEL_NAME}[_.]*",
@@ -34,8 +50,10 @@ STATE_GLOBS = (
     SCALER_NAME,
     f"{RNG_STATE_NAME}_*.pkl",
     "custom_checkpoint_*.pkl",
+    ADAPTER_CONFIG,
 )
-"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py."""
+"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py. The config of
+an adapter is ours."""
 
 
 def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
@@ -75,6 +93,8 @@ def write_state(accelerator: Any, state: StateSave) -> None:
     pairs = [(optimizer, owner_of(optimizer, accelerator._models)) for optimizer in accelerator._optimizers]
     for i, model in enumerate(accelerator._models):
         write_part(accelerator, model, None, state, i)
+        if is_adapted(model):
+            _write_adapter_config(model, state, i)
     for i, (optimizer, model) in enumerate(pairs):
         write_part(accelerator, model, optimizer, state, i)
     for hook in accelerator._save_model_state_pre_hook.values():
@@ -82,8 +102,8 @@ def write_state(accelerator: Any, state: StateSave) -> None:
     on_each_node = accelerator.project_configuration.save_on_each_node
     with agreed("saving schedulers and random states", folder), storage_errors("save to", folder):
         save_accelerator_state(
-            str(folder), [], [], accelerator._schedulers, accelerator._dataloaders, rank, accelerator.step,
-            accelerator.scaler, save_on_each_node=on_each_node,
+            str(folder), [], [], accelerator._schedulers, [], rank, accelerator.step, accelerator.scaler,
+            save_on_each_node=on_each_node,
         )  # fmt: skip
         for i, registered in enumerate(accelerator._custom_objects):
             if any(isinstance(value, DTensor) for value in tree_leaves(registered.state_dict())):
@@ -94,6 +114,7 @@ def write_state(accelerator: Any, state: StateSave) -> None:
                 )
             save_custom_state(registered, str(folder), i, save_on_each_node=on_each_node)
         sync(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
+        state.needed += write_positions(accelerator, folder)
     state.needed += [f"{RNG_STATE_NAME}_{i}.pkl" for i in range(accelerator.num_processes)]
     state.needed += [files_of(SCHEDULER_NAME, i)[1] for i in range(len(accelerator._schedulers))]
     kinds = {FSDP_MODEL_NAME: len(accelerator._models), OPTIMIZER_NAME: len(pairs)}
@@ -105,15 +126,27 @@ def write_state(accelerator: Any, state: StateSave) -> None:
 
 
 def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateSave, index: int) -> None:
-    """Write a model, or an optimizer of it, as Accelerate does.
+    """Write a model, or an optimizer of it, as Accelerate does; of a `PeftModel` the adapter, without the frozen base.
 
     Every rank must call. Errors of a rank before and after the collectives are exchanged, so that no rank enters
     collectives to which another does not come.
     """
     plugin, doing = accelerator.state.fsdp_plugin, f"saving {'a model' if optimizer is None else 'an optimizer'}"
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
+    is_whole = optimizer is not None or not _leaves_base_out(model)
+    chosen: dict[str, torch.Tensor] = {}
+    if not is_whole:
+        with agreed("preparing the adapter", state.folder):
+            chosen = adapter_tensors(model) | _buffers(model)
     if "SHARDED" not in str(plugin.state_dict_type):
-        if optimizer is None:
+        if not is_whole:
+            is_first = accelerator.process_index == 0
+            whole = gather_tensors(chosen, None, keep=is_first)
+            with agreed(doing, state.staging), storage_errors("save to", state.staging):
+                if is_first:
+                    named = {plain_name(name): tensor for name, tensor in whole.items()}
+                    torch.save(named, state.staging / files_of(FSDP_MODEL_NAME, index)[1])
+        elif optimizer is None:
             save_fsdp_model(plugin, accelerator, model, str(state.staging), index)
         else:
             save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(state.staging), index)
@@ -127,11 +160,90 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
         folder.mkdir(parents=True, exist_ok=True)
         if plugin.fsdp_version != 1:
             options = StateDictOptions(cpu_offload=getattr(plugin.state_dict_config, "offload_to_cpu", False))
-            if optimizer is None:
+            if not is_whole:
+                held = get_model_state_dict(model)
+                values = {name: held[name] for name in map(plain_name, chosen)}
+            elif optimizer is None:
                 values = get_model_state_dict(model, options=options)
             else:
                 values = get_optimizer_state_dict(model, optimizer, options=options)
     state.write_dcp({kind: values}, folder)
+
+
+def _leaves_base_out(model: Any) -> bool:
+    """Whether the base of a `PeftModel` is what its files hold, so that a state needs the adapter alone."""
+    if not is_adapted(model) or is_version1(model):
+        return False
+    is_merged = any(getattr(module, "merged", False) is True for module in model.modules())
+    return not is_merged and not any(map(changes_base, model.peft_config.values()))
+
+
+def _buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Buffers that steps may change, as those of batch norms; of prompt methods none, whose states would seem whole."""
+    is_prompt = any(config.is_prompt_learning for config in model.peft_config.values())
+    names = {name for name, _ in model.named_buffers() if not is_prompt}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def _write_adapter_config(model: Any, state: StateSave, index: int) -> None:
+    """Write PEFT's config of the active adapter, with which the state opens as an adapter, on rank 0."""
+    folder = state.staging / f"{FSDP_MODEL_NAME}_{index}" if index else state.staging
+    with agreed("saving the config of the adapter", folder), storage_errors("save to", folder):
+        if rank_and_size()[0] == 0 and folder.is_dir():
+            config, base = copy(model.peft_config[model.active_adapter]), own_class(base_of(model))
+            config.inference_mode = True
+            made_on = {"base_model_class": base.__name__, "parent_library": base.__module__}
+            with library_errors("Cannot save the config of the adapter", UNCHANGED):
+                config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else made_on)
+
+
+def load_models(accelerator: Any, folder: Path) -> None:
+    """Load the models of a state, as Accelerate does; into a `PeftModel` also an adapter that was saved without a base.
+
+    Every rank must call.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    for i, model in enumerate(accelerator._models):
+        names: list[str] = []
+        if is_adapted(model):
+            with agreed("matching the state with the adapter", folder):
+                names = _names_of_adapter(model, folder, i)
+        if not names:
+            load_fsdp_model(plugin, accelerator, model, str(folder), i)
+        elif "SHARDED" in str(plugin.state_dict_type):
+            values = get_model_state_dict(model)
+            part = {name: values[name] for name in names}
+            load({"model": part}, checkpoint_id=folder / files_of(FSDP_MODEL_NAME, i)[0])
+            set_model_state_dict(model, part, options=StateDictOptions(strict=False))
+        else:
+            load_fsdp_model(plugin, accelerator, model, str(folder), i, adapter_only=True)
+
+
+def _names_of_adapter(model: nn.Module, folder: Path, index: int) -> list[str]:
+    """The names of what a state holds of a `PeftModel`, if that is the adapter alone; none where it holds the base."""
+    sharded, pickled = (folder / name for name in files_of(FSDP_MODEL_NAME, index))
+    if sharded.is_dir():
+        stored = {key.removeprefix("model."): shape for key, shape in check_dcp(sharded).items()}
+    else:
+        content = load_pickled(pickled, safe=TORCH_SAFE_GLOBALS).content
+        stored = {name: tuple(tensor.shape) for name, tensor in content.items()}
+    state: dict[str, torch.Tensor] = {plain_name(n): t for n, t in model.state_dict(keep_vars=True).items()}
+    if not state.keys() - stored.keys():
+        return []
+    needed = set(map(plain_name, own_tensors(model, model.state_dict(keep_vars=True))))
+    facts = {
+        "lacks": sorted(needed - stored.keys()),
+        "holds, and this model does not have,": sorted(stored.keys() - state.keys()),
+        "holds in another shape": sorted(n for n in stored.keys() & state.keys() if stored[n] != tuple(state[n].shape)),
+    }
+    if found := listed(
+        (f"{fact} {listed(map(quoted, names))}" for fact, names in facts.items() if names), separator="; "
+    ):
+        raise CheckpointError(
+            f"{str(folder)!r} is the state of an adapter without its base, and {found}. Make base and adapter as in "
+            "the run that saved it."
+        )
+    return list(stored)
 
 
 def numbered_states(folder: Path) -> list[Path]:
@@ -193,4 +305,4 @@ def load_schedulers(schedulers: Iterable[Any], folder: Path, absent: set[str], l
     with agreed("reading the schedulers", folder):
         for i, scheduler in enumerate(schedulers):
             if (name := files_of(SCHEDULER_NAME, i)[1]) not in absent:
-                scheduler.load_state_dict(load_pickled(folder / name, **load_kwargs))
+                scheduler.load_state_dict(load_by_accelerate(folder / name, **load_kwargs))

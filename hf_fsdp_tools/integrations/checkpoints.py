@@ -15,6 +15,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import AVERAGES, check_parts, damage_of
 from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
+from hf_fsdp_tools.integrations.streams import POSITIONS
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.pickles import read_json_object
@@ -22,6 +23,7 @@ from hf_fsdp_tools.text import first_line, listed, quoted
 
 STATE_FILES = (
     "optimizer_0", "optimizer.bin", "optimizer_0/*", SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth", f"{AVERAGES}/*",
+    POSITIONS,
 )  # fmt: skip
 """What a Trainer's checkpoint holds beside the model, of this mixin and of the plain Trainer under FSDP; the optimizer
 first."""

@@ -44,6 +44,15 @@ from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refu
 from hf_fsdp_tools.integrations.rewards import guard_rewards
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
+from hf_fsdp_tools.integrations.streams import (
+    go_on,
+    going_on,
+    is_stream,
+    share_loader,
+    why_read_again,
+    with_state,
+    write_position,
+)
 from hf_fsdp_tools.integrations.training_arguments import (
     agree_with_arguments,
     group_options,
@@ -136,6 +145,12 @@ class FSDPTrainerMixin(PushingMixin):
     ema_decay: float | None = None
     ema_device: str | None = None
     ema: ParameterEMA | None = None
+    streams_are_shares: bool = False
+    """Whether a stream to train on has this rank's rows alone, so that it is not divided."""
+    _stream: Any = None
+    """The loader of a stream whose position is saved."""
+    _begins_at: Path | None = None
+    """The checkpoint at whose place in a stream training begins."""
     _saving: StateSave | None = None
     """The checkpoint that is being saved."""
 
@@ -260,6 +275,19 @@ class FSDPTrainerMixin(PushingMixin):
         finally:
             transformers.trainer.has_mixed_dtensor = asked
 
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; of a stream with state, a loader that goes on where the checkpoint ends."""
+        if not is_stream(self.train_dataset):
+            return super().get_train_dataloader()
+        reason = why_read_again(self.train_dataset)
+        with nullcontext() if reason else with_state(self.accelerator):
+            is_own = self.streams_are_shares
+            loader = share_loader(self, has_state=not reason) if is_own else super().get_train_dataloader()
+        self._stream = None if reason else loader
+        if self._begins_at is not None:
+            go_on(loader, self._begins_at, reason)
+        return loader
+
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
         """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -358,6 +386,8 @@ class FSDPTrainerMixin(PushingMixin):
             ranks = self.args.world_size
             files = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
             sync(Path(output_dir, files[self.args.process_index]))
+            if self._stream is not None:
+                files += write_position(self._stream, Path(output_dir), 0)
         assert self._saving is not None
         self._saving.needed += files
 
@@ -386,9 +416,13 @@ class FSDPTrainerMixin(PushingMixin):
         self.ema = None
         if self.ema_decay is not None:
             self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
+        is_kept = isinstance(resume_from_checkpoint, str) and not self.args.ignore_data_skip
+        self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            with going_on():
+                result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
         return result

@@ -29,7 +29,7 @@ from hf_fsdp_tools.modeling.configs import (
 )
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.meta import build_meta_model, config_dtype
-from hf_fsdp_tools.modeling.module_tree import slots, swap
+from hf_fsdp_tools.modeling.module_tree import plain_name, slots, swap
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.adapters import load_adapter, read_adapter_config
 from hf_fsdp_tools.sharding.allocate import with_data
@@ -150,7 +150,9 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
     with agreed("building the model"):
         model = _build(checkpoint, read_adapter_config(Path(state.config)) or {}, auto_class, trust_remote_code)
         embeddings = _embeddings(model)  # of which PEFT saves those that it adapts
-        _put_on_cpu(model, embeddings)
+        names = () if state.holds_base else state.index.tensors  # biases and the like of the base, which were trained
+        trained = [plain_name(name, adapters=True).removeprefix("base_model.model.") for name in names]
+        _put_on_cpu(model, {*embeddings, *trained})
         match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
         own = {id(match.state[key]) for key in embeddings}
         loaded = {key: stored for key, stored in match.loaded.items() if id(match.state[key]) in own}

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,12 @@ def save_adapter(
     refuse_ended(model)
     is_first = rank_and_size()[0] == 0
     names: tuple[str, ...] = ()
-    chosen: set[str] = set()
     with HiddenFolder(folder) as hidden:
-        state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         with agreed("preparing the save", folder):
             if is_first:
                 hidden.begin()
-                # Rank 0 decides for all: PEFT may ask the hub whether the base has the same vocabulary.
-                with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
-                    ids = set(map(id, tensors_by_peft(model, state).values()))
-                chosen = {name for name, tensor in state.items() if id(tensor) in ids}
-            chosen = all_ranks(chosen, "asking PEFT what belongs to the adapter")[0]
-        tensors = _gather_adapter(model, state, chosen, dtype, keep=is_first)
+            chosen = adapter_tensors(model)
+        tensors = gather_tensors(chosen, dtype, keep=is_first)
         with agreed("writing the adapter", folder):
             if is_first:
                 with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
@@ -73,22 +68,40 @@ def save_adapter(
     )
 
 
-def _gather_adapter(
-    model: nn.Module, state: dict[str, torch.Tensor], chosen: set[str], dtype: torch.dtype | None, *, keep: bool
-) -> dict[str, torch.Tensor]:
-    """Every tensor that PEFT may write, by name, gathered whole.
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a saved adapter needs, by their names in the state dict of the `PeftModel`.
 
-    PEFT may write tensors that are trained, tensors that the base without adapters does not have (of wrappers and
-    prompt encoders), and tensors of the base that PEFT chooses (embeddings that were resized or have an adapter).
+    They are those that are trained, those that the base without adapters does not have (of wrappers and prompt
+    encoders), and those of the base that PEFT chooses (embeddings that were resized or have an adapter). Every rank
+    must call, in a block of `agreed`: rank 0 decides for all, as PEFT may ask the hub which vocabulary the base has.
     """
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    chosen: set[str] = set()
+    if rank_and_size()[0] == 0:
+        with library_errors("PEFT cannot say what belongs to the adapter", UNCHANGED):
+            ids = set(map(id, tensors_by_peft(model, state).values()))
+        chosen = {name for name, tensor in state.items() if id(tensor) in ids}
+    chosen = all_ranks(chosen, "asking PEFT what belongs to the adapter")[0]
+    own = own_tensors(model, state)
+    return {name: tensor for name, tensor in state.items() if name in own or name in chosen}
+
+
+def own_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the tensors that are trained, or that the base without adapters does not have; PEFT is not asked."""
     base = {id(tensor) for tensor in bare_model(base_of(model)).model.state_dict(keep_vars=True).values()}
-    tensors = {}
-    for name, tensor in state.items():
-        if tensor.requires_grad or id(tensor) not in base or name in chosen:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if isinstance(tensor, LocalBoxes):
-                gathered = gather_to_first(tensor, staging_bytes=STAGING_BYTES)
-                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gathered is None else gathered
-            full = full.detach().to(dtype if full.is_floating_point() else None)
-            tensors[name] = full.cpu() if keep else full.to("meta")
-    return tensors
+    return {name for name, tensor in state.items() if tensor.requires_grad or id(tensor) not in base}
+
+
+def gather_tensors(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors gathered whole, one at a time: on the CPU of a rank that keeps them, on meta elsewhere."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, LocalBoxes):
+            gathered = gather_to_first(tensor, staging_bytes=STAGING_BYTES)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gathered is None else gathered
+        full = full.detach().to(dtype if full.is_floating_point() else None)
+        whole[name] = full.cpu() if keep else full.to("meta")
+    return whole

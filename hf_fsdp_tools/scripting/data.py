@@ -92,7 +92,10 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
             evaluation = Dataset.from_list(list(evaluation.take(_HELD_OUT_MOST)), features=evaluation.features)
     if script.dataset_streaming:
         held_out = None if train is whole else evaluation  # not those of a split of their own
-        train = share_of_stream(train, held_out=held_out, columns=set().union(*columns))
+        seed = training.seed if getattr(training, "shuffle_dataset", False) else None
+        train = share_of_stream(train, held_out=held_out, columns=set().union(*columns), seed=seed)
+        if seed is not None:
+            training.shuffle_dataset = False  # TRL would keep rows in a buffer, which a resumed run loses
     if rank_and_size()[0] == 0:
         rows = "streamed" if script.dataset_streaming else f"{len(train):,} rows to train on"
         rest = "" if evaluation is None else f", {len(evaluation):,} to evaluate"

@@ -27,7 +27,6 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
-from hf_fsdp_tools.scripting.streams import use_share_of_stream
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.text import listed
 
@@ -145,7 +144,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     """
     trainer.ema_decay = getattr(model_args, "ema_decay", None)
     trainer.ema_device = getattr(model_args, "ema_device", None)
-    use_share_of_stream(trainer)
+    trainer.streams_are_shares = True
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, Progress, *(() if has_bar else (ProgressCallback,))):

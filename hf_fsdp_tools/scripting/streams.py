@@ -1,6 +1,7 @@
 """A stream of rows, divided among the ranks."""
 
 import json
+import random
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -8,33 +9,20 @@ from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import ConfigError
 
-
-def use_share_of_stream(trainer: Any) -> None:
-    """Let a Trainer take a stream as this rank's share: Accelerate would divide it among the ranks once more."""
-    from datasets import IterableDataset
-    from torch.utils.data import DataLoader
-
-    def share_loader() -> Any:
-        args = trainer.args
-        return DataLoader(
-            trainer.train_dataset,
-            args.train_batch_size,
-            collate_fn=trainer.data_collator,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-        )
-
-    if isinstance(trainer.train_dataset, IterableDataset):
-        trainer.get_train_dataloader = share_loader
+_WINDOW = 1_000
+"""Rows among which a stream is shuffled: as many as datasets keeps in a buffer, which a resumed run would lose."""
 
 
-def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[str] = ("text",)) -> Any:
+def share_of_stream(
+    stream: Any, *, held_out: Any = None, columns: Collection[str] = ("text",), seed: int | None = None
+) -> Any:
     """This rank's rows of a stream, again and again: none has a row of another that it does not share (`cp_size`), and
     none ends before the others.
 
     Where the stream's files divide evenly among the ranks, a rank reads files of its own; otherwise it reads all of
     them and keeps every n-th row. (`split_dataset_by_node` of datasets divides what the trainer makes of the rows: each
     rank would tokenize all of them.) Rows whose values in `columns` are those of a held-out row are left out.
+    With a seed, each thousand rows come in an order of their own, the same each time.
 
     Every rank must call. The ranks exchange errors alone.
     """
@@ -53,7 +41,15 @@ def share_of_stream(stream: Any, *, held_out: Any = None, columns: Collection[st
                 f"--dataset_streaming: rank {rank} of {ranks} has no row to train on{kept}. Give more rows, or use "
                 "fewer processes" + (", or --eval_strategy no." if kept else ".")
             )
+    if seed is not None:
+        options = {"batched": True, "batch_size": _WINDOW, "with_indices": True, "features": own.features}
+        own = own.map(_shuffled, fn_kwargs={"seed": seed}, **options)
     return own.repeat(None)
+
+
+def _shuffled(rows: Mapping[str, Any], indices: Any, seed: int) -> dict[str, Any]:
+    order = random.Random(f"{seed} {indices[0]}").sample(range(len(indices)), len(indices))
+    return {name: [values[i] for i in order] for name, values in rows.items()}
 
 
 def _is_of_rank(row: Any, index: int, rank: int, ranks: int) -> bool:

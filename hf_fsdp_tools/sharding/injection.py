@@ -139,6 +139,13 @@ def refuse_for_shards(config: Any, model: nn.Module) -> None:
         raise ConfigError(f"{names[0]} needs whole weights of the base, and no rank has them. {_PLAIN}")
 
 
+def changes_base(config: Any) -> bool:
+    """Whether making this adapter may have changed weights of its base, so that the base's files do not hold them."""
+    start = getattr(config, "init_lora_weights", None)
+    is_start = isinstance(start, str) and start.lower().startswith(_NEEDS_BASE) and start.lower() != "eva"
+    return is_start or _kind(config) in _DECOMPOSE
+
+
 def _kind(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
 

@@ -146,6 +146,8 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series, name):
     series.check_resumed(name)
     assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of(f"{name}-resumed"), flags=re.M)
+    assert "is read again" not in series.of(f"{name}-resumed")
+    assert len(list((series.folder / name).glob("checkpoint-2/dl_state_dict_0_of_rank_*"))) == 2 * (name == "stream")
     card = (series.folder / f"{name}-resumed" / "README.md").read_text()
     assert "None" not in card and "licence" not in card, "the base is a folder"
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.integrations.streams import share_loader
 from hf_fsdp_tools.scripting import (
     ModelArguments,
     check_before_loading,
@@ -28,7 +29,7 @@ from hf_fsdp_tools.scripting import (
 )
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from hf_fsdp_tools.scripting.streams import share_of_stream, use_share_of_stream
+from hf_fsdp_tools.scripting.streams import share_of_stream
 
 SFT = [{"text"}, {"messages"}, {"prompt", "completion"}]
 CHAT = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}]} for n in range(40)]
@@ -461,9 +462,11 @@ def test_a_conversation_that_is_held_out_is_not_trained_on(monkeypatch):
 def test_a_share_of_a_stream_is_not_divided_again_and_needs_a_row(monkeypatch):
     args = SimpleNamespace(train_batch_size=2, dataloader_num_workers=0, dataloader_pin_memory=False)
     trainer = SimpleNamespace(train_dataset=stream(1, 5), args=args, data_collator=lambda rows: [*rows])
-    use_share_of_stream(trainer)
-    batches = [[row["text"] for row in batch] for batch in trainer.get_train_dataloader()]
+    batches = [[row["text"] for row in batch] for batch in share_loader(trainer, has_state=False)]
     assert batches == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
+    shuffled = texts(share(monkeypatch, 0, 1, stream(2, 5), seed=3), 20)
+    assert shuffled[:10] != sorted(shuffled[:10]) and sorted(shuffled[:10]) == texts(stream(2, 5), 10)
+    assert shuffled[10:] == shuffled[:10], "each row once before any comes again"
     with pytest.raises(ConfigError, match=r"rank 2 of 3 has no row to train on.*fewer processes"):
         share(monkeypatch, 2, 3, stream(1, count=2))
     with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):

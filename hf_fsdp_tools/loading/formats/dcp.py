@@ -207,7 +207,8 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> tuple[di
     whether all of the base was saved. None for any other model.
 
     PEFT keeps an adapted module as `base_layer` or `original_module` beside what it adds. So where a name goes on
-    otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base beside them.
+    otherwise than into these, it is the adapter's. A state of an adapter alone has names without a base beside them, or
+    with a bias of it that is trained.
     """
     if not any(name.startswith((_PEFT, *_PROMPTS)) for name in names):
         return None
@@ -224,7 +225,8 @@ def _peft_names(names: Collection[str], marks: tuple[str, ...] = ()) -> tuple[di
             if depth is None:
                 unadapted.append(name)
     alone = [name for name in unadapted if any(part.startswith(marks) for part in split[name])] if marks else []
-    holds_base = bool(homes or prompts) and bool(unadapted) and not alone
+    weights = any(parts[-1] != "bias" for parts in split.values() if not set(parts).isdisjoint(ADAPTED))
+    holds_base = bool(weights or prompts) and bool(unadapted) and not alone
     return base, split.keys() - base.keys(), holds_base
 
 
@@ -268,8 +270,8 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
     return tensors, num_bytes
 
 
-def check_dcp(folder: Path) -> list[str]:
-    """Refuse a DCP folder that would run code when torch reads it; return its keys, of tensors and of other values.
+def check_dcp(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    """Refuse a DCP folder that would run code when torch reads it; return its keys, with the shapes of tensors.
 
     torch unpickles the metadata, and every value that is no tensor, without restriction (2.13:
     `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read.
@@ -281,13 +283,15 @@ def check_dcp(folder: Path) -> list[str]:
             _place(file, metadata, index)
         values = [key for key, kind in metadata.state_dict_metadata.items() if type(kind) is dcp.BytesStorageMetadata]
         places = {key: _place(file, metadata, dcp.MetadataIndex(key)) for key in values}
+        entries = metadata.state_dict_metadata.items()
+        shapes = {key: _sizes(e.size) if isinstance(e, dcp.TensorStorageMetadata) else None for key, e in entries}
     with at_hand((folder / name, offset, offset + length) for name, offset, length in places.values()):
         for key, (name, offset, length) in places.items():
             try:
                 load_pickled(folder / name, offset, length)
             except CheckpointError as error:
                 raise CheckpointError(f"{quoted(key)}: {error}") from None
-    return list(metadata.state_dict_metadata)
+    return shapes
 
 
 # ---- the metadata file ----

@@ -1,0 +1,225 @@
+"""Streams that go on where a training state ends: the position of each rank in its rows."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
+from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.modeling.pickles import load_pickled
+from hf_fsdp_tools.text import first_line
+
+POSITIONS = "dl_state_dict_*_of_rank_*.bin"
+"""Files with the positions of the ranks."""
+
+_SINCE = (5, 1)
+"""The first version of datasets in which a stream that goes on has a state again (datasets#8308)."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether rows are read one after another from something that can say where it is, as a stream of datasets."""
+    return (
+        isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    )
+
+
+def _is_of_datasets(dataset: Any) -> bool:
+    return type(dataset).__module__.startswith("datasets.")
+
+
+def why_read_again(dataset: Any) -> str:
+    """Why a position in a stream would not be exact, so that a resumed run reads its rows again; "" where it is."""
+    try:
+        version("torchdata")
+    except PackageNotFoundError:
+        return "torchdata, which keeps the positions of workers, is not installed (pip install torchdata)"
+    if _is_of_datasets(dataset):
+        installed = version("datasets")
+        if tuple(map(int, installed.split(".")[:2])) < _SINCE:
+            return f"datasets {installed} starts over after a second resume (pip install 'datasets>=5.1')"
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return "its state leaves out the rows in the buffer of shuffle()"
+        parts += [inner for inner in (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())) if inner]
+    return ""
+
+
+def keep_exact(loader: Any) -> Any:
+    """Let the state of a dispatching loader of Accelerate be that of the batch that was given last.
+
+    Accelerate (1.15) fetches batches of all ranks ahead, and takes them off the counts of samplers; a stream has none.
+    """
+    if isinstance(loader, DataLoaderDispatcher) and loader.use_stateful_dataloader:
+        fetch = loader._fetch_batches
+
+        def fetch_next(iterator: Any) -> Any:
+            before = loader.base_dataloader.state_dict()
+            fetched = fetch(iterator)
+            loader.dl_state_dict = before
+            return fetched
+
+        loader._fetch_batches, loader._update_state_dict = fetch_next, lambda: None
+    return loader
+
+
+def write_position(loader: Any, folder: Path, index: int) -> list[str]:
+    """Write this rank's position in the rows of a loader; return the names of the files of all ranks."""
+    rank, ranks = rank_and_size()
+    content = {"position": loader.state_dict(), "iteration": loader.iteration, "made": _made(loader)}
+    files = [f"dl_state_dict_{index}_of_rank_{other}.bin" for other in range(ranks)]
+    torch.save(content, folder / files[rank])
+    sync(folder / files[rank])
+    return files
+
+
+def _made(loader: Any) -> dict[str, Any]:
+    """What must be the same for a position to mean the same rows."""
+    made = {"processes": rank_and_size()[1], "cp_size x tp_size": ranks_per_row(), "workers": loader.num_workers}
+    return made | {"loader": type(loader).__name__, "stream": _structure(loader.base_dataloader.dataset)}
+
+
+def _structure(dataset: Any) -> str:
+    """How a stream of datasets is made of others, as its state shows at any moment; "" for other rows."""
+
+    def described(state: Any) -> Any:
+        if isinstance(state, Mapping):
+            parts = {key: part for key, part in state.items() if not key.startswith("previous")}
+            return {key: part if key == "type" else described(part) for key, part in parts.items()}
+        return [described(part) for part in state] if isinstance(state, list) else None
+
+    return repr(described(dataset.state_dict())) if is_stream(dataset) and _is_of_datasets(dataset) else ""
+
+
+def restore_position(loader: Any, folder: Path, index: int) -> str:
+    """Let a loader begin where this rank was; return why it cannot, for a message: "" where it does.
+
+    Every rank must call. The ranks exchange whether all can.
+    """
+    rank, ranks = rank_and_size()
+    file, reason = folder / f"dl_state_dict_{index}_of_rank_{rank}.bin", ""
+    with agreed("reading the position in the stream", folder), storage_errors("read", folder):
+        if not file.is_file() or (folder / f"dl_state_dict_{index}_of_rank_{ranks}.bin").is_file():
+            reason = f"it has no positions of {ranks} processes"
+        else:
+            content = load_pickled(file, device="cpu", safe=TORCH_SAFE_GLOBALS).content
+            try:
+                position, iteration, made = (content[key] for key in ("position", "iteration", "made"))
+                now = _made(loader)
+                others = [
+                    f"{key} {made[key]}, now {now[key]}" for key in now if key != "stream" and made[key] != now[key]
+                ]
+                is_other = made["stream"] != now["stream"]
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(f"{file}: holds no position ({first_line(error)}). Use another one.") from None
+            if is_other:
+                raise CheckpointError(
+                    f"{file}: is the position in another stream. Make the stream as in the run that saved it, or start "
+                    "anew."
+                )
+            reason = "; ".join(others)
+    reason = next(filter(None, all_ranks(reason, "comparing positions in the stream")), "")
+    if not reason:
+        loader.load_state_dict(position)
+        loader.iteration = iteration
+    return reason
+
+
+# ---- Accelerate's loop ----
+
+
+def write_positions(accelerator: Any, folder: Path) -> list[str]:
+    """Write the positions of the loaders with state; return the names of the files, which a state needs."""
+    loaders = enumerate(accelerator._dataloaders)
+    return [name for i, loader in loaders if _has_state(loader) for name in write_position(loader, folder, i)]
+
+
+def restore_positions(accelerator: Any, folder: Path) -> None:
+    """Restore the positions of loaders with state, or say once that rows are to be skipped. Every rank must call."""
+    for i, loader in enumerate(accelerator._dataloaders):
+        if not _has_state(loader) or (folder / f"dl_state_dict{f'_{i}' * bool(i)}.bin").is_file():  # Accelerate's own
+            continue
+        if (reason := restore_position(loader, folder, i)) and rank_and_size()[0] == 0:
+            warnings.warn(
+                f"{str(folder)!r}: the loader {i} begins at its first row, for {reason}. Read again up to the step of "
+                "the state, with accelerator.skip_first_batches(loader, steps).",
+                stacklevel=4,
+            )
+
+
+def _has_state(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+# ---- the Trainer's ----
+
+
+@contextmanager
+def with_state(accelerator: Any) -> Iterator[None]:
+    """A block in which Accelerate prepares loaders that know their position."""
+    config = accelerator.dataloader_config
+    former, config.use_stateful_dataloader = config.use_stateful_dataloader, True
+    try:
+        yield
+    finally:
+        config.use_stateful_dataloader = former
+
+
+def share_loader(trainer: Any, *, has_state: bool) -> Any:
+    """A loader of a stream that is this rank's share already, which Accelerate would divide once more."""
+    args = trainer.args
+    loader = DataLoader(
+        trainer.train_dataset,
+        args.train_batch_size,
+        collate_fn=trainer.data_collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+    )
+    if not has_state:
+        return loader
+    alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
+    return prepare_data_loader(loader, **alone, use_stateful_dataloader=True)
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """A block in which transformers skips no batches of loaders that begin where a training state ends."""
+    skip: Callable[..., Any] = transformers.trainer.skip_first_batches
+
+    def skip_others(loader: Any, num_batches: int = 0) -> Any:
+        return loader if getattr(loader, "goes_on", False) else skip(loader, num_batches)
+
+    transformers.trainer.skip_first_batches = skip_others
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = skip
+
+
+def go_on(loader: Any, folder: Path, reason: str) -> None:
+    """Let a Trainer's loader begin where a training state ends; or say in one line that its rows are read again.
+
+    Every rank must call.
+    """
+    reason = reason or restore_position(loader, folder, 0)
+    if not reason:
+        loader.goes_on = True
+        begin = loader.set_epoch
+        loader.set_epoch = lambda epoch: begin(max(epoch, loader.iteration))  # the Trainer counts epochs of this run
+    elif rank_and_size()[0] == 0:
+        warnings.warn(
+            f"The stream is read again from its first row up to the step of {folder.name!r}, for {reason}.",
+            stacklevel=6,
+        )

@@ -1,0 +1,207 @@
+"""Streams whose runs are killed and resumed twice: every row is seen once, and none is read again."""
+
+import itertools
+import multiprocessing
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import DataLoaderConfiguration
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
+from hf_fsdp_tools.scripting.streams import share_of_stream
+from tests._checkpoints import refusal
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, new_accelerator
+
+pytest.importorskip("torchdata", reason="torchdata is not installed (pip install torchdata)")
+
+FILES, PER_FILE = 4, 12
+
+
+def _rows(files: list[int], log: str = "") -> Any:
+    for file in files:
+        for row in range(PER_FILE):
+            number = file * PER_FILE + row
+            if log:
+                with open(log, "a") as stream:
+                    stream.write(f"{number}\n")
+            yield {"number": number}
+
+
+def _numbered(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as a text that starts with its number."""
+    ids = [3 + row["number"], *range(3, 10)]
+    return {"input_ids": ids, "labels": ids}
+
+
+def stream(files: int = FILES, log: str = "") -> IterableDataset:
+    made = IterableDataset.from_generator(_rows, gen_kwargs={"files": list(range(files)), "log": log})
+    return made.map(_numbered, remove_columns=["number"])
+
+
+class Seen(TrainerCallback):  # type: ignore[misc]
+    """Ends a run after so many steps, as if it were killed after its last checkpoint."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self.last
+
+
+class Notes(ShardedTrainer):
+    """Notes the rows of its steps."""
+
+    seen: list[int]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen += [int(row[0]) - 3 for row in inputs["input_ids"]]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def _trainer(source: Path, out: Path, data: Any, last: int, **settings: Any) -> Notes:
+    defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
+    args = arguments(out, **{**defaults, "per_device_train_batch_size": 1, **settings})
+    trainer = Notes(model=model, args=args, train_dataset=data, callbacks=[Seen(last)])
+    trainer.seen = []
+    return trainer
+
+
+def may_have_workers() -> None:
+    """Ranks of these tests are daemons, which may start no processes, and children of a server that forks them."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def lives(source: Path, out: Path, make: Any, *, is_share: bool = False, **settings: Any) -> list[int]:
+    """The rows of a run of 6 steps; those of one that ends after steps 3 and 5, each time after a checkpoint."""
+    whole = _trainer(source, out / "whole", make(), 6, **settings)
+    whole.streams_are_shares = is_share
+    whole.train()
+    found: list[int] = []
+    for begin, last in ((0, 3), (2, 5), (4, 6)):
+        trainer = _trainer(source, out / "parts", make(), last, **settings)
+        trainer.streams_are_shares = is_share
+        folder = str(out / "parts" / f"checkpoint-{begin}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="The stream is read again")
+            trainer.train(resume_from_checkpoint=folder if begin else None)
+        dist.barrier()
+        found = [*found[: begin * 2], *trainer.seen]
+    assert found == whole.seen, (found, whole.seen)
+    assert all(
+        torch.equal(a.full_tensor(), b.full_tensor())
+        for a, b in zip(whole.model.parameters(), trainer.model.parameters(), strict=True)
+    )
+    return found
+
+
+def _share(files: int, seed: int | None) -> Any:
+    return share_of_stream(stream(files), seed=seed)
+
+
+def an_own_share(source: Path, out: Path) -> None:
+    """As recipes read: shuffled among themselves, of files of its own or every other row, with workers."""
+    may_have_workers()
+    for files, seed, workers in ((4, 3, 0), (3, None, 0), (4, None, 2)):
+        way = out / f"{files} {workers}"
+        seen = lives(source, way, partial(_share, files, seed), is_share=True, dataloader_num_workers=workers)
+        assert len(set(seen)) == 12
+
+
+def divided_by_accelerate(source: Path, out: Path) -> None:
+    """Rank 0 reads for all, which is the default; or each rank for itself, also files that do not divide evenly."""
+    may_have_workers()
+    for dispatch, files, workers in ((None, 4, 0), (None, 4, 2), (False, 4, 2), (False, 1, 0)):
+        config = {"dispatch_batches": dispatch} if dispatch is not None else None
+        way = out / f"{dispatch} {files} {workers}"
+        settings = {"accelerator_config": config, "dataloader_num_workers": workers}
+        seen = lives(source, way, partial(stream, files), **settings)
+        assert len(set(seen)) == (12 if files > 1 else 6), "of one file each rank has half, twice"
+
+
+def files_that_are_done_are_not_read_again(source: Path, out: Path) -> None:
+    log = out / f"log-{dist.get_rank()}"
+    make = partial(stream, 4, str(log))
+    settings = {"accelerator_config": {"dispatch_batches": False}, "max_steps": 9, "save_steps": 8}
+    whole = _trainer(source, out, make(), 9, **settings)
+    whole.train()
+    log.write_text("")
+    again = _trainer(source, out, make(), 9, **settings)
+    again.train(resume_from_checkpoint=str(out / "checkpoint-8"))
+    assert again.seen == whole.seen[-2:]
+    read = {int(number) // PER_FILE for number in log.read_text().split()}
+    assert read == {again.seen[0] // PER_FILE} != {whole.seen[0] // PER_FILE}, "of two files one was done"
+
+
+def a_buffer_reads_again_and_says_so(source: Path, out: Path) -> None:
+    make = lambda: stream().shuffle(seed=1, buffer_size=8)  # noqa: E731
+    whole = _trainer(source, out, make(), 6)
+    whole.train()
+    again = _trainer(source, out, make(), 6)
+    said = r"The stream is read again .* 'checkpoint-4', for its state leaves out the rows in the buffer of shuffle\(\)"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    texts = [str(each.message) for each in caught if "read again" in str(each.message)]
+    assert len(texts) == (dist.get_rank() == 0) and all(re.search(said, text) for text in texts)
+    assert again.seen == whole.seen[-4:]
+
+
+def another_stream_is_refused(source: Path, out: Path) -> None:
+    _trainer(source, out, stream(), 4).train()
+    other = _trainer(source, out, stream().filter(lambda row: True), 6)
+    said = refusal(lambda: other.train(resume_from_checkpoint=str(out / "checkpoint-4")), CheckpointError)
+    assert "is the position in another stream" in said
+
+
+def on_another_number_of_ranks(source: Path, out: Path) -> None:
+    """What two ranks saved is read again by one, as in a run that skips the rows."""
+    again = _trainer(source, out, stream(), 6)
+    with pytest.warns(UserWarning, match=r"stream is read again .* 'checkpoint-4', for it has no positions of 1 proc"):
+        again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    assert again.seen == [8, 9, 10, 11]
+
+
+def a_plain_loop(source: Path, out: Path) -> None:
+    """Accelerate's `use_stateful_dataloader`, killed and resumed twice; the loader goes on by itself."""
+    may_have_workers()
+    for workers, dispatch in ((0, None), (2, False)):
+        folder = out / f"state {workers}"
+        found: list[int] = []
+        for count in (3, 2, 3):
+            config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+            accelerator = new_accelerator(dataloader_config=config)
+            model = accelerator.prepare(from_pretrained(source, accelerator=accelerator))
+            loader = accelerator.prepare(DataLoader(stream().with_format("torch"), batch_size=1, num_workers=workers))
+            if found:
+                accelerator.load_state(folder)
+            for batch in itertools.islice(loader, count):
+                found += (batch["input_ids"][:, 0] - 3).tolist()
+                last = len(found)
+                if last in (3, 5):
+                    accelerator.save_state(folder)
+            del model
+        assert len(found) == 8 and len(set(found)) == 8, found
+
+
+def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
+    cases = (
+        an_own_share, divided_by_accelerate, files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so,
+        another_stream_is_refused, a_plain_loop, 
+    )  # fmt: skip
+    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
+    for name in named:
+        (tmp_path / name).mkdir()
+    run_ranks(run_cases, 2, named)
+    run_ranks(on_another_number_of_ranks, 1, folders["llama"], tmp_path / "another_stream_is_refused")
