@@ -211,9 +211,11 @@ def load_models(accelerator: Any, folder: Path) -> None:
         if not names:
             load_fsdp_model(plugin, accelerator, model, str(folder), i)
         elif "SHARDED" in str(plugin.state_dict_type):
+            home: Any = torch.distributed.checkpoint
             values = get_model_state_dict(model)
             part = {name: values[name] for name in names}
-            load({"model": part}, checkpoint_id=folder / files_of(FSDP_MODEL_NAME, i)[0])
+            reader = home.FileSystemReader(folder / files_of(FSDP_MODEL_NAME, i)[0])  # or that of a store
+            load({"model": part}, storage_reader=reader)
             set_model_state_dict(model, part, options=StateDictOptions(strict=False))
         else:
             load_fsdp_model(plugin, accelerator, model, str(folder), i, adapter_only=True)
