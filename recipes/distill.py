@@ -39,7 +39,12 @@ class Trainer(FSDPTrainerMixin, DistillationTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, DistillationConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
+        ScriptArguments,
+        DistillationConfig,
+        scripting.ModelArguments,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        columns=("prompt",),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:

@@ -32,7 +32,12 @@ class Trainer(FSDPTrainerMixin, DPOTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, DPOConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
+        ScriptArguments,
+        DPOConfig,
+        scripting.ModelArguments,
+        defaults={"output_dir": "outputs/dpo"},
+        demo=DEMO,
+        columns=("prompt", "chosen", "rejected"),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
