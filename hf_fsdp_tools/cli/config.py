@@ -27,6 +27,7 @@ from hf_fsdp_tools.cli.options import (
     usual_length,
     write,
 )
+from hf_fsdp_tools.cli.templates import TEMPLATES, Job
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ def add_config(commands: Any) -> None:
     about = "translates this file: of `accelerate config` (FSDP, DDP, DeepSpeed), or DeepSpeed's JSON"
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="writes the YAML there instead of to stdout")
-    about = "also writes the batch script for `sbatch`, beside the file of --output"
-    parser.add_argument("--slurm", action="store_true", help=about)
+    templates = parser.add_mutually_exclusive_group()
+    for name, template in TEMPLATES.items():
+        about = f"also writes {template.about}, beside the file of --output"
+        templates.add_argument(f"--{name}", dest="template", action="store_const", const=name, help=about)
     parser.add_argument("--force", action="store_true", help="writes over a file that says something else")
     machines = parser.add_argument_group("machines").add_argument
     machines("--cpu", action="store_true", help="runs on CPU with gloo, whatever this machine has")
@@ -71,9 +74,11 @@ def add_config(commands: Any) -> None:
 
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
-    if options.output is None and options.slurm:
-        raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
+    template = TEMPLATES.get(options.template)
+    if options.output is None and template is not None:
+        raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
     if options.cpu and options.gpu is not None:
         raise ConfigError("--cpu and --gpu: give one of them")
     if options.source is not None and options.model is not None:
@@ -100,10 +105,19 @@ def _config(options: argparse.Namespace) -> None:
     start += ["--config_file", str(options.output or "FILE")]
     notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    written = _write(options, text, _batch_script(config, [*start, *script], options.command_line))
-    launch = shlex.join([*start, *address_words(config), *cpu_words(config), *script])
-    if options.slurm:
-        launch = f"sbatch {shlex.quote(str(options.output.with_suffix('.sbatch')))}"
+    launch, texts = shlex.join([*start, *address_words(config), *cpu_words(config), *script]), {}
+    if template is not None:
+        path = template.path(options.output)
+        job = Job(
+            config=config,
+            launch=[*start, *script],
+            path=options.output,
+            text=text,
+            command=options.command_line,
+            gpu=None if config.use_cpu or (name := _gpu_name(options)) is None else gpu_named(name).name,
+        )
+        launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
+    written = _write(options, texts if options.output is None else {options.output: text, **texts})
     if options.json:
         value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
         value["output"] = str(options.output) if options.output else None
@@ -123,15 +137,12 @@ def _config(options: argparse.Namespace) -> None:
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
 
 
-def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
-    """Write the config, and with `--slurm` the batch script beside it; return a line for each."""
-    if options.output is None:
-        return []
-    texts = {options.output: text} | ({options.output.with_suffix(".sbatch"): script} if options.slurm else {})
+def _write(options: argparse.Namespace, texts: dict[Path, str]) -> list[str]:
+    """Write the config, and the file of a template beside it; return a line for each."""
     for path, content in texts.items():
         if not options.force and path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
             raise ConfigError(f"{path} exists and holds something else; --force writes over it, --output names another")
-    note = "" if options.output.parent.exists() else " (a new folder)"
+    note = "" if all(path.parent.exists() for path in texts) else " (a new folder)"
     for path, content in texts.items():
         write(path, content)
     return [f"wrote   {path}{note}" for path in texts]
@@ -150,6 +161,15 @@ def _aligned(rows: Sequence[tuple[str, Any, str]]) -> list[str]:
     return [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {text}" for name, value, text in rows]
 
 
+def _gpu_name(options: argparse.Namespace) -> str | None:
+    """The kind of GPU that is asked for, or that this machine has."""
+    from hf_fsdp_tools.accelerator import device_title, find_accelerator
+
+    device = find_accelerator()
+    given: str | None = options.gpu
+    return given or (None if device is None else device_title(device))
+
+
 def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendation":
     """The fastest setting of the model that fits on the machines of a config, of what the options leave open."""
     if config.use_cpu:
@@ -159,12 +179,10 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommenda
         )
     if options.longest and options.seq_len is not None:
         raise ConfigError("--longest looks for the length that --max-length gives; leave one of them out")
-    from hf_fsdp_tools.accelerator import device_title, find_accelerator
     from hf_fsdp_tools.foresight.recommend import recommend_config
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
-    device = find_accelerator()
-    name = options.gpu or (None if device is None else device_title(device))
+    name = _gpu_name(options)
     if name is None:
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
     values = explicit_fields(options) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
@@ -204,62 +222,3 @@ def _recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
     words += [] if setup.dequantize else ["--dequantize", "false"]
     words += ["--attn_implementation", setup.attn_implementation] if setup.attn_implementation != "sdpa" else []
     return [*words, *(["--torch_compile"] if setup.compile else [])]
-
-
-# ---- SLURM ----
-
-
-_CPUS_PER_PROCESS = 8
-"""CPU cores that are asked for per process: the process itself, its loader's workers, NCCL's threads. (assumed)"""
-
-_SCRIPT = """\
-#!/bin/bash
-# Generated by: {command}
-# Start it with: sbatch {script} [MORE ARGUMENTS OF THE SCRIPT]
-#SBATCH --job-name={name}
-#SBATCH --nodes={machines}
-#SBATCH --ntasks-per-node=1
-{devices}#SBATCH --cpus-per-task={cpus}
-#SBATCH --mem=0
-#SBATCH --time=24:00:00
-#SBATCH --output=%x-%j.log
-# Add what your cluster asks for: --partition, --account, --qos.
-set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
-
-# The hub's cache lies on a disk that all machines share: a model is downloaded once.
-export HF_HOME="${{HF_HOME:-$SLURM_SUBMIT_DIR/hf-home}}"
-# Activate your environment here, such as: source .venv/bin/activate
-{rendezvous}
-# One launcher per machine, which starts one process per device; SLURM_NODEID counts the machines.
-srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c \\
-    '{launch}"$@"' bash "$@"
-"""
-
-_RENDEZVOUS = r"""
-# The first machine of the job is where the processes find each other, at a port of this job's own.
-MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
-export MAIN_ADDRESS="${MAIN_ADDRESS%%$'\n'*}" MAIN_PORT="$((20000 + SLURM_JOB_ID % 20000))"
-"""
-
-_PLACE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT" '
-
-
-def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> str:
-    """Text for `sbatch`."""
-    place = list(launch).index("--config_file") + 2
-    path = launch[place - 1]
-    before, after = shlex.join(launch[:place]), shlex.join(launch[place:])
-    line = f"{before} {_PLACE if config.num_machines > 1 else ''}{after} "
-    each = config.num_processes // config.num_machines
-    return _SCRIPT.format(
-        command=command,
-        script=shlex.quote(path.rpartition(".")[0] + ".sbatch"),
-        name=launch[1] if launch[0] == "hf-fsdp" else "train",
-        machines=config.num_machines,
-        devices="" if config.use_cpu else f"#SBATCH --gpus-per-node={each}\n",
-        cpus=_CPUS_PER_PROCESS * each,
-        rendezvous=_RENDEZVOUS if config.num_machines > 1 else "",
-        # inside single quotes
-        launch=line.replace("'", "'\\''"),
-    )

@@ -1,9 +1,7 @@
-"""`accelerate_configs/`: what `hf-fsdp config` writes today, and batch scripts that start what they say."""
+"""`accelerate_configs/`: what `hf-fsdp config` writes today."""
 
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "accelerate_configs"
-FOUR = ["--gpu", "h100-80gb", "--num-processes", "4"]
 SHIPPED = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "here")
 """Without the file that a reader of the documents writes."""
 
@@ -49,41 +45,3 @@ def test_what_is_shipped_is_what_is_made_today(monkeypatch: Any, capsys: Any) ->
     from make_configs import main as make_configs
 
     assert (make_configs(), capsys.readouterr().out) == (0, "2 files, 0 different\n")
-
-
-def started(folder: Path, script: Path, *words: str, **variables: str) -> list[str]:
-    """What a batch script starts, word by word, where SLURM and the launchers are stubs."""
-    stubs = {
-        "srun": 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=1 "$@"',
-        "scontrol": '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"',
-        "hf-fsdp": 'printf "%s\\n" "$@" "HF_HOME=$HF_HOME"',
-        "accelerate": 'printf "%s\\n" "$@"',
-    }
-    for stub, body in stubs.items():
-        (folder / stub).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / stub).chmod(0o755)
-    variables |= {"PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", str(script), *words], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path) -> None:
-    script, own = FOLDER / "2x8x80gb.sbatch", ["--dataset_name", "my data", "--seed", "3"]
-    job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41234", "SLURM_CPUS_PER_TASK": "64"}
-    *words, home = started(tmp_path, script, *own, SLURM_SUBMIT_DIR=str(tmp_path), **job)
-    place = ["--machine_rank", "1", "--main_process_ip", "node7", "--main_process_port", str(20000 + 41234 % 20000)]
-    assert words[:9] == ["finetune", "--config_file", "accelerate_configs/2x8x80gb.yaml", *place]
-    assert words[-4:] == own and home == f"HF_HOME={tmp_path}/hf-home"
-    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8"} <= set(script.read_text().splitlines())
-
-
-def test_a_batch_script_for_a_script_of_ones_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    imitate_gpus(monkeypatch, 0)
-    path = tmp_path / "it's here.yaml"
-    assert main(["config", *FOUR, "--slurm", "--output", str(path)]) == 0
-    assert "it's here.sbatch" in capsys.readouterr().out
-    text = path.with_suffix(".sbatch").read_text()
-    assert "MAIN_ADDRESS" not in text and "--gpus-per-node=4" in text and "--nodes=1" in text
-    words = started(tmp_path, path.with_suffix(".sbatch"), SLURM_SUBMIT_DIR="/", SLURM_CPUS_PER_TASK="1")
-    assert words == ["launch", "--config_file", str(path), "your_script.py"]
