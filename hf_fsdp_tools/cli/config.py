@@ -88,7 +88,7 @@ def _config(options: argparse.Namespace) -> None:
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
     if best is None:
-        start = [*[f"FSDP_EP_SIZE={config.ep_size}"] * (config.ep_size > 1), "accelerate", "launch"]
+        start = [*own_variables(config), "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
@@ -135,6 +135,18 @@ def _config(options: argparse.Namespace) -> None:
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
+
+
+def own_variables(config: "FSDPConfig") -> list[str]:
+    """Variables for `accelerate launch`, whose launcher drops the keys of this package: "FSDP_EP_SIZE=8"."""
+    from hf_fsdp_tools.integrations.config import OWN_KEYS
+
+    values = ((key, getattr(config, key.removeprefix("fsdp_"))) for key in OWN_KEYS)
+    return [
+        f"{key.upper()}={','.join(value) if isinstance(value, tuple) else value}"
+        for key, value in values
+        if value not in (1, ())
+    ]
 
 
 def _write(options: argparse.Namespace, texts: dict[Path, str]) -> list[str]:

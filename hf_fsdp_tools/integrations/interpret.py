@@ -207,11 +207,7 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str,
             if not result.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
                 result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
-        elif key == "fsdp_activation_checkpointing_offload" and _as(bool, value) is True:
-            result.say(key, value, "left out: not part of this package; fsdp_offload_params saves more")
-            fact = f"{key} is not part of this package: its plugin stops at it."
-            result.find("error", "refused", fact, "Remove the line. fsdp_offload_params saves more.")
-        elif row.field == "transformer_layer_cls_to_wrap" and value is not None:
+        elif row.field in ("transformer_layer_cls_to_wrap", "activation_checkpointing_save_ops") and value is not None:
             names = tuple(name.strip() for name in str(value).split(",") if name.strip())
             result.fields[row.field] = names
             result.say(key, value, "kept")

@@ -31,10 +31,11 @@ from hf_fsdp_tools.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, read_strategies, strategy_name, warn_on_node
+from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies, strategy_name, warn_on_node
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
 
@@ -188,6 +189,18 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     ep_size: int = field(default=0, metadata={"help": "How many neighbouring processes share the experts."})
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
+    activation_checkpointing_every_n_layers: int = field(
+        default=0, metadata={"help": "Checkpoint the first of every n blocks."}
+    )
+    """Checkpoint the first of every n blocks; 0 reads the variable FSDP_ACTIVATION_CHECKPOINTING_EVERY_N_LAYERS, and
+    means 1 without it."""
+
+    activation_checkpointing_save_ops: Any = field(
+        default=None, metadata={"help": "Operators whose results checkpointed blocks keep: matmul, attention, …"}
+    )
+    """Operators whose results checkpointed blocks keep, a list of names or a text with commas; None reads the variable
+    FSDP_ACTIVATION_CHECKPOINTING_SAVE_OPS."""
+
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
@@ -201,11 +214,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._read_as_fsdp2(is_unversioned=is_unversioned)
         else:
             prefer_possible_settings(self, on_cpu=on_cpu)
-        if self.activation_checkpointing_offload or is_set("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
-            raise ConfigError(
-                "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
-                "(offload_params) saves more."
-            )
+        self._read_recompute()
         self.mixed_precision_policy = _as_policy(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
@@ -231,8 +240,13 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         return {
             "mp_policy": self.mixed_precision_policy,
             "offload_policy": self.cpu_offload,
-            "activation_checkpointing": self.activation_checkpointing,
+            "activation_checkpointing": self.recompute or False,
         }
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Which blocks recompute their activations, and what they keep; None where none do."""
+        return as_recompute(self.activation_checkpointing and self._recompute)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
         """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
@@ -273,6 +287,29 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
+
+    def _read_recompute(self) -> None:
+        """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""
+        prefix = "activation_checkpointing"
+        on, offload = (_value(self, name) is True for name in (prefix, f"{prefix}_offload"))
+        every = f"{prefix}_every_n_layers"
+        number = _read_size(self.activation_checkpointing_every_n_layers, every, f"FSDP_{every.upper()}")
+        ops = self.activation_checkpointing_save_ops
+        ops = os.environ.get(f"FSDP_{prefix.upper()}_SAVE_OPS") if ops is None else ops
+        more = as_recompute({"every_n_layers": number, "offload": offload, "save_ops": ops})
+        assert more is not None
+        self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops = number, more.save_ops
+        self._recompute = more
+        if more == Recompute():
+            return
+        name = next(key for key, usual in vars(Recompute()).items() if getattr(more, key) != usual)
+        if not on:
+            raise ConfigError(
+                f"{prefix}_{name} says how activations are recomputed, and {prefix} is off. Turn it on, or leave "
+                f"{prefix}_{name} out."
+            )
+        if self.fsdp_version != 2:
+            raise ConfigError(f"{prefix}_{name} needs FSDP2, and fsdp_version is 1. Use 2, or leave it out.")
 
     def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
         """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""

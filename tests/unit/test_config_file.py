@@ -251,7 +251,11 @@ FOUND = [
     (text_of(parallelism_config={"parallelism_config_cp_size": 3}), "error contradiction", "Use a divisor"),
     (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
     (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
-    (text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}), "error refused", "Remove the line."),
+    (
+        text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}),
+        "error contradiction",
+        "Turn activation_checkpointing on or drop it.",
+    ),
     (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
     (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
     (text_of(fsdp_config={"offload_params": True}), "warning fsdp1", "Write fsdp_version: 2."),
