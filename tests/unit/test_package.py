@@ -1,6 +1,8 @@
 """What is installed: recipes and configs are in the wheel, and `hf-fsdp NAME` starts a recipe as a user expects."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -23,10 +25,10 @@ RECIPES = {path.name for path in (REPOSITORY / "recipes").glob("*.py")}
 CONFIGS = {path.name for path in (REPOSITORY / "accelerate_configs").glob("[0-9c]*.*")}
 
 
-def names_in_the_wheel(folder: Path) -> set[str]:
+def names_in_the_wheel(folder: Path, source: Path = REPOSITORY) -> set[str]:
     pytest.importorskip("hatchling", reason="building the wheel needs its backend")
     code = f"import hatchling.build; print(hatchling.build.build_wheel({str(folder)!r}))"
-    built = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    built = subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, text=True)
     with zipfile.ZipFile(folder / built.stdout.split()[-1]) as wheel:
         return set(wheel.namelist())
 
@@ -37,6 +39,24 @@ def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
     for folder, files in (("recipes", RECIPES), ("accelerate_configs", CONFIGS)):
         assert files and {f"hf_fsdp_tools/{folder}/{name}" for name in files} <= names
     assert not any(name.startswith(("tests/", "benchmarks/", "recipes/")) for name in names)
+
+
+def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
+    """Its base has CI's torch, its command is the README's first, and what it copies suffices for the wheel."""
+    lines = [line for line in (REPOSITORY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    (torch,) = re.findall(r"^torch==(.*)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert lines[0].startswith(f"FROM pytorch/pytorch:{torch}-cuda") and lines[-1] == 'CMD ["hf-fsdp", "finetune"]'
+    assert "&& hf-fsdp finetune\n" in (REPOSITORY / "README.md").read_text()
+    copied = re.findall(r"^!(\S+)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
+    assert "constraints.txt" in copied
+    for name in copied:
+        path = REPOSITORY / name
+        (tmp_path / "image").mkdir(exist_ok=True)
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / "image" / name)
+    (tmp_path / "wheel").mkdir()
+    made = names_in_the_wheel(tmp_path / "wheel", tmp_path / "image")
+    (tmp_path / "whole").mkdir()
+    assert made == names_in_the_wheel(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
