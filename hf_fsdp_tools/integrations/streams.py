@@ -44,6 +44,8 @@ def _is_of_datasets(dataset: Any) -> bool:
 
 def why_read_again(dataset: Any) -> str:
     """Why a position in a stream would not be exact, so that a resumed run reads its rows again; "" where it is."""
+    if not is_stream(dataset):
+        return f"{type(dataset).__name__} has no state_dict and load_state_dict"
     try:
         version("torchdata")
     except PackageNotFoundError:
