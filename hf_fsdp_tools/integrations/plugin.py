@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import (
@@ -35,6 +35,7 @@ from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, read_str
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.sharding.float8 import Float8Policy, import_torchao
 from hf_fsdp_tools.text import did_you_mean
 
 
@@ -191,6 +192,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
+        self.float8: Any = None  # `AORecipeKwargs` of a script, which `make_accelerator` takes
         for name in sorted(os.environ):
             if name.startswith("FSDP_") and name not in VARIABLES:
                 warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
@@ -270,9 +272,12 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
+        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
+
+        For "fp8" what `AORecipeKwargs` say holds, or the variables that `accelerate launch` makes of `fp8_config`.
+        """
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
+            self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version, self.float8)
 
     def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
         """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""
@@ -382,16 +387,35 @@ def _as_policy(policy: Any, version: int) -> Any:
     return kind(**values)
 
 
-def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
+def _precision(name: Any, version: int, float8: Any = None) -> MixedPrecisionPolicy | MixedPrecision:
+    if name == "fp8":
+        return _float8(version, float8)
     dtype = None if name in (None, "no") else _dtype(name)
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
 
 
+def _float8(version: int, recipe: Any) -> Float8Policy:
+    """What Accelerate's fp8 means: `AORecipeKwargs` of a script, or of the launcher's variables."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "ao")
+    if version == 1:
+        raise ConfigError("mixed precision 'fp8' needs FSDP2, and the plugin has fsdp_version 1. Use 2, or bf16.")
+    if recipe is None and backend.upper() not in ("AO", "NO"):
+        raise ConfigError(
+            f"mixed precision 'fp8' is torchao's here, and the FP8 backend is {backend}. Write `backend: AO` under "
+            "`fp8_config`, or use bf16."
+        )
+    if "ACCELERATE_FP8_BACKEND" in os.environ:  # Accelerate (1.15) does not know its own launcher's word, ao
+        os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
+    import_torchao()  # before Accelerate does, and quietly
+    recipe = AORecipeKwargs() if recipe is None else recipe
+    return Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
+
+
 def _dtype(name: Any) -> torch.dtype | None:
     dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
+        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp8 or fp32.")
     return dtype

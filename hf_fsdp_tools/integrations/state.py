@@ -11,10 +11,14 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
+    AORecipeKwargs,
     DataLoaderConfiguration,
     DynamoBackend,
+    FP8RecipeKwargs,
     InitProcessGroupKwargs,
+    MSAMPRecipeKwargs,
     PrecisionType,
+    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 
@@ -33,9 +37,15 @@ from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
-from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
+from hf_fsdp_tools.integrations.training_arguments import (
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+)
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.proof.record import check_proved, read_proof
+from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_config
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
@@ -68,7 +78,8 @@ def make_accelerator(
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
             do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
-            timeout, backend and init method of the process group that is started here.
+            timeout, backend and init method of the process group that is started here; an `AORecipeKwargs` says
+            what `mixed_precision="fp8"` converts, and how.
 
     Every rank must call; starts the process group if none is running.
 
@@ -95,7 +106,7 @@ def make_accelerator(
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
-        settings = {name: getattr(args, name) for name in ("mixed_precision", "parallelism_config")}
+        settings = {"mixed_precision": precision_of(args, None), "parallelism_config": args.parallelism_config}
         accelerate_kwargs = settings | {"cpu": args.use_cpu} | accelerate_kwargs
         group = group_options(args) | group
         if fsdp_plugin is not None:
@@ -103,6 +114,8 @@ def make_accelerator(
     plugin = fsdp_plugin or plugin_of(args)
     if proof is not None:
         plugin.proved = read_proof(proof)
+    plugin.float8 = next((each for each in handlers if isinstance(each, AORecipeKwargs)), None)
+    _refuse_other_float8(handlers)
     _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
@@ -153,6 +166,7 @@ def start_state(
     """
     _check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"
+    _check_float8(plugin, mixed_precision, "cpu" if cpu else local_device().type)
     if AcceleratorState._shared_state:
         state = AcceleratorState()
         if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
@@ -247,6 +261,36 @@ def _check_gpus(*, cpu: bool) -> None:
         "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu` (beside use_cpu it says gpu_ids: "
         "''), or pass cpu=True to make_accelerator, use_cpu=True to TrainingArguments."
     )
+
+
+def _refuse_other_float8(handlers: Any) -> None:
+    """Refuse recipes of FP8 that are not torchao's."""
+    for handler in handlers:
+        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
+            raise ConfigError(
+                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
+                "or leave it out."
+            )
+
+
+def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_type: str) -> None:
+    """Refuse FP8 that this device, or this machine without torchao, does not have; Accelerate would take fp16."""
+    precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if str(precision).lower() != "fp8":
+        if plugin.float8 is not None:
+            raise ConfigError(
+                f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {precision}. Use mixed_precision='fp8'."
+            )
+        return
+    plugin.set_mixed_precision("fp8")
+    policy = plugin.mixed_precision_policy
+    if not isinstance(policy, Float8Policy):
+        raise ConfigError(
+            "mixed_precision is 'fp8', and the plugin has a mixed_precision_policy of its own. Leave one of them out, "
+            "or give a Float8Policy."
+        )
+    float8_config(policy, device_type)
+    plugin.cpu_ram_efficient_loading = False  # beside which Accelerate refuses FP8; plain models are sent all the same
 
 
 def _check_state(plugin: HybridFSDPPlugin) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, plain_name
+from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -66,8 +67,8 @@ class Float8Policy(MixedPrecisionPolicy):
     param_dtype: torch.dtype | None = torch.bfloat16
     reduce_dtype: torch.dtype | None = torch.float32
     config: Any = None
-    """torchao's `Float8LinearConfig`, or the name of one of its recipes. None: scales per tensor, FP8 all-gather. Scales
-    per row ("rowwise", "rowwise_with_gw_hp") gather in bf16."""
+    """torchao's `Float8LinearConfig`, or the name of one of its recipes. None: scales per tensor, FP8 all-gather.
+    Weights with scales per row ("rowwise", "rowwise_with_gw_hp") are gathered in bf16."""
     module_filter: Callable[[nn.Module, str], bool] | None = None
     """Which of the layers named above are converted: a function of module and name; None: all."""
 
@@ -81,7 +82,7 @@ def float8_config(policy: Float8Policy, device_type: str) -> Any:
     Raises:
         ConfigError: torchao is missing or too old, it has no such recipe, or the device cannot multiply in FP8.
     """
-    torchao, config = _torchao(), policy.config
+    torchao, config = import_torchao(), policy.config
     if config is None:
         config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
     elif isinstance(config, str):
@@ -150,7 +151,7 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
 def _is_adapter(node: ModuleNode) -> bool:
     """Whether a layer is PEFT's own, and not what its wrapper wraps."""
     way = [node, *node.ancestors()]
-    return any(is_wrapper(above.module) and "base_layer" not in below.name for below, above in zip(way, way[1:]))
+    return any(is_wrapper(above.module) and below.name not in ADAPTED for below, above in pairwise(way))
 
 
 def _is_router(node: ModuleNode) -> bool:
@@ -198,10 +199,26 @@ def convert_to_float8(tree: ModuleTree, policy: MixedPrecisionPolicy, device_typ
         warnings.warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.", stacklevel=5)
     own = replace(config, enable_fsdp_float8_all_gather=False)  # torchao would wrap the parameter; see `gather_float8`
     for layer in float8_layers(tree, policy).values():
-        made = _torchao().convert_to_float8_training(layer, config=own)
-        layer.__class__ = type(made)
+        made = import_torchao().convert_to_float8_training(layer, config=own)
+        layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
         layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
         add_to_note(layer, float8=config)
+
+
+@cache
+def _evaluable(cls: Any) -> type[nn.Module]:
+    """A class like torchao's layer that runs in inference mode too, where torchao's weight cannot be transposed."""
+
+    def forward(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.is_inference_mode_enabled():
+            output: torch.Tensor = cls.forward(layer, hidden)
+            return output
+        with torch.inference_mode(False), torch.no_grad():
+            output = cls.forward(layer, hidden)
+        return output
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -260,7 +277,7 @@ class _Float8Shard:
         assert self.memory is not None
         self.scales.renew()
         assert self.scale is not None
-        torchao = _torchao()
+        torchao = import_torchao()
         shard = self.memory.data().to(self.memory.device, non_blocking=True)
         cast = torchao.hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype)
         return (cast._data.view(torch.uint8).view(self.size()),), (self.scale,)
@@ -273,7 +290,7 @@ class _Float8Shard:
         if out is not None:
             out._scale = scale
             return None
-        torchao, shape = _torchao(), (self.layer.out_features, self.layer.in_features)
+        torchao, shape = import_torchao(), (self.layer.out_features, self.layer.in_features)
         with torch.inference_mode(False):
             data = gathered[0].view(-1)[: math.prod(shape)].view(self.dtype).view(shape)
             role = torchao.GemmInputRole.WEIGHT
@@ -301,7 +318,7 @@ class _Scales:
             self._compute()
 
     def _changes(self) -> int:
-        return sum(shard.memory.data()._version for shard in self.shards if shard.memory is not None)
+        return sum(shard.memory.changes() for shard in self.shards if shard.memory is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def _compute(self) -> None:
@@ -314,7 +331,7 @@ class _Scales:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=memories[0].group)
             for shard, amax in zip(self.shards, largest, strict=True):
                 is_rounded = shard.layer.config.round_scales_to_power_of_2
-                shard.scale = _torchao().amax_to_scale(amax, shard.dtype, is_rounded)
+                shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
         self.seen = (_steps, self._changes())
 
 
@@ -335,7 +352,7 @@ def _count_steps() -> None:
 
 
 @cache
-def _torchao() -> Any:
+def import_torchao() -> Any:
     """What is used of torchao (0.16 or newer), imported without what it prints about kernels that it does not find."""
     try:
         version = importlib.metadata.version("torchao")

@@ -163,6 +163,11 @@ class ShardMemory:
         size: torch.Size = self.entry.padded_sharded_param_size
         return size
 
+    def changes(self) -> int:
+        """How often it was written in place: by the parameter, its local tensor, or FSDP2's view, which count apart."""
+        shard = self.entry.sharded_param
+        return int(shard._version + shard._local_tensor._version + self.data()._version)
+
     @property
     def device(self) -> torch.device:
         """The device on which the unit is gathered."""
@@ -183,6 +188,11 @@ class _GatheredInstead(_fsdp_param.FSDPParam):
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.instead
+
+    def init_unsharded_param(self) -> None:
+        """As torch's, which fails in inference mode with tensors that are made of others."""
+        with torch.inference_mode(False), torch.no_grad():
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]  # torch's own
 
     def reset_sharded_param(self) -> None:
         """As torch's, which is called where a state was loaded, or other memory given."""
