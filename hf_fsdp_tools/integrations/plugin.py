@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import (
@@ -192,7 +192,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
-        self.float8: Any = None  # `AORecipeKwargs` of a script, which `make_accelerator` takes
+        self.takes_recipe = False  # whether the Accelerator's `AORecipeKwargs` say what FP8 means
         for name in sorted(os.environ):
             if name.startswith("FSDP_") and name not in VARIABLES:
                 warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
@@ -230,8 +230,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
         adopt(accelerator, sync_each_batch=False)
+        policy, recipe = self.mixed_precision_policy, getattr(accelerator, "ao_recipe_handler", None)
+        if self.takes_recipe and recipe is not None:
+            policy = Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
         return {
-            "mp_policy": self.mixed_precision_policy,
+            "mp_policy": policy,
             "offload_policy": self.cpu_offload,
             "activation_checkpointing": self.activation_checkpointing,
         }
@@ -274,10 +277,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
 
-        For "fp8" what `AORecipeKwargs` say holds, or the variables that `accelerate launch` makes of `fp8_config`.
+        For "fp8", what the Accelerator's `AORecipeKwargs` say holds, which it makes of the launcher's variables too.
         """
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version, self.float8)
+            self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
+            self.takes_recipe = mixed_precision == "fp8"
 
     def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
         """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""
@@ -387,30 +391,29 @@ def _as_policy(policy: Any, version: int) -> Any:
     return kind(**values)
 
 
-def _precision(name: Any, version: int, float8: Any = None) -> MixedPrecisionPolicy | MixedPrecision:
+def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
     if name == "fp8":
-        return _float8(version, float8)
+        return _float8(version)
     dtype = None if name in (None, "no") else _dtype(name)
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
 
 
-def _float8(version: int, recipe: Any) -> Float8Policy:
-    """What Accelerate's fp8 means: `AORecipeKwargs` of a script, or of the launcher's variables."""
+def _float8(version: int) -> Float8Policy:
+    """What Accelerate's fp8 means, where torchao does it, which is imported here: Accelerate would do so noisily."""
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "ao")
     if version == 1:
         raise ConfigError("mixed precision 'fp8' needs FSDP2, and the plugin has fsdp_version 1. Use 2, or bf16.")
-    if recipe is None and backend.upper() not in ("AO", "NO"):
+    if backend.upper() not in ("AO", "NO"):
         raise ConfigError(
             f"mixed precision 'fp8' is torchao's here, and the FP8 backend is {backend}. Write `backend: AO` under "
             "`fp8_config`, or use bf16."
         )
     if "ACCELERATE_FP8_BACKEND" in os.environ:  # Accelerate (1.15) does not know its own launcher's word, ao
         os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
-    import_torchao()  # before Accelerate does, and quietly
-    recipe = AORecipeKwargs() if recipe is None else recipe
-    return Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
+    import_torchao()
+    return Float8Policy()
 
 
 def _dtype(name: Any) -> torch.dtype | None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
-    AORecipeKwargs,
     DataLoaderConfiguration,
     DynamoBackend,
     FP8RecipeKwargs,
@@ -114,7 +113,6 @@ def make_accelerator(
     plugin = fsdp_plugin or plugin_of(args)
     if proof is not None:
         plugin.proved = read_proof(proof)
-    plugin.float8 = next((each for each in handlers if isinstance(each, AORecipeKwargs)), None)
     _refuse_other_float8(handlers)
     _read_arguments(accelerate_kwargs)
     start_state(
@@ -129,6 +127,11 @@ def make_accelerator(
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
+    if accelerator.ao_recipe_handler is not None and accelerator.mixed_precision != "fp8":
+        raise ConfigError(
+            f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {accelerator.mixed_precision}. Use "
+            "mixed_precision='fp8'."
+        )
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
 
 
@@ -277,10 +280,6 @@ def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_
     """Refuse FP8 that this device, or this machine without torchao, does not have; Accelerate would take fp16."""
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision).lower() != "fp8":
-        if plugin.float8 is not None:
-            raise ConfigError(
-                f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {precision}. Use mixed_precision='fp8'."
-            )
         return
     plugin.set_mixed_precision("fp8")
     policy = plugin.mixed_precision_policy

@@ -3,7 +3,6 @@
 Products are emulated on CPUs, in fp32 of the same FP8 values that a GPU multiplies.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +36,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding import float8
-from hf_fsdp_tools.sharding.float8 import float8_config, float8_layers, is_float8
+from hf_fsdp_tools.sharding.float8 import check_float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import full, full_state, make_model, refusal, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import (
@@ -387,9 +386,6 @@ def ranks_that_differ(folder: Path) -> None:
 def refusals(folder: Path) -> None:
     mesh = ParallelDims(tp_size=2).build_mesh("cpu")
     assert "tp_size 2" in refusal(lambda: load(folder, "fp8", mesh=mesh), ConfigError)
-    partly = HybridPolicy(reshard_after_forward={"*": 2})
-    said = refusal(lambda: load(folder, "fp8", policy=partly), ConfigError)
-    assert "reshard_after_forward 2" in said or "2" in said
     said = refusal(lambda: load(folder, Float8Policy(module_filter=lambda module, name: False)), ConfigError)
     assert "no plain linear layer" in said
     said = refusal(lambda: load(folder, Float8Policy(config="rowise")), ConfigError)
@@ -545,11 +541,13 @@ def test_words_that_are_refused(tmp_path: Path) -> None:
     run_ranks(_words, 1, tmp_path)
 
 
-def test_padding_is_no_scale() -> None:
-    """A shard's padding is zeros, which no scale depends on; a weight of zeros has a finite one."""
-    config = float8_config(Float8Policy(), "cpu")
-    scale = float8.import_torchao().amax_to_scale(torch.zeros(2), config.cast_config_weight.target_dtype)
-    assert all(math.isfinite(each) for each in scale.tolist())
+def test_parts_of_gathered_weights_cannot_be_kept() -> None:
+    tree, plan = ModuleTree(llama()), make_wrap_plan(llama())
+    partly = replace(plan, units=tuple(replace(unit, reshard_after_forward=2) for unit in plan.units))
+    with pytest.raises(ConfigError, match="reshard_after_forward 2"):
+        check_float8(tree, partly, Float8Policy(), "cpu")
+    check_float8(tree, partly, Float8Policy(config="rowwise"), "cpu")  # gathers in bf16
+    check_float8(tree, plan, Float8Policy(), "cpu")
 
 
 def test_plain_models_of_other_code_are_converted(folder: Path) -> None:
