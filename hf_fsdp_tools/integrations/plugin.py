@@ -420,5 +420,5 @@ def _dtype(name: Any) -> torch.dtype | None:
     dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp8 or fp32.")
+        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp32 or fp8.")
     return dtype

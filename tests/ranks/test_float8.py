@@ -3,6 +3,7 @@
 Products are emulated on CPUs, in fp32 of the same FP8 values that a GPU multiplies.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -342,6 +343,16 @@ def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
     assert apart(full_parameters(model), trained) == 0
 
 
+def copies_are_of_fp8_too(folder: Path) -> None:
+    """As TRL makes references of a policy."""
+    model = load(folder, "fp8")
+    twin = copy.deepcopy(model)
+    assert sum(map(is_float8, twin.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
+    steps(model, torch.optim.SGD(model.parameters(), lr=1.0), rows_of(dist.get_rank(), 2)[:1])
+    with torch.no_grad():
+        assert torch.equal(twin(IDS[:2]).logits, load(folder, "fp8")(IDS[:2]).logits)
+
+
 def words_of_accelerate(folder: Path) -> None:
     from torchao.float8 import Float8LinearConfig
 
@@ -391,6 +402,9 @@ def refusals(folder: Path) -> None:
     said = refusal(lambda: load(folder, Float8Policy(config="rowise")), ConfigError)
     assert "rowwise" in said
     accelerator = new_accelerator(mixed_precision="fp8")
+    packed = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    said = refusal(lambda: load(folder, "fp8", quantization_config=packed, peft_config={"r": 4}), ConfigError)
+    assert "no plain linear layer" in said and "\n" not in said
     in_bf16 = load(folder, "bf16")
     assert "Accelerator computes in fp8" in refusal(lambda: accelerator.prepare(in_bf16), ConfigError)
 
@@ -403,6 +417,7 @@ CASES = (
     the_base_alone_is_called,
     checkpointing_accumulation_offload_and_compilation,
     adapters_on_a_frozen_base,
+    copies_are_of_fp8_too,
     words_of_accelerate,
     rows_shared_by_ranks,
     ranks_that_differ,
