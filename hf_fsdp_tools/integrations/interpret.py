@@ -172,6 +172,13 @@ def _general(key: str, value: Any, result: Translation) -> None:
         if value is False:
             fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
             result.find("error", "wrong-value", fact, "Write 'no', in quotes.")
+    elif key == "fp8_config" and value:
+        backend = str(value.get("backend", "AO") if isinstance(value, Mapping) else value)
+        if backend.upper() == "AO":
+            result.say(key, value, "torchao's; other values than its defaults are options of the launcher (--fp8_…)")
+        else:
+            result.say(key, value, f"left out: FP8 is torchao's here, and not {backend}'s")
+            result.find("error", "refused", f"The FP8 backend is {backend}.", "Write backend: AO (torchao).")
     elif key in _ELSEWHERE:
         usual, meaning = _ELSEWHERE[key]
         if value not in (None, usual, "", {}):

@@ -35,6 +35,7 @@ from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies,
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.sharding.float8 import Float8Policy, import_torchao
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
@@ -204,6 +205,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
+        self.takes_recipe = False  # whether the Accelerator's `AORecipeKwargs` say what FP8 means
         for name in sorted(os.environ):
             if name.startswith("FSDP_") and name not in VARIABLES:
                 warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
@@ -237,8 +239,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
         adopt(accelerator, sync_each_batch=False)
+        policy, recipe = self.mixed_precision_policy, getattr(accelerator, "ao_recipe_handler", None)
+        if self.takes_recipe and recipe is not None:
+            policy = Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
         return {
-            "mp_policy": self.mixed_precision_policy,
+            "mp_policy": policy,
             "offload_policy": self.cpu_offload,
             "activation_checkpointing": self.recompute or False,
         }
@@ -284,9 +289,13 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
+        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
+
+        For "fp8", what the Accelerator's `AORecipeKwargs` say holds, which it makes of the launcher's variables too.
+        """
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
+            self.takes_recipe = mixed_precision == "fp8"
 
     def _read_recompute(self) -> None:
         """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""
@@ -420,15 +429,33 @@ def _as_policy(policy: Any, version: int) -> Any:
 
 
 def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
+    if name == "fp8":
+        return _float8(version)
     dtype = None if name in (None, "no") else _dtype(name)
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
 
 
+def _float8(version: int) -> Float8Policy:
+    """What Accelerate's fp8 means, where torchao does it, which is imported here: Accelerate would do so noisily."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "ao")
+    if version == 1:
+        raise ConfigError("mixed precision 'fp8' needs FSDP2, and the plugin has fsdp_version 1. Use 2, or bf16.")
+    if backend.upper() not in ("AO", "NO"):
+        raise ConfigError(
+            f"mixed precision 'fp8' is torchao's here, and the FP8 backend is {backend}. Write `backend: AO` under "
+            "`fp8_config`, or use bf16."
+        )
+    if "ACCELERATE_FP8_BACKEND" in os.environ:  # Accelerate (1.15) does not know its own launcher's word, ao
+        os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
+    import_torchao()
+    return Float8Policy()
+
+
 def _dtype(name: Any) -> torch.dtype | None:
     dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
+        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp32 or fp8.")
     return dtype

@@ -13,7 +13,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
-MixedPrecision = Literal["no", "bf16", "fp16"]
+MixedPrecision = Literal["no", "bf16", "fp16", "fp8"]
 StateDictType = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """Values of settings, in Accelerate's order: files and variables may also give their number, from 1."""

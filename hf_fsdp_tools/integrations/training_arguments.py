@@ -1,5 +1,6 @@
 """Settings of `TrainingArguments`: the plugin that they make, and those that a sharded model cannot take up."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
+from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
 from hf_fsdp_tools.sharding.shard import Sharding, recompute_activations, sharded_module, sharding_of
 from hf_fsdp_tools.text import did_you_mean
@@ -123,12 +125,25 @@ def agree_with_arguments(
 
 
 def precision_of(args: Any, model: nn.Module | None) -> str:
-    """The mixed precision of a Trainer: that of its arguments, or, where they name none, what is in force already."""
+    """The mixed precision of a Trainer: that of its arguments, or, where they name none, what is in force already.
+
+    `TrainingArguments` have no fp8: bf16 in them means fp8 where the launcher says so, as it is what else is bf16.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched == "fp8" and args.mixed_precision in ("fp16", "bf16"):
+        if args.mixed_precision == "fp16":
+            raise ConfigError(
+                "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: beside FP8, "
+                "all else is computed in bf16."
+            )
+        return launched
     if args.mixed_precision != "no":
         return str(args.mixed_precision)
     if AcceleratorState._shared_state:
         return str(AcceleratorState().mixed_precision)
     sharding = None if model is None else sharding_of(model)
+    if sharding is not None and isinstance(sharding.mp_policy, Float8Policy):
+        return "fp8"
     names = {dtype: name for name, dtype in LOW_PRECISION.items()}
     return names.get(sharding.mp_policy.param_dtype, "no") if sharding is not None else "no"  # type: ignore[arg-type]
 

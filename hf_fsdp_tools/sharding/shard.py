@@ -34,6 +34,7 @@ from hf_fsdp_tools.sharding.compile import (
     compile_blocks,
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
+from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
@@ -107,7 +108,7 @@ def shard_model(
             `ParallelDims` makes them; with "tp" or "ep", the model is one of `parallelize_model`. None means FSDP over
             all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32,
-            a dtype or its name ("bf16") computes in it and reduces in fp32.
+            a dtype or its name ("bf16") computes in it and reduces in fp32. "fp8" is `Float8Policy()`.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
             None keeps them on the device.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
@@ -185,6 +186,7 @@ def checked_sharding(
     if options is not None:
         check_options(options, mesh.device_type)
     check_parameters(model, plan.replicated)
+    check_float8(tree, plan, mp_policy, mesh.device_type, tp_size=dims.tp_size, ep_size=dims.ep_size)
     if recompute is not None:
         check_checkpointing(model, recompute)
     same_on_all_ranks(
@@ -220,6 +222,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
             parameter.data = parameter.data.contiguous()
     if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
         warnings.warn(problem, stacklevel=4)
+    convert_to_float8(tree, sharding.mp_policy, mesh.device_type)
     if sharding.activation_checkpointing is not None:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
         checkpoint_activations(model, sharding.activation_checkpointing)
@@ -334,6 +337,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
+    add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())

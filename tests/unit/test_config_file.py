@@ -238,7 +238,8 @@ FOUND = [
     (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
     (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
     (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
-    (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
+    (text_of(mixed_precision="fp4"), "error contradiction", "Use one of no, bf16, fp16, fp8."),
+    (text_of(mixed_precision="fp8", fp8_config={"backend": "TE"}), "error refused", "Write backend: AO (torchao)."),
     (
         text_of(
             num_processes=8,

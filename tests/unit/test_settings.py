@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import (
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools import ConfigError, Float8Policy, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
 from hf_fsdp_tools.integrations import config_file, settings, state
 from hf_fsdp_tools.integrations.config import (
     OWN_KEYS,
@@ -52,6 +52,7 @@ from tests._checkpoints import make_model
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP8 = Float8Policy()
 
 
 # ---- the lists, from the sources ----
@@ -197,7 +198,8 @@ CASES = [
         {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
         attribute("mixed_precision_policy", BF16),
     ),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, "ConfigError: .*fp8.*Use no, bf16, fp16 or fp32"),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, attribute("mixed_precision_policy", FP8)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
     Case("auto_wrap_policy", {"auto_wrap_policy": ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
