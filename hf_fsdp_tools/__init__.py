@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.adapters import load_adapter as load_adapter
     from hf_fsdp_tools.sharding.averages import ParameterEMA as ParameterEMA
     from hf_fsdp_tools.sharding.describe import describe_sharding as describe_sharding
+    from hf_fsdp_tools.sharding.float8 import Float8Policy as Float8Policy
     from hf_fsdp_tools.sharding.gathering import gathered_units as gathered_units
     from hf_fsdp_tools.sharding.parallel import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
@@ -86,6 +87,7 @@ _NAMES_OF = {
     "sharding.adapters": ("add_adapter", "load_adapter"),
     "sharding.averages": ("ParameterEMA",),
     "sharding.describe": ("describe_sharding",),
+    "sharding.float8": ("Float8Policy",),
     "sharding.gathering": ("gathered_units",),
     "sharding.parallel": ("parallelize_model",),
     "sharding.shard": ("shard_model",),

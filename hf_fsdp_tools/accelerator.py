@@ -108,6 +108,18 @@ class SideStream:
         """Queue a copy between pinned and device memory: the same dtype, both contiguous."""
         to.copy_(source, non_blocking=True)
 
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> torch.Event:
+        """Queue a copy as `copy` does it, from a thread that has not entered, behind what that thread's stream has to
+        do until now; an event after it, for `lead`."""
+        self.follow()
+        with self._stream:
+            self.copy(to, source)
+        return self.mark()
+
+    def lead(self, event: torch.Event) -> None:
+        """Let what the calling thread's current stream is given from now on wait for an event."""
+        torch.accelerator.current_stream(self.device).wait_event(event)
+
     def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Queue copies within the device, any dtypes and strides, in as few kernels as the device can."""
         torch._foreach_copy_(to, sources)

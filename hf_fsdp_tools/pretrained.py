@@ -32,6 +32,7 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as_offload_policy, as_parallel
 from hf_fsdp_tools.sharding.injection import refuse_for_shards
 from hf_fsdp_tools.sharding.parallel import parallelize_model
+from hf_fsdp_tools.sharding.recompute import as_recompute
 from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
 from hf_fsdp_tools.text import quoted
 
@@ -49,7 +50,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    activation_checkpointing: bool | None = None,
+    activation_checkpointing: bool | Mapping[str, Any] | None = None,
     compile: bool | str | Mapping[str, Any] | None = False,
     num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
@@ -104,7 +105,8 @@ def from_pretrained(
             straight to it; of such a checkpoint, the config's dtype is meant.
         mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32.
         offload_policy: `CPUOffloadPolicy()` (or True) keeps the shards on the CPU between uses.
-        activation_checkpointing: recompute each block's activations in the backward pass; None: as the plugin says.
+        activation_checkpointing: recompute each block's activations in the backward pass, or, as in `shard_model`, a
+            mapping with `every_n_layers`, `offload` and `save_ops`; None: as the plugin says.
         compile: compile each block in place, as in `shard_model`. An accelerator made to compile does so in `prepare`.
         num_tokens: resize the vocabulary while loading, usually to `len(tokenizer)`, without gathering it. New rows are
             the same for any number of ranks; fewer tokens drop rows.
@@ -147,11 +149,11 @@ def from_pretrained(
             name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
             dtype = one_dtype(dtype, torch_dtype)
             policy, peft_config = as_policy(policy), as_peft_config(peft_config)
-            options = as_compile(compile)
+            options, recompute = as_compile(compile), as_recompute(activation_checkpointing)
             explicit = {
                 "mp_policy": as_mp_policy(mp_policy),
                 "offload_policy": as_offload_policy(offload_policy),
-                "activation_checkpointing": activation_checkpointing,
+                "activation_checkpointing": None if activation_checkpointing is None else recompute or False,
             }
             settings |= {name: value for name, value in explicit.items() if value is not None}
             device = torch.device("cpu") if settings["mesh"].device_type == "cpu" else local_device()

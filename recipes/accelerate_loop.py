@@ -48,7 +48,8 @@ class Arguments:
 
 def main() -> None:
     # 1. The settings and the data
-    (args,) = parse_arguments(Arguments, demo={"max_steps": 180, "learning_rate": 2e-3, "max_length": 192})
+    demo = {"max_steps": 180, "learning_rate": 2e-3, "max_length": 192}
+    (args,) = parse_arguments(Arguments, demo=demo, columns=("text",))
     parts, steps, folder = args.gradient_accumulation_steps, args.max_steps, args.output_dir
     each = GradientAccumulationPlugin(parts, sync_with_dataloader=False, sync_each_batch=True)
     accelerator = make_accelerator(gradient_accumulation_plugin=each, log_with=args.log_with, project_dir=folder)

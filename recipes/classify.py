@@ -10,8 +10,8 @@ minutes (`hf-fsdp classify`). A model of your own on one GPU with LoRA, and on e
 
 `hf-fsdp estimate Qwen/Qwen3-8B --auto-class AutoModelForSequenceClassification …` predicts memory and time. Every
 option of transformers' TrainingArguments works. Rows have a text and its class, a name or a whole number, in the
-columns `text` and `label` or those of `--dataset_text_field` and `--label_column_name`. With LoRA the head is trained
-and saved too.
+columns `text` and `label` or those of `--text_column` and `--label_column`. With LoRA the head is trained and saved
+too.
 """
 
 from dataclasses import dataclass, field
@@ -32,10 +32,8 @@ DEMO = {"num_train_epochs": 2, "learning_rate": 1e-3, "max_length": 192}
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """TRL's options for data, and which columns they are in."""
+    """TRL's options for data, and what becomes of it."""
 
-    dataset_text_field: str = field(default="text", metadata={"help": "The column with the text."})
-    label_column_name: str = field(default="label", metadata={"help": "The column with the class: a name or a number."})
     max_length: int = field(default=512, metadata={"help": "Tokens at which a text is cut."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the checkpoint."})
 
@@ -47,16 +45,19 @@ class Trainer(FSDPTrainerMixin, PlainTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        DataArguments, TrainingArguments, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
+        DataArguments,
+        TrainingArguments,
+        scripting.ModelArguments,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        columns=("text", "label"),
     )
-    for name in ("dataset_text_field", "max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
+    for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "classes")
-    data, held_out = scripting.load_splits(
-        script, training, columns=[{script.dataset_text_field, script.label_column_name}]
-    )
+    data, held_out = scripting.load_splits(script, training, columns=[{"text", "label"}])
     tokenizer = scripting.load_tokenizer(model_args, training)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
@@ -78,8 +79,8 @@ def main() -> Trainer:
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=encode(data, script, training, tokenizer, label2id),
-        eval_dataset=encode(held_out, script, training, tokenizer, label2id) if held_out is not None else None,
+        train_dataset=encode(data, training, tokenizer, label2id),
+        eval_dataset=encode(held_out, training, tokenizer, label2id) if held_out is not None else None,
         processing_class=tokenizer,
         compute_metrics=lambda result: {"accuracy": float((result.predictions == result.label_ids).mean())},
         # an encoder with a decoder gives more than logits
@@ -106,20 +107,19 @@ def main() -> Trainer:
 
 def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
     """The names of the classes: those that the dataset declares, else its labels in order."""
-    column, where = script.label_column_name, f"Column {script.label_column_name!r} of {script.dataset_name!r}"
+    text, label = (script.column_names.get(name) or name for name in ("text", "label"))  # as the user calls them
+    where = f"Column {label!r} of {script.dataset_name!r}"
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
-    if str(getattr(data.features[script.dataset_text_field], "dtype", "")) not in ("string", "large_string"):
-        raise ConfigError(
-            f"Column {script.dataset_text_field!r} holds no text. Name another one: --dataset_text_field."
-        )
-    feature = data.features[column]
+    if str(getattr(data.features["text"], "dtype", "")) not in ("string", "large_string"):
+        raise ConfigError(f"Column {text!r} holds no text. Name another one: --text_column.")
+    feature = data.features["label"]
     if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
         raise ConfigError(
             f"{where} holds {feature}, and classes are names or whole numbers. Name another column with "
-            "--label_column_name, or make classes of it."
+            "--label_column, or make classes of it."
         )
-    seen, tested = (set(part.unique(column)) if part is not None else set() for part in (data, held_out))
+    seen, tested = (set(part.unique("label")) if part is not None else set() for part in (data, held_out))
     declared = feature.names if isinstance(feature, datasets.ClassLabel) else None
     if None in seen | tested or (declared and -1 in seen | tested):
         raise ConfigError(f"{where} has rows without a class. Leave them out.")
@@ -131,25 +131,24 @@ def class_names(script: DataArguments, data: datasets.Dataset, held_out: dataset
     if len(seen) < 2 or len(seen) > len(data) // 2:
         raise ConfigError(
             f"{where} has {len(seen)} different labels in {len(data)} rows, so they are no classes. Name "
-            "another column with --label_column_name."
+            "another column with --label_column."
         )
     return declared or [str(label) for label in sorted(seen)]
 
 
 def encode(
     rows: datasets.Dataset,
-    script: DataArguments,
     training: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     numbers: dict[str, int],
 ) -> datasets.Dataset:
     """Tokens and the number of the class, in place of the dataset's own columns."""
-    feature = rows.features[script.label_column_name]
+    feature = rows.features["label"]
     name_of = feature.int2str if isinstance(feature, datasets.ClassLabel) else str
 
     def encode_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        tokens = tokenizer(batch[script.dataset_text_field], truncation=True, max_length=training.max_length)
-        return {**tokens, "labels": [numbers[name_of(label)] for label in batch[script.label_column_name]]}
+        tokens = tokenizer(batch["text"], truncation=True, max_length=training.max_length)
+        return {**tokens, "labels": [numbers[name_of(label)] for label in batch["label"]]}
 
     with training.main_process_first():  # the others read what it has written
         return rows.map(encode_batch, batched=True, remove_columns=rows.column_names)

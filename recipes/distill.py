@@ -39,7 +39,12 @@ class Trainer(FSDPTrainerMixin, DistillationTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, DistillationConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
+        ScriptArguments,
+        DistillationConfig,
+        scripting.ModelArguments,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        columns=("prompt",),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
@@ -133,7 +138,7 @@ def load_teacher(
     of_teacher: scripting.ModelArguments, training: DistillationConfig, accelerator: object
 ) -> PreTrainedModel:
     """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, "float32")
+    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, "float32")
     freeing = HybridPolicy(reshard_after_forward={"*": True})
     teacher = scripting.load_model(of_teacher, training, accelerator, dtype=dtype, policy=freeing, show=False)
     size = sum(parameter.numel() for parameter in teacher.parameters())

@@ -32,7 +32,12 @@ class Trainer(FSDPTrainerMixin, DPOTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, DPOConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/dpo"}, demo=DEMO
+        ScriptArguments,
+        DPOConfig,
+        scripting.ModelArguments,
+        defaults={"output_dir": "outputs/dpo"},
+        demo=DEMO,
+        columns=("prompt", "chosen", "rejected"),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:
@@ -88,7 +93,8 @@ def check_preferences(script: ScriptArguments, training: DPOConfig, data: datase
 
 def load_reference(model_args: scripting.ModelArguments, training: DPOConfig, accelerator: object) -> PreTrainedModel:
     """Shards that are never trained: no fp32 masters, and each unit is freed after its forward, whatever the policy."""
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, model_args.dtype)
+    computed = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+    dtype = computed.get(accelerator.mixed_precision, model_args.dtype)
     freeing = HybridPolicy(reshard_after_forward={"*": True})
     reference = scripting.load_model(model_args, training, accelerator, dtype=dtype, policy=freeing, show=False)
     kind = str(reference.dtype).removeprefix("torch.")

@@ -35,7 +35,12 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 def main() -> None:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, SFTConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/finetune"}, demo=DEMO
+        ScriptArguments,
+        SFTConfig,
+        scripting.ModelArguments,
+        defaults={"output_dir": "outputs/finetune"},
+        demo=DEMO,
+        columns=("text", "messages", "prompt", "completion"),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:

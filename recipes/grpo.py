@@ -43,7 +43,12 @@ def keywords(completions: list[Any], **kwargs: Any) -> list[float]:
 def main() -> Trainer:
     # 1. The settings, the data and the rewards
     script, training, model_args = scripting.parse_arguments(
-        GRPOScriptArguments, GRPOConfig, scripting.ModelArguments, defaults={"output_dir": "outputs/grpo"}, demo=DEMO
+        GRPOScriptArguments,
+        GRPOConfig,
+        scripting.ModelArguments,
+        defaults={"output_dir": "outputs/grpo"},
+        demo=DEMO,
+        columns=("prompt",),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     is_demo = model_args.model_name_or_path is None

@@ -47,7 +47,7 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 def main() -> None:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO
+        ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO, columns=("text",)
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:

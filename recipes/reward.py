@@ -34,7 +34,12 @@ class Trainer(FSDPTrainerMixin, RewardTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        ScriptArguments, RewardConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
+        ScriptArguments,
+        RewardConfig,
+        scripting.ModelArguments,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        columns=("prompt", "chosen", "rejected"),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:

@@ -51,7 +51,12 @@ class Trainer(FSDPTrainerMixin, SFTTrainer):
 def main() -> Trainer:
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
-        VisionArguments, SFTConfig, scripting.ModelArguments, defaults=DEFAULTS, demo=DEMO
+        VisionArguments,
+        SFTConfig,
+        scripting.ModelArguments,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        columns=("image", "messages", "prompt", "completion"),
     )
     accelerator = make_accelerator(training, proof=model_args.proof)
     if model_args.model_name_or_path is None:

@@ -221,6 +221,15 @@ class LateSideStream(SideStream):
         self.machine.touch()
         self.machine.queue_copy(self.machine.current_stream(self.index), [to], [source], "copy")
 
+    def copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        assert to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
+        self.follow()
+        self.machine.queue_copy(self._side, [to], [source], "copy")
+        return self.mark()
+
+    def lead(self, event: Any) -> None:
+        event.synchronize()  # the host computes
+
     def copy_each(self, to: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self.machine.touch()
         assert all(self.holds(tensor) for tensor in (*to, *sources)), "a kernel reads and writes device memory"

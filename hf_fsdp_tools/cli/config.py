@@ -88,7 +88,7 @@ def _config(options: argparse.Namespace) -> None:
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
     if best is None:
-        start = [*[f"FSDP_EP_SIZE={config.ep_size}"] * (config.ep_size > 1), "accelerate", "launch"]
+        start = [*own_variables(config), "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
@@ -96,6 +96,8 @@ def _config(options: argparse.Namespace) -> None:
         reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
+        if config.mixed_precision == "fp8":
+            reason_lines.append("fp8       foreseen as bf16, which gathers more and multiplies more slowly")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
         degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
         names = (*degrees, "reshard_after_forward", "offload_params", "activation_checkpointing")
@@ -135,6 +137,18 @@ def _config(options: argparse.Namespace) -> None:
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
+
+
+def own_variables(config: "FSDPConfig") -> list[str]:
+    """Variables for `accelerate launch`, whose launcher drops the keys of this package: "FSDP_EP_SIZE=8"."""
+    from hf_fsdp_tools.integrations.config import OWN_KEYS
+
+    values = ((key, getattr(config, key.removeprefix("fsdp_"))) for key in OWN_KEYS)
+    return [
+        f"{key.upper()}={','.join(value) if isinstance(value, tuple) else value}"
+        for key, value in values
+        if value not in (1, ())
+    ]
 
 
 def _write(options: argparse.Namespace, texts: dict[Path, str]) -> list[str]:
@@ -185,9 +199,11 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommenda
     name = _gpu_name(options)
     if name is None:
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
-    values = explicit_fields(options) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
+    is_float8 = config.mixed_precision == "fp8"
+    foreseen = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
+    values = explicit_fields(foreseen) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
-    values["precision"] = {"no": "fp32"}.get(config.mixed_precision, config.mixed_precision)
+    values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     if options.recipe == "accelerate-loop":  # the one recipe whose loop makes whole logits
         values.setdefault("loss", "full")
     if options.margin is not None:

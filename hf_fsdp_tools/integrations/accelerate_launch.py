@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.config import OWN_KEYS
 
 _SETTINGS = (
     "config_file", "cpu", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
@@ -55,10 +56,11 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
 
 
 def main() -> None:
-    """Launch what the command line says, with what the file says of experts, which the launcher does not pass on."""
+    """Launch what the command line says, with the keys of this package, which the launcher does not pass on."""
     settings, _ = launch_command_parser().parse_known_args()
     file = yaml.safe_load(Path(settings.config_file).read_text(encoding="utf-8"))  # which `cli.launch` has checked
-    os.environ.setdefault("FSDP_EP_SIZE", str((file.get("fsdp_config") or {}).get("fsdp_ep_size") or ""))
+    for key in OWN_KEYS:
+        os.environ.setdefault(key.upper(), str((file.get("fsdp_config") or {}).get(key) or ""))
     try:
         launch()
     except ChildFailedError as failed:

@@ -43,7 +43,7 @@ from hf_fsdp_tools.integrations.model import (
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
-from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions
+from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
@@ -95,8 +95,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare as `Accelerator.prepare_data_loader` does; with `use_stateful_dataloader`, `save_state` keeps the
-        position of each rank, that of a stream also where rank 0 reads for all."""
-        return keep_exact(super().prepare_data_loader(data_loader, *args, **kwargs))
+        position of each rank, that of a stream also where rank 0 reads for all. Shuffled rows have one order for all
+        ranks, by rank 0's seed; every rank must call."""
+        return share_seed(keep_exact(super().prepare_data_loader(data_loader, *args, **kwargs)))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Go backward as `Accelerator.backward` does; no unit of a model with `reshard_after_forward=False` is freed
@@ -263,13 +264,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
 
-        So random draws (dropout) go on from the state that `load_state` restored, as in the interrupted run.
+        So random draws (dropout) go on from the state that `load_state` restored, as in the interrupted run. It skips
+        in the running epoch alone, and the epochs of both loaders are counted together.
         """
-        loader = super().skip_first_batches(dataloader, num_batches)
-        base = getattr(loader, "base_dataloader", loader)
-        if base.generator is None:
-            base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
-        return loader
+        return skip_once(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call."""

@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.integrations.resume import check_parts
 from hf_fsdp_tools.integrations.states import StateSave
-from hf_fsdp_tools.integrations.streams import write_positions
+from hf_fsdp_tools.integrations.streams import LOADERS, write_positions
 from hf_fsdp_tools.integrations.version1 import is_version1, sharded_state
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.loading.io.durable import UNCHANGED, sync
@@ -47,13 +47,14 @@ STATE_GLOBS = (
     f"{SCHEDULER_NAME}[_.]*",
     "sampler[_.]*",
     "dl_state_dict[_.]*",
+    LOADERS,
     SCALER_NAME,
     f"{RNG_STATE_NAME}_*.pkl",
     "custom_checkpoint_*.pkl",
     ADAPTER_CONFIG,
 )
-"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py. The config of
-an adapter is ours."""
+"""Files of a state for its manifest; source: accelerate 1.15, checkpointing.py and utils/fsdp_utils.py. The epochs of
+loaders and the config of an adapter are ours."""
 
 
 def owner_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:

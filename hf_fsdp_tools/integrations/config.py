@@ -89,6 +89,12 @@ class FSDPConfig:
     """Keep shards, gradients and optimizer state in host memory, and move a unit to the GPU for its compute."""
     activation_checkpointing: bool = field(default=False, metadata=_key(bool))
     """Recompute each block's activations in the backward pass instead of keeping them."""
+    activation_checkpointing_offload: bool = field(default=False, metadata=_key(bool))
+    """Keep what checkpointed blocks keep, their inputs, in host memory until their backward pass."""
+    activation_checkpointing_every_n_layers: int = field(default=1, metadata=_key(int))
+    """Checkpoint the first of every n blocks; the others keep their activations."""
+    activation_checkpointing_save_ops: tuple[str, ...] = field(default=(), metadata=_key())
+    """Operators whose results checkpointed blocks keep: matmul, attention, or torch's names (aten::mm)."""
     state_dict_type: StateDictType = field(default="SHARDED_STATE_DICT", metadata=_key(get_args(StateDictType)))
     """How training checkpoints are written: every rank writes its shards, or rank 0 gathers and writes all."""
     cpu_ram_efficient_loading: bool = field(default=False, metadata=_key(bool))
@@ -207,7 +213,6 @@ def rows_of(config: type[FSDPConfig]) -> tuple[Setting, ...]:
 SETTINGS = (
     *rows_of(FSDPConfig),
     launched("sharding_strategy"),
-    launched("activation_checkpointing_offload", bool),
     launched("backward_prefetch", get_args(BackwardPrefetch), is_old=True, fsdp2="BACKWARD_PRE"),
     launched("forward_prefetch", bool, is_old=True, fsdp2=False),
     launched("sync_module_states", bool, is_old=True, fsdp2=True),
@@ -221,6 +226,12 @@ SETTINGS = (
 )
 """Fields of FSDPConfig, and what it has no field for: a check of the file, the plugin or one line answers these."""
 
+OWN_KEYS = ("fsdp_ep_size", "fsdp_activation_checkpointing_every_n_layers", "fsdp_activation_checkpointing_save_ops")
+"""Keys of this package, which `accelerate launch` drops: their variables are set for it, as `hf-fsdp RECIPE` does."""
+
+_UNUSUAL = (*OWN_KEYS, "fsdp_activation_checkpointing_offload")
+"""Keys that a file has where they say something; their defaults are the same everywhere."""
+
 VARIABLES = {row.variable: row for row in SETTINGS if row.variable}
 YAML_KEYS = {row.key: row for row in SETTINGS if row.key}
 TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
@@ -231,9 +242,10 @@ TRAINING_KEYS = {name: row for row in SETTINGS for name in row.training}
 
 def _to_accelerate(config: FSDPConfig) -> dict[str, Any]:
     section: dict[str, Any] = {}
+    usual = {each.name: each.default for each in fields(config)}
     for row in YAML_KEYS.values():
         value = getattr(config, row.field) if row.field else None
-        if value not in (None, "", ()) and (row.field, value) != ("ep_size", 1):
+        if value not in (None, "", ()) and not (row.key in _UNUSUAL and value == usual[row.field]):
             section[str(row.key)] = ",".join(value) if isinstance(value, tuple) else value
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

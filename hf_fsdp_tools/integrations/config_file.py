@@ -117,7 +117,7 @@ def _mend(result: Translation) -> None:
         del fields["gpu_ids"]
     if (precision := fields.get("mixed_precision", "no")) not in get_args(MixedPrecision):
         del fields["mixed_precision"]
-        result.say("mixed_precision", precision, "left out, no such precision: use no, bf16 or fp16")
+        result.say("mixed_precision", precision, "left out, no such precision: use no, bf16, fp16 or fp8")
     if fields.get("cpu_ram_efficient_loading"):
         fields["cpu_ram_efficient_loading"] = False
         reason = "false: each rank reads its own shards, which needs less memory and time"

@@ -172,6 +172,13 @@ def _general(key: str, value: Any, result: Translation) -> None:
         if value is False:
             fact = "mixed_precision is no, which YAML reads as false: the launcher stops at it."
             result.find("error", "wrong-value", fact, "Write 'no', in quotes.")
+    elif key == "fp8_config" and value:
+        backend = str(value.get("backend", "AO") if isinstance(value, Mapping) else value)
+        if backend.upper() == "AO":
+            result.say(key, value, "torchao's; other values than its defaults are options of the launcher (--fp8_…)")
+        else:
+            result.say(key, value, f"left out: FP8 is torchao's here, and not {backend}'s")
+            result.find("error", "refused", f"The FP8 backend is {backend}.", "Write backend: AO (torchao).")
     elif key in _ELSEWHERE:
         usual, meaning = _ELSEWHERE[key]
         if value not in (None, usual, "", {}):
@@ -207,11 +214,7 @@ def _fsdp(section: Mapping[str, Any], result: Translation, *, keys: Mapping[str,
             if not result.is_version1:
                 fact = f"Only FSDP1 has {key}: {'FSDP2 does so anyway' if is_same else 'left out'}."
                 result.find("info" if is_same else "warning", "only-fsdp1", fact, "Remove the line.")
-        elif key == "fsdp_activation_checkpointing_offload" and _as(bool, value) is True:
-            result.say(key, value, "left out: not part of this package; fsdp_offload_params saves more")
-            fact = f"{key} is not part of this package: its plugin stops at it."
-            result.find("error", "refused", fact, "Remove the line. fsdp_offload_params saves more.")
-        elif row.field == "transformer_layer_cls_to_wrap" and value is not None:
+        elif row.field in ("transformer_layer_cls_to_wrap", "activation_checkpointing_save_ops") and value is not None:
             names = tuple(name.strip() for name in str(value).split(",") if name.strip())
             result.fields[row.field] = names
             result.say(key, value, "kept")

@@ -23,6 +23,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.parallel import parallelize_model
@@ -35,7 +36,7 @@ from hf_fsdp_tools.sharding.shard import (
 )
 from hf_fsdp_tools.text import listed
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's names of the precisions in which trainable weights are kept in fp32 beside the computation."""
 
 _HASHING_THREADS = 8
@@ -236,10 +237,13 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
         )
     sharding = sharding_of(model)
     wanted = LOW_PRECISION.get(mixed_precision)
-    if sharding is None or wanted is None or sharding.mp_policy.param_dtype == wanted:
+    if sharding is None or wanted is None:
+        return
+    is_float8 = isinstance(sharding.mp_policy, Float8Policy)
+    if sharding.mp_policy.param_dtype == wanted and (is_float8 or mixed_precision != "fp8"):
         return
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if sharding.mp_policy.param_dtype is None and dtypes == {wanted}:
+    if sharding.mp_policy.param_dtype is None and dtypes == {wanted} and mixed_precision != "fp8":
         return  # pure low precision, on purpose
     raise ConfigError(
         f"The Accelerator computes in {mixed_precision}, but the model was sharded to compute in "

@@ -31,10 +31,12 @@ from hf_fsdp_tools.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
 from hf_fsdp_tools.integrations.config import SETTINGS, VARIABLES
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
-from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set, read_strategies, strategy_name, warn_on_node
+from hf_fsdp_tools.integrations.settings import is_by_launcher, read_strategies, strategy_name, warn_on_node
 from hf_fsdp_tools.integrations.version1 import prefer_possible_settings
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.policy import HybridPolicy, UnitPredicate, matching_nodes, nearest_names
+from hf_fsdp_tools.sharding.float8 import Float8Policy, import_torchao
+from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from hf_fsdp_tools.text import did_you_mean
 
 
@@ -188,9 +190,22 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     ep_size: int = field(default=0, metadata={"help": "How many neighbouring processes share the experts."})
     """How many neighbouring processes share the experts; 0 reads FSDP_EP_SIZE, and means 1 without it."""
 
+    activation_checkpointing_every_n_layers: int = field(
+        default=0, metadata={"help": "Checkpoint the first of every n blocks."}
+    )
+    """Checkpoint the first of every n blocks; 0 reads the variable FSDP_ACTIVATION_CHECKPOINTING_EVERY_N_LAYERS, and
+    means 1 without it."""
+
+    activation_checkpointing_save_ops: Any = field(
+        default=None, metadata={"help": "Operators whose results checkpointed blocks keep: matmul, attention, …"}
+    )
+    """Operators whose results checkpointed blocks keep, a list of names or a text with commas; None reads the variable
+    FSDP_ACTIVATION_CHECKPOINTING_SAVE_OPS."""
+
     def __post_init__(self) -> None:
         self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
+        self.takes_recipe = False  # whether the Accelerator's `AORecipeKwargs` say what FP8 means
         for name in sorted(os.environ):
             if name.startswith("FSDP_") and name not in VARIABLES:
                 warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
@@ -201,11 +216,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self._read_as_fsdp2(is_unversioned=is_unversioned)
         else:
             prefer_possible_settings(self, on_cpu=on_cpu)
-        if self.activation_checkpointing_offload or is_set("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
-            raise ConfigError(
-                "activation_checkpointing_offload is not part of this package. Leave it out; CPU offload of parameters "
-                "(offload_params) saves more."
-            )
+        self._read_recompute()
         self.mixed_precision_policy = _as_policy(self.mixed_precision_policy, self.fsdp_version)
         super().__post_init__()
         self.ignored_modules = self.ignored_modules or None
@@ -228,11 +239,19 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
                 "fsdp_plugin=HybridFSDPPlugin(fsdp_version=2). Settings of FSDP1 are translated."
             )
         adopt(accelerator, sync_each_batch=False)
+        policy, recipe = self.mixed_precision_policy, getattr(accelerator, "ao_recipe_handler", None)
+        if self.takes_recipe and recipe is not None:
+            policy = Float8Policy(config=recipe.config, module_filter=recipe.module_filter_func)
         return {
-            "mp_policy": self.mixed_precision_policy,
+            "mp_policy": policy,
             "offload_policy": self.cpu_offload,
-            "activation_checkpointing": self.activation_checkpointing,
+            "activation_checkpointing": self.recompute or False,
         }
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Which blocks recompute their activations, and what they keep; None where none do."""
+        return as_recompute(self.activation_checkpointing and self._recompute)
 
     def policy_for(self, model: nn.Module) -> HybridPolicy:
         """`policy` for one model: without layer classes that the model lacks, with its `ignored_modules` kept whole.
@@ -270,9 +289,36 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.auto_wrap_policy = policy  # type: ignore[assignment]  # the field takes any callable
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers."""
+        """Compute in `mixed_precision`, reduce gradients in fp32, cast neither outputs nor buffers.
+
+        For "fp8", what the Accelerator's `AORecipeKwargs` say holds, which it makes of the launcher's variables too.
+        """
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = _precision(mixed_precision, self.fsdp_version)
+            self.takes_recipe = mixed_precision == "fp8"
+
+    def _read_recompute(self) -> None:
+        """Read what becomes of activations, with its variables, in place; refuse what contradicts itself."""
+        prefix = "activation_checkpointing"
+        on, offload = (_value(self, name) is True for name in (prefix, f"{prefix}_offload"))
+        every = f"{prefix}_every_n_layers"
+        number = _read_size(self.activation_checkpointing_every_n_layers, every, f"FSDP_{every.upper()}")
+        ops = self.activation_checkpointing_save_ops
+        ops = os.environ.get(f"FSDP_{prefix.upper()}_SAVE_OPS") if ops is None else ops
+        more = as_recompute({"every_n_layers": number, "offload": offload, "save_ops": ops})
+        assert more is not None
+        self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops = number, more.save_ops
+        self._recompute = more
+        if more == Recompute():
+            return
+        name = next(key for key, usual in vars(Recompute()).items() if getattr(more, key) != usual)
+        if not on:
+            raise ConfigError(
+                f"{prefix}_{name} says how activations are recomputed, and {prefix} is off. Turn it on, or leave "
+                f"{prefix}_{name} out."
+            )
+        if self.fsdp_version != 2:
+            raise ConfigError(f"{prefix}_{name} needs FSDP2, and fsdp_version is 1. Use 2, or leave it out.")
 
     def _read_as_fsdp2(self, *, is_unversioned: bool) -> None:
         """Translate or drop the settings of FSDP1, in place, and say so once, on rank 0 of each machine."""
@@ -383,15 +429,33 @@ def _as_policy(policy: Any, version: int) -> Any:
 
 
 def _precision(name: Any, version: int) -> MixedPrecisionPolicy | MixedPrecision:
+    if name == "fp8":
+        return _float8(version)
     dtype = None if name in (None, "no") else _dtype(name)
     if version == 1:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)  # for bf16 weights without a policy too
 
 
+def _float8(version: int) -> Float8Policy:
+    """What Accelerate's fp8 means, where torchao does it, which is imported here: Accelerate would do so noisily."""
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "ao")
+    if version == 1:
+        raise ConfigError("mixed precision 'fp8' needs FSDP2, and the plugin has fsdp_version 1. Use 2, or bf16.")
+    if backend.upper() not in ("AO", "NO"):
+        raise ConfigError(
+            f"mixed precision 'fp8' is torchao's here, and the FP8 backend is {backend}. Write `backend: AO` under "
+            "`fp8_config`, or use bf16."
+        )
+    if "ACCELERATE_FP8_BACKEND" in os.environ:  # Accelerate (1.15) does not know its own launcher's word, ao
+        os.environ["ACCELERATE_FP8_BACKEND"] = backend.upper()
+    import_torchao()
+    return Float8Policy()
+
+
 def _dtype(name: Any) -> torch.dtype | None:
     dtype = (LOW_PRECISION | {"fp32": torch.float32}).get(name, name)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16 or fp32.")
+        raise ConfigError(f"mixed precision {name!r} is not supported. Use no, bf16, fp16, fp32 or fp8.")
     return dtype

@@ -13,7 +13,7 @@ from hf_fsdp_tools.errors import ConfigError
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
-MixedPrecision = Literal["no", "bf16", "fp16"]
+MixedPrecision = Literal["no", "bf16", "fp16", "fp8"]
 StateDictType = Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """Values of settings, in Accelerate's order: files and variables may also give their number, from 1."""
@@ -147,7 +147,7 @@ def _type_problems(config: Any, keys: Mapping[str, Setting]) -> Iterator[Problem
         if (value := getattr(config, name)) not in allowed:
             yield f"{name} is {value!r}", f"use one of {', '.join(map(str, allowed))}"
     lowest = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "dp_replicate_size": 1}
-    lowest |= {"cp_size": 1, "tp_size": 1, "ep_size": 1}
+    lowest |= {"cp_size": 1, "tp_size": 1, "ep_size": 1, "activation_checkpointing_every_n_layers": 1}
     for name, least in lowest.items():
         value = getattr(config, name)
         if type(value) is not int or value < least:
@@ -209,6 +209,14 @@ def _sharding_problems(config: Any) -> Iterator[Problem]:
             f"min_num_params is {config.min_num_params} with auto_wrap_policy {policy}",
             "SIZE_BASED_WRAP needs it and nothing else uses it",
         )
+    if not config.activation_checkpointing:
+        for name, usual in (("offload", False), ("every_n_layers", 1), ("save_ops", ())):
+            if (value := getattr(config, f"activation_checkpointing_{name}")) != usual:
+                shown = ", ".join(value) if isinstance(value, tuple) else value
+                yield (
+                    f"activation_checkpointing_{name} is {shown} without activation_checkpointing",
+                    "turn activation_checkpointing on or drop it",
+                )
     if config.state_dict_type == "LOCAL_STATE_DICT":
         yield (
             "state_dict_type is LOCAL_STATE_DICT: only version 1 of FSDP has this",

@@ -13,8 +13,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DynamoBackend,
+    FP8RecipeKwargs,
     InitProcessGroupKwargs,
+    MSAMPRecipeKwargs,
     PrecisionType,
+    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 
@@ -33,9 +36,15 @@ from hf_fsdp_tools.errors import ConfigError, MeshError
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator, adopt, leave_to_model
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.integrations.settings import is_by_launcher, is_set
-from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of
+from hf_fsdp_tools.integrations.training_arguments import (
+    agree_with_arguments,
+    group_options,
+    plugin_of,
+    precision_of,
+)
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.proof.record import check_proved, read_proof
+from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_config
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
@@ -68,7 +77,8 @@ def make_accelerator(
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
             do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
-            timeout, backend and init method of the process group that is started here.
+            timeout, backend and init method of the process group that is started here; an `AORecipeKwargs` says
+            what `mixed_precision="fp8"` converts, and how.
 
     Every rank must call; starts the process group if none is running.
 
@@ -95,7 +105,7 @@ def make_accelerator(
     if args is not None:
         if not hasattr(args, "fsdp_config"):
             raise ConfigError(f"args is {quoted(args)}; make_accelerator takes TrainingArguments, and names the rest.")
-        settings = {name: getattr(args, name) for name in ("mixed_precision", "parallelism_config")}
+        settings = {"mixed_precision": precision_of(args, None), "parallelism_config": args.parallelism_config}
         accelerate_kwargs = settings | {"cpu": args.use_cpu} | accelerate_kwargs
         group = group_options(args) | group
         if fsdp_plugin is not None:
@@ -103,6 +113,7 @@ def make_accelerator(
     plugin = fsdp_plugin or plugin_of(args)
     if proof is not None:
         plugin.proved = read_proof(proof)
+    _refuse_other_float8(handlers)
     _read_arguments(accelerate_kwargs)
     start_state(
         plugin,
@@ -116,6 +127,11 @@ def make_accelerator(
     # As the Trainer does: the order of shuffled rows follows from seed and epoch, so a resumed run gets the same one.
     accelerate_kwargs.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator = ShardedAccelerator(fsdp_plugin=plugin, **accelerate_kwargs)
+    if accelerator.ao_recipe_handler is not None and accelerator.mixed_precision != "fp8":
+        raise ConfigError(
+            f"kwargs_handlers have AORecipeKwargs, and mixed_precision is {accelerator.mixed_precision}. Use "
+            "mixed_precision='fp8'."
+        )
     return adopt(accelerator, sync_each_batch="gradient_accumulation_plugin" not in accelerate_kwargs)
 
 
@@ -153,6 +169,7 @@ def start_state(
     """
     _check_gpus(cpu=cpu)
     cpu = cpu or local_device().type == "cpu"
+    _check_float8(plugin, mixed_precision, "cpu" if cpu else local_device().type)
     if AcceleratorState._shared_state:
         state = AcceleratorState()
         if state.distributed_type != DistributedType.FSDP or not isinstance(state.fsdp_plugin, HybridFSDPPlugin):
@@ -247,6 +264,32 @@ def _check_gpus(*, cpu: bool) -> None:
         "driver; or train on the CPU: launch with a file of `hf-fsdp config --cpu` (beside use_cpu it says gpu_ids: "
         "''), or pass cpu=True to make_accelerator, use_cpu=True to TrainingArguments."
     )
+
+
+def _refuse_other_float8(handlers: Any) -> None:
+    """Refuse recipes of FP8 that are not torchao's."""
+    for handler in handlers:
+        if isinstance(handler, (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)):
+            raise ConfigError(
+                f"FP8 is torchao's here, and kwargs_handlers have a {type(handler).__name__}. Give AORecipeKwargs(), "
+                "or leave it out."
+            )
+
+
+def _check_float8(plugin: HybridFSDPPlugin, mixed_precision: str | None, device_type: str) -> None:
+    """Refuse FP8 that this device, or this machine without torchao, does not have; Accelerate would take fp16."""
+    precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if str(precision).lower() != "fp8":
+        return
+    plugin.set_mixed_precision("fp8")
+    policy = plugin.mixed_precision_policy
+    if not isinstance(policy, Float8Policy):
+        raise ConfigError(
+            "mixed_precision is 'fp8', and the plugin has a mixed_precision_policy of its own. Leave one of them out, "
+            "or give a Float8Policy."
+        )
+    float8_config(policy, device_type)
+    plugin.cpu_ram_efficient_loading = False  # beside which Accelerate refuses FP8; plain models are sent all the same
 
 
 def _check_state(plugin: HybridFSDPPlugin) -> None:

@@ -1,5 +1,6 @@
-"""Streams that go on where a training state ends: the position of each rank in its rows."""
+"""Rows that go on where a training state ends: the order of an epoch, the position of each rank in a stream."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, SkipBatchSampler, prepare_data_loader
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,6 +23,9 @@ from hf_fsdp_tools.text import first_line
 
 POSITIONS = "dl_state_dict_*_of_rank_*.bin"
 """Files with the positions of the ranks."""
+
+LOADERS = "loaders.json"
+"""The file with the epoch and the seed of each loader without a state."""
 
 _SINCE = (5, 1)
 """The first version of datasets in which a stream that goes on has a state again (datasets#8308)."""
@@ -40,6 +44,8 @@ def _is_of_datasets(dataset: Any) -> bool:
 
 def why_read_again(dataset: Any) -> str:
     """Why a position in a stream would not be exact, so that a resumed run reads its rows again; "" where it is."""
+    if not is_stream(dataset):
+        return f"{type(dataset).__name__} has no state_dict and load_state_dict"
     try:
         version("torchdata")
     except PackageNotFoundError:
@@ -73,6 +79,48 @@ def keep_exact(loader: Any) -> Any:
 
         loader._fetch_batches, loader._update_state_dict = fetch_next, lambda: None
     return loader
+
+
+def share_seed(loader: Any) -> Any:
+    """Let all ranks draw the order of a loader's rows from rank 0's seed. Every rank must call.
+
+    Accelerate (1.15) takes the seed of each rank, so that after `set_seed(seed, device_specific=True)` rows would be
+    dealt from as many orders as there are ranks: some twice, some never.
+    """
+    if (sampler := _seeded(loader)) is not None:
+        sampler.initial_seed = all_ranks(sampler.initial_seed, "sharing the seed of a loader")[0]
+    return loader
+
+
+def _seeded(loader: Any) -> SeedableRandomSampler | None:
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def skip_once(rest: Any, loader: Any) -> Any:
+    """Let `rest`, which skips the first batches of a loader, be its running epoch, whose start draws no random number.
+
+    After this epoch, `rest` gives all batches, and the loader goes on with the next: Accelerate (1.15) skips in every
+    epoch, and counts them apart, so that the epoch after a resumed one has its order again.
+    """
+    base = getattr(rest, "base_dataloader", rest)
+    draws, end = base.generator is None, getattr(rest, "end", None)
+    if draws:
+        base.generator = torch.Generator()  # torch draws a seed for workers from it, used or not
+    if end is None:  # no loader of Accelerate's
+        return rest
+
+    def end_epoch() -> None:
+        end()
+        rest.rest_of.iteration, rest.skip_batches = rest.iteration, 0
+        for sampler in (rest.batch_sampler, rest.sampler):
+            if isinstance(sampler, SkipBatchSampler):
+                sampler.skip_batches = 0
+        if draws:
+            base.generator = None
+
+    rest.rest_of, rest.end = getattr(loader, "rest_of", loader), end_epoch
+    return rest
 
 
 def write_position(loader: Any, folder: Path, index: int) -> list[str]:
@@ -141,13 +189,29 @@ def restore_position(loader: Any, folder: Path, index: int) -> str:
 
 
 def write_positions(accelerator: Any, folder: Path) -> list[str]:
-    """Write the positions of the loaders with state; return the names of the files, which a state needs."""
-    loaders = enumerate(accelerator._dataloaders)
-    return [name for i, loader in loaders if _has_state(loader) for name in write_position(loader, folder, i)]
+    """Write the positions of the loaders with state; return the names of the files, which a state needs.
+
+    Of other loaders rank 0 writes the epoch and the seed, which earlier states lack.
+    """
+    if rank_and_size()[0] == 0:
+        loaders = accelerator._dataloaders
+        epochs = [None if _has_state(loader) else _epoch(loader, accelerator.gradient_state) for loader in loaders]
+        (folder / LOADERS).write_text(json.dumps(epochs))
+    numbered = enumerate(accelerator._dataloaders)
+    return [name for i, loader in numbered if _has_state(loader) for name in write_position(loader, folder, i)]
+
+
+def _epoch(loader: Any, gradients: Any) -> dict[str, Any]:
+    """The epoch of the batch that follows, the one after the running one where that has given its last batch."""
+    running = gradients.active_dataloader
+    is_last = getattr(running, "rest_of", running) is loader and running.end_of_dataloader
+    return {"epoch": loader.iteration + is_last, "seed": getattr(_seeded(loader), "initial_seed", None)}
 
 
 def restore_positions(accelerator: Any, folder: Path) -> None:
-    """Restore the positions of loaders with state, or say once that rows are to be skipped. Every rank must call."""
+    """Restore the positions of loaders with state, or say once that rows are to be skipped; of others the epoch, and
+    the seed of its order. Every rank must call."""
+    _restore_epochs(accelerator._dataloaders, folder)
     for i, loader in enumerate(accelerator._dataloaders):
         if not _has_state(loader) or (folder / f"dl_state_dict{f'_{i}' * bool(i)}.bin").is_file():  # Accelerate's own
             continue
@@ -157,6 +221,29 @@ def restore_positions(accelerator: Any, folder: Path) -> None:
                 "the state, with accelerator.skip_first_batches(loader, steps).",
                 stacklevel=4,
             )
+
+
+def _restore_epochs(loaders: list[Any], folder: Path) -> None:
+    epochs: list[Any] = []
+    with agreed("reading the epochs of the loaders", folder), storage_errors("read", folder):
+        if (file := folder / LOADERS).is_file():
+            try:
+                epochs = [entry and (int(entry["epoch"]), entry["seed"]) for entry in json.loads(file.read_text())]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{file}: holds no epochs ({first_line(error)}). Use another state.") from None
+    if epochs and len(epochs) != len(loaders) and rank_and_size()[0] == 0:
+        warnings.warn(
+            f"{str(folder)!r} has the epochs of {len(epochs)} loaders, and {len(loaders)} are prepared now, so that "
+            "each begins with the order of its first epoch. Prepare what was prepared when it was saved, or call "
+            "loader.set_epoch(epoch).",
+            stacklevel=5,
+        )
+    if len(epochs) == len(loaders):
+        for loader, entry in zip(loaders, epochs, strict=True):
+            if entry and not _has_state(loader):
+                loader.iteration, seed = entry
+                if seed is not None and (sampler := _seeded(loader)) is not None:
+                    sampler.initial_seed = seed
 
 
 def _has_state(loader: Any) -> bool:

@@ -12,6 +12,7 @@ import transformers
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -47,7 +48,6 @@ from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.streams import (
     go_on,
     going_on,
-    is_stream,
     share_loader,
     why_read_again,
     with_state,
@@ -277,7 +277,7 @@ class FSDPTrainerMixin(PushingMixin):
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; of a stream with state, a loader that goes on where the checkpoint ends."""
-        if not is_stream(self.train_dataset):
+        if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
         reason = why_read_again(self.train_dataset)
         with nullcontext() if reason else with_state(self.accelerator):

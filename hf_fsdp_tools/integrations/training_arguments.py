@@ -1,5 +1,6 @@
 """Settings of `TrainingArguments`: the plugin that they make, and those that a sharded model cannot take up."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -18,13 +19,9 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.added import plan_with_adapters
-from hf_fsdp_tools.sharding.shard import (
-    Sharding,
-    check_checkpointing,
-    checkpoint_activations,
-    sharded_module,
-    sharding_of,
-)
+from hf_fsdp_tools.sharding.float8 import Float8Policy
+from hf_fsdp_tools.sharding.recompute import Recompute, check_checkpointing
+from hf_fsdp_tools.sharding.shard import Sharding, recompute_activations, sharded_module, sharding_of
 from hf_fsdp_tools.text import did_you_mean
 
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params", "ignored_modules")
@@ -114,7 +111,7 @@ def agree_with_arguments(
         late = _differences(args, _values(plugin), _values(explicit), "HybridFSDPPlugin")
     if model is not None and sharding is not None:
         if not late and "activation_checkpointing" in _named_keys(args) and plugin.activation_checkpointing:
-            sharding = _checkpoint_late(model, sharding)
+            sharding = _checkpoint_late(model, sharding, plugin.recompute)
         late += _differences(args, *_values_of_model(plugin, model, sharding), "the model")
         made, wanted = replace(sharding.axes.dims, ep_size=1), args.parallelism_config
         if wanted is not None and (asked := dims_of(wanted)) != made:
@@ -128,12 +125,25 @@ def agree_with_arguments(
 
 
 def precision_of(args: Any, model: nn.Module | None) -> str:
-    """The mixed precision of a Trainer: that of its arguments, or, where they name none, what is in force already."""
+    """The mixed precision of a Trainer: that of its arguments, or, where they name none, what is in force already.
+
+    `TrainingArguments` have no fp8: bf16 in them means fp8 where the launcher says so, as it is what else is bf16.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched == "fp8" and args.mixed_precision in ("fp16", "bf16"):
+        if args.mixed_precision == "fp16":
+            raise ConfigError(
+                "The launcher says mixed_precision fp8, and TrainingArguments fp16=True. Leave out fp16: beside FP8, "
+                "all else is computed in bf16."
+            )
+        return launched
     if args.mixed_precision != "no":
         return str(args.mixed_precision)
     if AcceleratorState._shared_state:
         return str(AcceleratorState().mixed_precision)
     sharding = None if model is None else sharding_of(model)
+    if sharding is not None and isinstance(sharding.mp_policy, Float8Policy):
+        return "fp8"
     names = {dtype: name for name, dtype in LOW_PRECISION.items()}
     return names.get(sharding.mp_policy.param_dtype, "no") if sharding is not None else "no"  # type: ignore[arg-type]
 
@@ -174,7 +184,7 @@ def _values_of_model(
         "reshard_after_forward": reshards,
         "sharding_strategy": reshards,
         "cpu_offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
-        "activation_checkpointing": sharding.activation_checkpointing,
+        **_recompute_values(sharding.activation_checkpointing),
         "mixed_precision_policy": sharding.mp_policy,
         "ep_size": sharding.axes.dims.ep_size,
     }
@@ -188,13 +198,20 @@ def _values_of_model(
     return wanted_values, present
 
 
-def _checkpoint_late(model: nn.Module, sharding: Sharding) -> Sharding:
+def _recompute_values(recompute: Recompute | None) -> dict[str, Any]:
+    """What becomes of activations, by the names of the plugin's arguments."""
+    prefix = "activation_checkpointing"
+    more = {f"{prefix}_{name}": value for name, value in vars(recompute or Recompute()).items()}
+    return {prefix: recompute is not None, **more}
+
+
+def _checkpoint_late(model: nn.Module, sharding: Sharding, recompute: Recompute | None) -> Sharding:
     """Turn activation checkpointing on in a sharded model, if it is off; compiled blocks stay as they are."""
     root = sharded_module(model)
     if root is None or sharding.activation_checkpointing or sharding.compile is not None:
         return sharding
-    check_checkpointing(root)
-    checkpoint_activations(root)
-    sharding = replace(sharding, activation_checkpointing=True)
+    check_checkpointing(root, recompute)
+    sharding = replace(sharding, activation_checkpointing=recompute)
+    recompute_activations(root, sharding)
     add_to_note(root, sharding=sharding)
     return sharding

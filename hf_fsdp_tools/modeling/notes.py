@@ -27,6 +27,8 @@ class Note:
     """Of such a module: the dtype in which it computes, if it is not that of the plain weights."""
     deltas: Mapping[str, Any] = field(default_factory=dict)
     """Of such a module: what adapters add to parameters in this pass (`packed.with_added`)."""
+    float8: Any = None
+    """Of a linear layer that computes in FP8: torchao's config."""
     rows: Any = None
     """Of an attention module whose rows several ranks share: their `Rows`."""
     parallel: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from inspect import get_annotations
@@ -21,6 +21,7 @@ from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.pickles import load_yaml
+from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 
@@ -97,7 +98,10 @@ _EARLY_STOP = {
 
 
 def parse_arguments(
-    *dataclasses: type, defaults: Mapping[str, Any] | None = None, demo: Mapping[str, Any] | None = None
+    *dataclasses: type,
+    defaults: Mapping[str, Any] | None = None,
+    demo: Mapping[str, Any] | None = None,
+    columns: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """One object of each dataclass, from the command line, else from the YAML file of `--config`, else from defaults.
 
@@ -114,6 +118,9 @@ def parse_arguments(
         dataclasses: of TRL's parser.
         defaults: of this recipe, before those of the dataclasses.
         demo: defaults where neither the command line nor the file names a model; never with a model of the user's.
+        columns: names under which the recipe takes columns ("text", "prompt", "completion", …). Each makes an option
+            (`--prompt_column question`), and `load_splits` gives the user's column the recipe's name. They stand in
+            `column_names` of the object with `dataset_name`.
 
     Each process calls it for itself, and the result is the same on all. `TrainingArguments` start the process group,
     over an interface that leads to the other machines.
@@ -129,7 +136,8 @@ def parse_arguments(
         >>> script.dataset_name, training.max_steps, training.learning_rate
         ('rows.jsonl', 2, 0.0001)
     """
-    parser = _Parser(dataclasses, allow_abbrev=True, formatter_class=_Help)
+    kinds = (*dataclasses, *((column_options(columns),) if columns else ()))
+    parser = _Parser(kinds, allow_abbrev=True, formatter_class=_Help)
     on_cpu = find_accelerator() is None
     # where GPUs are absent but not hidden, `make_accelerator` says whether they were meant
     machine: dict[str, Any] = {"dataloader_pin_memory": not on_cpu, "use_cpu": on_cpu and gpus_are_hidden()}
@@ -139,7 +147,11 @@ def parse_arguments(
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
     parsed = parser.parse(_DEMO | dict(demo or {}))
+    chosen = chosen_columns(parsed[-1]) if columns else {}
+    parsed = parsed[: len(dataclasses)]
     for one in parsed:
+        if hasattr(one, "dataset_name"):
+            one.column_names = chosen
         if isinstance(one, ModelArguments):
             one.default_max_length = default_length
         if hasattr(one, "resume_from_checkpoint"):
@@ -321,6 +333,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
 
     adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
     stays = get("dequantize") is False
+    named = [name for name, column in (get("column_names") or {}).items() if column is not None]
     mistakes = (
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
@@ -332,6 +345,10 @@ def _check(parsed: tuple[Any, ...]) -> None:
         (
             get("model_name_or_path") is not None and get("dataset_name") is None,
             "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
+        ),
+        (
+            bool(named) and get("dataset_name") is None,
+            f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name.",
         ),
         (
             get("ema_decay") is not None and not 0 <= get("ema_decay") < 1,

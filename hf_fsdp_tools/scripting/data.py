@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.scripting.columns import with_names_of_recipe
 from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_places_of_images, with_turns_for_prompt
 from hf_fsdp_tools.scripting.streams import share_of_stream
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
@@ -29,9 +30,6 @@ _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "re
 _WORDS = _TURNS | _TEXT_OR_TURNS | {"input_ids", "labels"}
 """Columns beside that of the text of which a row needs one with something in it."""
 
-_COLUMN_OPTIONS = ("dataset_text_field", "label_column_name")
-"""Options of recipes that name a column."""
-
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
@@ -45,7 +43,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     evaluated at most.
 
     Args:
-        script: TRL's `ScriptArguments`.
+        script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
         training: the Trainer's arguments.
         columns: the recipe needs all columns of one of these sets, as TRL names them.
 
@@ -62,11 +60,15 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     """
     from datasets import Dataset
 
-    text = getattr(training, "dataset_text_field", getattr(script, "dataset_text_field", "text"))
-    options = [f"--{name}" for name in _COLUMN_OPTIONS if hasattr(script, name) or hasattr(training, name)]
+    text = getattr(training, "dataset_text_field", "text")
+    chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
+    options = [f"--{name}_column" for name in chosen]
 
     def converted(parts: Mapping[str, Any]) -> Any:
-        ready = {name: _converted(part, name, columns, text, options) for name, part in parts.items()}
+        ready = {}
+        for name, part in parts.items():
+            named = with_names_of_recipe(part, name, chosen, _columns(part), text=text, is_mixed=len(parts) > 1)
+            ready[name] = _converted(named, name, columns, text, options)
         return _mixed(ready, streaming=script.dataset_streaming)
 
     with agreed("loading the dataset"):
@@ -212,8 +214,8 @@ def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options
     ends = {one: did_you_mean(one, names, otherwise="") for one in sorted(columns - {*names})}
     near = next((f"`{one}`{end} " for one, end in ends.items() if end), "")
     lists = listed([" and ".join(f"`{one}`" for one in sorted(names)) for names in formats], 9, separator="; or ")
-    option = "".join(f", or name a column with {option}" for option in options[:1])
-    return f"{near}Needed: {lists}. Rename one{option}."
+    ours = f", or name yours: {listed(options)}" if options else ""
+    return f"{near}Needed: {lists}. Rename one{ours}."
 
 
 def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:

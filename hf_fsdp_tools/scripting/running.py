@@ -96,7 +96,7 @@ def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
         return {}
     from trl import get_quantization_config
 
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision, "float32")
+    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(mixed_precision, "float32")
     return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
 
 

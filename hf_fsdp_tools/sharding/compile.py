@@ -14,6 +14,7 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims, dims_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
@@ -103,12 +104,14 @@ def as_mp_policy(value: Any) -> MixedPrecisionPolicy | None:
     """The policy; for a dtype or its name ("bf16"), computation in it and reduction in fp32. "no" is None."""
     if value is None or value == "no":
         return None
+    if value == "fp8":
+        return Float8Policy()
     if isinstance(value, str | torch.dtype):
         return MixedPrecisionPolicy(param_dtype=as_dtype(value, "mp_policy"), reduce_dtype=torch.float32)
     if not isinstance(value, MixedPrecisionPolicy):
         raise ConfigError(
             f"mp_policy is {quoted(value)}: it must be a MixedPrecisionPolicy of torch.distributed.fsdp, or a dtype of "
-            "computation, such as 'bf16'."
+            "computation, such as 'bf16', or 'fp8'."
         )
     names = [each.name for each in fields(value) if each.name.endswith("dtype")]
     return replace(value, **{name: as_dtype(getattr(value, name), f"mp_policy.{name}") for name in names})

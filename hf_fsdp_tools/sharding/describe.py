@@ -79,7 +79,7 @@ def describe_sharding(model: nn.Module) -> str:
     lines += [
         f"computation  {dtype_name(compute) if compute else 'in the dtype of the weights'}",
         f"reduction    {dtype_name(reduce) if reduce else 'in the dtype of the weights'}",
-        f"activations  {'recomputed block by block' if sharding.activation_checkpointing else 'kept'}",
+        f"activations  {sharding.activation_checkpointing.words if sharding.activation_checkpointing else 'kept'}",
     ]
     if sharding.compile is not None:
         lines.append(f"compilation  block by block, {sharding.compile.get('backend', 'inductor')}")

@@ -6,9 +6,9 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -110,9 +110,7 @@ def bytes_gathered(model: nn.Module) -> int:
     """Bytes of all gathered parameters of a model, with their padding, in the dtype of computation."""
     make_root(model)
     return sum(
-        entry._sharded_param_data.numel()
-        * group._all_gather_process_group.size()
-        * (entry.param_dtype or entry.orig_dtype).itemsize
+        entry._sharded_param_data.numel() * group._all_gather_process_group.size() * _gathered_dtype(entry).itemsize
         for group in _groups(model)
         for entry in group.fsdp_params
     )
@@ -144,6 +142,82 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
         for group, info in groups:
             group.post_forward_mesh_info = info
         reshard_units(model)
+
+
+# ---- something gathered in the place of shards ----
+
+
+@dataclass(frozen=True)
+class ShardMemory:
+    """The memory of one shard, as FSDP2 gathers from it."""
+
+    entry: Any
+
+    def data(self) -> torch.Tensor:
+        """Its values in a row, with the padding, which is zeros; on the CPU where shards are offloaded."""
+        data: torch.Tensor = self.entry._sharded_param_data
+        return data
+
+    def size(self) -> torch.Size:
+        """Its size with the padding."""
+        size: torch.Size = self.entry.padded_sharded_param_size
+        return size
+
+    def changes(self) -> int:
+        """How often it was written in place: by the parameter, its local tensor, or FSDP2's view, which count apart."""
+        shard = self.entry.sharded_param
+        return int(shard._version + shard._local_tensor._version + self.data()._version)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the unit is gathered."""
+        device: torch.device = self.entry.device
+        return device
+
+    @property
+    def group(self) -> Any:
+        """The ranks that hold the shards of one copy."""
+        return self.entry.mesh_info.shard_process_group
+
+
+class _GatheredInstead(_fsdp_param.FSDPParam):
+    """torch's entry for a parameter in whose place something of one byte per value is gathered (see `float8`)."""
+
+    instead: Any
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        return self.instead
+
+    def init_unsharded_param(self) -> None:
+        """As torch's, which fails in inference mode with tensors that are made of others."""
+        with torch.inference_mode(False), torch.no_grad():
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]  # torch's own
+
+    def reset_sharded_param(self) -> None:
+        """As torch's, which is called where a state was loaded, or other memory given."""
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]  # torch's own
+        self.instead.forget()
+
+
+def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
+    """Let units gather what `fsdp_pre_all_gather` of each way gives in the place of a shard, by module and name.
+
+    The parameters stay plain tensors; FSDP2 itself asks their class, which would be the class of saved tensors too.
+    """
+    for group in _groups(model):
+        for entry in group.fsdp_params:
+            way = ways.get((entry._module_info.module, entry._module_info.param_name))
+            if way is not None:
+                entry.__class__ = _GatheredInstead
+                entry.instead = way
+                entry._init_extensions()
+                way.bind(ShardMemory(entry))
+
+
+def _gathered_dtype(entry: Any) -> torch.dtype:
+    dtype: torch.dtype = entry.param_dtype or entry.orig_dtype
+    return torch.uint8 if isinstance(entry, _GatheredInstead) else dtype
 
 
 # ---- forward passes ----
@@ -190,10 +264,11 @@ def make_gathered_memory(module: FSDPModule) -> None:
     state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
     for group in _groups_of(state):
         for entry in group.fsdp_params:
-            if not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
+            is_own = isinstance(entry, _GatheredInstead)
+            if is_own or not hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension of the user's
                 entry.init_all_gather_outputs(
                     [entry._sharded_param_data.numel()],
-                    [entry.param_dtype or entry.orig_dtype],
+                    [_gathered_dtype(entry)],
                     group._all_gather_process_group.size(),
                     group.device,
                 )

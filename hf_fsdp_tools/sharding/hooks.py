@@ -178,7 +178,7 @@ def _first_with_shards(
             seen.add(child)
             is_unit = child in units
             has_shards = any(weight is not None and weight not in replicated for weight in child._parameters.values())
-            if is_unit or (has_shards and (not inside or type(child).__module__.startswith("torch.nn."))):
+            if is_unit or (has_shards and (not inside or type(child).__module__.startswith(("torch.nn.", "torchao.")))):
                 yield child
             if not is_unit or any(buffer.is_floating_point() for buffer in child.buffers()):
                 yield from walk(child, inside=inside or is_unit)

@@ -1,6 +1,6 @@
 """Weights that no output depends on, as parts of the graph: they get a gradient of zeros, as on ranks that use them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,31 @@ def with_tensor(value: Any, old: torch.Tensor | None, new: Any) -> Any:
         for key, each in value.items():
             if each is old:
                 value[key] = new
+            elif type(each) in (tuple, list):
+                value[key] = with_tensor(each, old, new)
     return value
+
+
+def reach_from_each(output: Any, weights: Sequence[torch.Tensor]) -> Any:
+    """An output of a model, of which every tensor that needs a gradient reaches the weights: a loss may be made of any.
+
+    TRL's trainers take the log-probabilities beside a loss, others the logits.
+    """
+    tensors = list({id(tensor): tensor for tensor in _in_graph(output)}.values())
+    if not tensors or not weights or not torch.is_grad_enabled():
+        return output
+    for old, new in zip(tensors, _reach_from_each(len(tensors), *tensors, *weights), strict=True):
+        output = with_tensor(output, old, new)
+    return output
+
+
+def _in_graph(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and value.is_floating_point():
+            yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _in_graph(each)
 
 
 class _ReachAll(torch.autograd.Function):
@@ -33,14 +57,38 @@ class _ReachAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.likes = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        ctx.likes = _likes(weights)
         return output.detach()  # no view: FSDP2 warns of outputs that are
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # One zero, seen in the shape of the weight: only an expert without a gradient takes memory.
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.likes)
-        return (*grads, *zeros)
+        return (*grads, *_zeros(ctx.likes))
 
 
 reach_all: Callable[..., torch.Tensor] = _ReachAll.apply
+
+
+class _ReachFromEach(torch.autograd.Function):
+    """The identity of its first inputs, the same for several; those of which no loss is made get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.likes = _likes(tensors[count:])
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (None, *grads, *_zeros(ctx.likes))
+
+
+_reach_from_each: Callable[..., tuple[torch.Tensor, ...]] = _ReachFromEach.apply
+
+
+def _likes(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(weight.shape, weight.dtype, weight.device) for weight in weights]
+
+
+def _zeros(likes: list[tuple[torch.Size, torch.dtype, torch.device]]) -> Iterator[torch.Tensor]:
+    """One zero each, seen in the shape of the weight: only an expert without a gradient takes memory."""
+    return (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in likes)

@@ -34,12 +34,20 @@ from hf_fsdp_tools.sharding.compile import (
     compile_blocks,
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
+from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
+from hf_fsdp_tools.sharding.recompute import (
+    Recompute,
+    as_recompute,
+    check_checkpointing,
+    check_host,
+    checkpoint_activations,
+)
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.sharding.skipped import join_skipped
 from hf_fsdp_tools.sharding.vocabulary_parallel import divide_loss
@@ -58,8 +66,8 @@ class Sharding:
     """The dtypes of computation and of gradient reduction."""
     offload_policy: OffloadPolicy
     """Whether the shards live on the CPU between uses."""
-    activation_checkpointing: bool
-    """Whether the blocks recompute their activations in the backward pass."""
+    activation_checkpointing: Recompute | None = None
+    """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
     axes: Axes = None  # type: ignore[assignment]  # see `__post_init__`
@@ -68,6 +76,7 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.axes is None:
             object.__setattr__(self, "axes", Axes(shards=self.mesh))
+        object.__setattr__(self, "activation_checkpointing", as_recompute(self.activation_checkpointing))
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +92,7 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | Mapping[str, Any] = False,
     compile: bool | str | Mapping[str, Any] | None = False,
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
@@ -99,11 +108,14 @@ def shard_model(
             `ParallelDims` makes them; with "tp" or "ep", the model is one of `parallelize_model`. None means FSDP over
             all processes.
         mp_policy: dtypes of computation and reduction; None computes in each parameter's own dtype and reduces in fp32,
-            a dtype or its name ("bf16") computes in it and reduces in fp32.
+            a dtype or its name ("bf16") computes in it and reduces in fp32. "fp8" is `Float8Policy()`.
         offload_policy: `CPUOffloadPolicy()` keeps shards on the CPU between uses, pinned where the mesh is on a device;
             None keeps them on the device.
         activation_checkpointing: recompute each block's activations in the backward pass (non-reentrant), which saves
-            memory for about a third more computation. Turns `use_cache` off.
+            memory for about a third more computation. Turns `use_cache` off. A mapping says more: `every_n_layers`
+            (every n-th block of each stack alone), `offload` (what these blocks keep, their inputs, lies in host
+            memory, pinned where the mesh is on a device, and is copied while blocks compute), `save_ops` (operators
+            whose results they keep and do not compute again: "matmul", "attention", or torch's names: "aten::mm").
         compile: compile each block in place, True or with options for `torch.compile`
             (`{"mode": "max-autotune-no-cudagraphs"}`).
 
@@ -148,14 +160,14 @@ def checked_sharding(
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | Mapping[str, Any] = False,
     compile: bool | str | Mapping[str, Any] | None = False,
 ) -> Sharding:
     """The arguments of `shard_model` as a value, which fit the model and are the same on all ranks.
 
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
-    mp_policy, options = as_mp_policy(mp_policy), as_compile(compile)
+    mp_policy, options, recompute = as_mp_policy(mp_policy), as_compile(compile), as_recompute(activation_checkpointing)
     axes = axes_of(mesh)
     mesh, dims = axes.shards, axes.dims
     if axes.rows is not None:
@@ -174,8 +186,9 @@ def checked_sharding(
     if options is not None:
         check_options(options, mesh.device_type)
     check_parameters(model, plan.replicated)
-    if activation_checkpointing:
-        check_checkpointing(model)
+    check_float8(tree, plan, mp_policy, mesh.device_type, tp_size=dims.tp_size, ep_size=dims.ep_size)
+    if recompute is not None:
+        check_checkpointing(model, recompute)
     same_on_all_ranks(
         "sharding the model",
         ranks=sorted(mesh.mesh.flatten().tolist()),
@@ -183,7 +196,7 @@ def checked_sharding(
         parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=recompute,
         compile=options,
         dims=dims,
     )
@@ -193,7 +206,7 @@ def checked_sharding(
         axes=axes,
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=recompute,
         compile=options,
     )
 
@@ -209,9 +222,10 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
             parameter.data = parameter.data.contiguous()
     if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
         warnings.warn(problem, stacklevel=4)
-    if sharding.activation_checkpointing:
+    convert_to_float8(tree, sharding.mp_policy, mesh.device_type)
+    if sharding.activation_checkpointing is not None:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
-        checkpoint_activations(model)
+        checkpoint_activations(model, sharding.activation_checkpointing)
     if sharding.compile is not None:
         compile_blocks(model, sharding.plan, sharding.compile)
     apply_sharding(model, sharding, tree)
@@ -270,23 +284,6 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def check_checkpointing(model: nn.Module) -> None:
-    """Refuse to checkpoint activations of a model that cannot."""
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(
-            f"{type(model).__name__} cannot checkpoint activations (supports_gradient_checkpointing is not set). "
-            "Turn activation_checkpointing off, or wrap its blocks with torch's checkpoint_wrapper before sharding."
-        )
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Let the blocks of a transformers model recompute their activations in the backward pass."""
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
-        model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
-
-
 def runners_of_experts(tree: ModuleTree) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each list of experts after the module that runs it."""
     for node in lists_of_experts(tree.root):
@@ -340,14 +337,29 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         experts=experts,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
+    add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
         add_to_note(model, hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks)))
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
+    _check_host(model, sharding)
     add_to_note(model, sharding=sharding)
     guard_injection()
+
+
+def recompute_activations(model: nn.Module, sharding: Sharding) -> None:
+    """Turn activation checkpointing on in a sharded model as `sharding` says. Nothing is communicated."""
+    checkpoint_activations(model, sharding.activation_checkpointing)
+    _check_host(model, sharding)
+
+
+def _check_host(model: nn.Module, sharding: Sharding) -> None:
+    if sharding.activation_checkpointing is not None and sharding.activation_checkpointing.offload:
+        ranks, dtype = sorted(sharding.mesh.mesh.flatten().tolist()), sharding.mp_policy.param_dtype
+        checks = check_host(model, ranks, dtype=dtype, ranks_per_row=sharding.axes.dims.cp_size)
+        add_to_note(model, hooks=(*note_of(model).hooks, *checks))
 
 
 def apply_again(

@@ -28,7 +28,7 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
 from hf_fsdp_tools.sharding.parallel import is_parallel
-from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
+from hf_fsdp_tools.sharding.reached import first_float, reach_all, reach_from_each, with_tensor
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
@@ -170,13 +170,12 @@ class _Passes:
         """At the end of the model's forward pass: what other ranks still run, and zeros for what the root holds."""
         if not self._runs:
             return None
-        tensor = first_float(output)
         self._meet(None, None)
-        hidden = self._attach(tensor)
-        if self._meets and hidden is not None and hidden.requires_grad and torch.is_grad_enabled():
-            hidden = reach_all(hidden, *_own_weights([model]), *self._results)
+        reached = [result for result in self._pending if result.requires_grad]
+        if self._meets:
+            reached += [*_own_weights([model]), *self._results]
         self._forget()
-        return None if hidden is tensor else with_tensor(output, tensor, hidden)
+        return reach_from_each(output, reached)
 
     # ---- units that run empty ----
 

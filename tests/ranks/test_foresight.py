@@ -71,7 +71,8 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
 
-    On CPUs checkpointing keeps the generator's state for each block in the memory that is counted; that is left out.
+    On CPUs checkpointing keeps the generator's state for each block in the memory that is counted; that is left out. A
+    thread of gloo may let go of what it has sent some time later: less than the smallest weight that is dequantised.
     """
     step = foreseen_on_cpus(case_named(name), "tiny", 2)
     held, peak = requested(step)
@@ -82,7 +83,8 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
         states = {address for size, address in events if size == state}
         assert len([size for size, _ in events if size == state]) == 2 * SIZES["tiny"].layers
         changes = [size for size, address in events if abs(size) != state or address not in states]
-        assert max(accumulate(changes, initial=rank[name]["held"])) == pytest.approx(peak, rel=1e-3)
+        late = max(accumulate(changes, initial=rank[name]["held"])) - peak
+        assert -1e-3 * peak < late < 5e-3 * peak
         # of grouped products, CPUs copy each matrix
         assert sum(size for size in changes if size > 0) == pytest.approx(
             taken, rel=4e-2 if "experts" in name else 1e-2

@@ -125,6 +125,47 @@ def _elsewhere(kind, sharded_before, optimizer, saved, sources, folder):
     loop.train()
 
 
+def _epochs(source, folder):
+    """Rows of a script that shuffles, never calls `set_epoch`, and skips as Accelerate's examples do; seeds differ.
+
+    Interrupted in the middle of an epoch, after its last batch, and after the epoch.
+    """
+
+    def run(resumed=None, keep=None):
+        """Each epoch's rows of all ranks, and what torch draws after it; the rows of one epoch are new to it."""
+        accelerator = make_accelerator(cpu=ON_CPU)
+        accelerator.free_memory()
+        set_seed(5 if resumed is None else 6, device_specific=True)
+        _, loader = accelerator.prepare(
+            from_pretrained(source, accelerator=accelerator), DataLoader(range(24), batch_size=2, shuffle=True)
+        )
+        step = 0
+        if resumed is not None:
+            accelerator.load_state(folder / f"step_{resumed}")
+            step = resumed
+        seen = {}
+        for epoch in range(step // 6, 3):
+            if resumed is not None and epoch == step // 6 and step % 6:
+                loader = accelerator.skip_first_batches(loader, step % 6)  # for good, as in by_feature/checkpointing.py
+            for batch in loader:
+                seen.setdefault(epoch, []).extend(accelerator.gather(batch).tolist())
+                step += 1
+                if step in (keep or ()) and step != 12:
+                    accelerator.save_state(folder / f"step_{step}")
+            if step in (keep or ()) and step == 12:
+                accelerator.save_state(folder / f"step_{step}")
+            seen[epoch].append(torch.rand(1).item())
+        return seen
+
+    whole = run(keep=(4, 6, 12))
+    assert all(sorted(rows[:-1]) == list(range(24)) for rows in whole.values()), "each row once, though seeds differ"
+    assert len({tuple(rows) for rows in whole.values()}) == 3, "each epoch has an order of its own"
+    assert run(4, keep=(8,)) == {0: whole[0][16:], 1: whole[1], 2: whole[2]}
+    assert run(8) == {1: whole[1][8:], 2: whole[2]}, "resumed twice"
+    assert [rows[:-1] for rows in run(6).values()] == [whole[1][:-1], whole[2][:-1]]
+    assert [rows[:-1] for rows in run(12).values()] == [whole[2][:-1]]
+
+
 def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
@@ -132,6 +173,10 @@ def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(c
     for ranks in (1, 3):
         cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
         run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
+
+
+def test_the_rows_of_later_epochs_come_in_the_order_that_they_would_have_had(checkpoints, tmp_path):
+    run_ranks(_epochs, 2, checkpoints["llama"], tmp_path)
 
 
 # ---- the Trainer ----

@@ -67,11 +67,14 @@ def same_on_all(log: Log) -> Log:
     return log
 
 
-def gradients(model: Any, batches: list[Batch], *, scale: float = 1.0) -> list[float]:
-    """Backward passes over some batches; their losses."""
+def gradients(model: Any, batches: list[Batch], *, scale: float = 1.0, of_logits: bool = False) -> list[float]:
+    """Backward passes over some batches, by the model's loss or one that a script makes of the logits; the losses."""
     losses = []
     for batch in batches:
-        loss = model(**batch).loss
+        output = model(**batch)
+        loss = output.loss
+        if of_logits:
+            loss = model.loss_function(output.logits, batch["labels"], vocab_size=output.logits.shape[-1])
         (loss * scale).backward()
         losses.append(loss.item())
     return losses
@@ -137,6 +140,7 @@ def train_on_towers(
     expected: Any,
     *,
     frozen: str | None = None,
+    of_logits: bool = False,
     **settings: Any,
 ) -> list[Log]:
     """Evaluate and accumulate; the collectives of each forward and backward pass, which all ranks run alike."""
@@ -151,7 +155,7 @@ def train_on_towers(
             assert model(**step[rank]).loss.item() == pytest.approx(of_ranks[rank], abs=1e-4)
         same_on_all(log)
         with logged() as log:
-            assert gradients(model, [step[rank]])[0] == pytest.approx(of_ranks[rank], abs=1e-4)
+            assert gradients(model, [step[rank]], of_logits=of_logits)[0] == pytest.approx(of_ranks[rank], abs=1e-4)
         logs.append(same_on_all(log))
     assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
     return logs
@@ -160,6 +164,7 @@ def train_on_towers(
 def run_towers(cases: dict[str, Any], folder: Path) -> Any:
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
     runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
+    runs["llava, loss of its logits"] = partial(train_on_towers, *cases["llava"], of_logits=True)
     for part in ("vision_tower", "multi_modal_projector", "language_model"):
         runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
     runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset as TorchStream
 from transformers import TrainerCallback
 
 from hf_fsdp_tools import CheckpointError, from_pretrained, make_accelerator
@@ -144,17 +146,38 @@ def files_that_are_done_are_not_read_again(source: Path, out: Path) -> None:
     assert read == {again.seen[0] // PER_FILE} != {whole.seen[0] // PER_FILE}, "of two files one was done"
 
 
+def _warned(call: Callable[[], object], said: str) -> bool:
+    """Whether rank 0 says once that a stream is read again, in these words, and no other rank does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    texts = [str(each.message) for each in caught if "read again" in str(each.message)]
+    return len(texts) == (dist.get_rank() == 0) and all(re.search(said, text) for text in texts)
+
+
 def a_buffer_reads_again_and_says_so(source: Path, out: Path) -> None:
     make = lambda: stream().shuffle(seed=1, buffer_size=8)  # noqa: E731
     whole = _trainer(source, out, make(), 6)
     whole.train()
     again = _trainer(source, out, make(), 6)
     said = r"The stream is read again .* 'checkpoint-4', for its state leaves out the rows in the buffer of shuffle\(\)"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
-    texts = [str(each.message) for each in caught if "read again" in str(each.message)]
-    assert len(texts) == (dist.get_rank() == 0) and all(re.search(said, text) for text in texts)
+    assert _warned(lambda: again.train(resume_from_checkpoint=str(out / "checkpoint-4")), said)
+    assert again.seen == whole.seen[-4:]
+
+
+class Numbered(TorchStream):  # type: ignore[misc]
+    """A script's own stream, which cannot say where it is."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(stream().with_format("torch"))
+
+
+def an_own_stream_without_state_reads_again_and_says_so(source: Path, out: Path) -> None:
+    whole = _trainer(source, out, Numbered(), 6)
+    whole.train()
+    again = _trainer(source, out, Numbered(), 6)
+    said = r"The stream is read again .* 'checkpoint-4', for Numbered has no state_dict and load_state_dict"
+    assert _warned(lambda: again.train(resume_from_checkpoint=str(out / "checkpoint-4")), said)
     assert again.seen == whole.seen[-4:]
 
 
@@ -198,7 +221,7 @@ def a_plain_loop(source: Path, out: Path) -> None:
 def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
     cases = (
         an_own_share, divided_by_accelerate, files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so,
-        another_stream_is_refused, a_plain_loop,
+        an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused, a_plain_loop,
     )  # fmt: skip
     named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
     for name in named:

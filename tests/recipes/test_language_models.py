@@ -120,7 +120,7 @@ def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_la
     """The launcher ends all processes a moment after one of them has ended."""
     errors = [line for line in series.stderr.splitlines() if line.startswith("finetune: error:")]
     assert len(errors) == 1
-    assert "columns question, reply" in errors[0] and "--dataset_text_field" in errors[0]
+    assert "columns question, reply" in errors[0] and "--text_column" in errors[0]
     assert 'finetune.py", line' not in series.stderr, "no traceback of ours"
 
 

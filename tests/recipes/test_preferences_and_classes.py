@@ -72,10 +72,10 @@ def runs(tmp_path_factory) -> Series:
     if HAS_BITSANDBYTES:
         runs["qlora"] = [*adapted, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
     runs["pooler"] = [*adapted, "--model_name_or_path", bert_without_pooler(model, folder / "bert")]
-    numbers = ["--dataset_text_field", "sentence", "--label_column_name", "stars"]
+    numbers = ["--text_column", "sentence", "--label_column", "stars"]
     runs["numbers"] = ["classify", *options[:-1], *data["numbers"], *numbers, "--max_steps", "1"]
     runs["numbers"] += ["--gradient_accumulation_steps", "2"]
-    swapped = ["--dataset_text_field", "stars", "--label_column_name", "sentence"]
+    swapped = ["--text_column", "stars", "--label_column", "sentence"]
     refused["swapped"] = [*classify, *data["numbers"], *swapped]
     refused |= {name: [*classify, *data[name]] for name in columns}
     return launch_series(folder, runs, refused=refused)

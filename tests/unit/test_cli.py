@@ -60,7 +60,7 @@ def test_help_imports_nothing_heavy(words):
         ([], "predict memory, step time"),
         (["estimat"], "'estimat' is no command: did you mean estimate?"),
         (["plan"], "the following arguments are required: NAME"),
-        (["config", "--mixed-precision", "fp8"], "invalid choice: 'fp8'"),
+        (["config", "--mixed-precision", "fp4"], "invalid choice: 'fp4'"),
         (["config", "--num_processes=0"], "argument --num-processes: '0' is no whole number from 1"),
         (["plan", "model", "--min-unit-params", "-1"], "--min-unit-params: '-1' is no number above 0"),
         (["doctor", "model", "--num-proceses", "3"], "--num-proceses is no option of this command: did you mean --num"),
@@ -72,6 +72,15 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert "usage: hf-fsdp" in shown and message in shown
+
+
+def test_fp8_is_not_foreseen(capsys, llama):
+    code, _, err = run(capsys, "estimate", llama, "--gpu", "h100-80gb", "--mixed-precision", "fp8")
+    assert code == 1 and "FP8 is not foreseen" in err and err.count("\n") == 1
+    words = ("--gpu", "h100-80gb", "--num-processes", 2, "--mixed-precision", "fp8", "--max-length", 64)
+    code, out, err = run(capsys, "config", llama, *words)
+    assert code == 0 and yaml.safe_load(out)["mixed_precision"] == "fp8"
+    assert "foreseen as bf16" in out and "foreseen as bf16" in err
 
 
 def test_plan_prints_a_table_a_plan_as_json_and_what_repeats(capsys, llama, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.config import YAML_KEYS, FSDPConfig
+from hf_fsdp_tools.integrations.config import OWN_KEYS, YAML_KEYS, FSDPConfig
 from tests._dist import LIMIT_S, imitate_gpus
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +29,7 @@ CONFIGS = [
     ),
     FSDPConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
     FSDPConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
+    FSDPConfig(num_processes=2, activation_checkpointing=True, activation_checkpointing_offload=True),
 ]
 WRITTEN = {f"config_{n}": config for n, config in enumerate(CONFIGS)}
 
@@ -84,7 +85,9 @@ def test_every_setting_reaches_the_processes(launched, name):
     assert environment["ACCELERATE_MIXED_PRECISION"] == config.mixed_precision
     for row in YAML_KEYS.values():
         value = getattr(config, row.field, None)
-        if value not in (None, ()) and row.field != "ep_size":  # which no launcher passes on
+        if row.key in OWN_KEYS or (row.field == "activation_checkpointing_offload" and not value):
+            continue  # which no launcher passes on; and what is in no file
+        if value not in (None, ()):
             text = ",".join(value) if isinstance(value, tuple) else str(value)
             found = environment[row.variable]
             assert found == (text.lower() if isinstance(value, bool) else text), row.variable
@@ -107,6 +110,8 @@ CONTRADICTIONS = [
     ({"use_cpu": True, "mixed_precision": "fp16"}, 'use "bf16" or "no"'),
     ({"use_cpu": True, "offload_params": True}, "drop offload_params"),
     ({"dp_replicate_size": 3}, "does not divide num_processes 2"),
+    ({"activation_checkpointing_offload": True}, "turn activation_checkpointing on or drop it"),
+    ({"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 0}, "use a whole number from 1"),
     ({"dp_replicate_size": 2}, "nothing is sharded"),
     ({"mixed_precision": "bf61"}, "use one of no, bf16, fp16"),
     ({"fsdp_version": 1}, "use one of 2"),

@@ -238,7 +238,8 @@ FOUND = [
     (text_of(num_processes="two"), "error wrong-value", "Use a whole number."),
     (text_of(mixed_precision=False), "error wrong-value", "Write 'no', in quotes."),
     (text_of(parallelism_config="HSDP"), "error wrong-value", "Write `key: value` lines below it."),
-    (text_of(mixed_precision="fp8"), "error contradiction", "Use one of no, bf16, fp16."),
+    (text_of(mixed_precision="fp4"), "error contradiction", "Use one of no, bf16, fp16, fp8."),
+    (text_of(mixed_precision="fp8", fp8_config={"backend": "TE"}), "error refused", "Write backend: AO (torchao)."),
     (
         text_of(
             num_processes=8,
@@ -251,7 +252,11 @@ FOUND = [
     (text_of(parallelism_config={"parallelism_config_cp_size": 3}), "error contradiction", "Use a divisor"),
     (text_of(fsdp={"fsdp_sharding_strategy": "HYBRID_SHARD"}), "error refused", "parallelism_config with dp_replicate"),
     (text_of(fsdp={"fsdp_reshard_after_forward": "NO_SHARD"}), "error refused", "Use Accelerate's MULTI_GPU"),
-    (text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}), "error refused", "Remove the line."),
+    (
+        text_of(fsdp={"fsdp_activation_checkpointing_offload": "true"}),
+        "error contradiction",
+        "Turn activation_checkpointing on or drop it.",
+    ),
     (text_of(distributed_type="MULTI_GPU"), "error not-fsdp", "make a file with `hf-fsdp config`"),
     (text_of(fsdp={"fsdp_version": 1}), "warning fsdp1", "Write fsdp_version: 2."),
     (text_of(fsdp_config={"offload_params": True}), "warning fsdp1", "Write fsdp_version: 2."),

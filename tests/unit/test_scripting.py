@@ -53,7 +53,9 @@ DEMO = {"learning_rate": 2e-3, "max_length": 192, "num_train_epochs": 6}
 
 def parsed(monkeypatch, *options: str):
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "true", *options])
-    return parse_arguments(ScriptArguments, SFTConfig, ModelArguments, defaults={"output_dir": "outputs/x"}, demo=DEMO)
+    kinds = (ScriptArguments, SFTConfig, ModelArguments)
+    columns = ("text", "messages", "prompt", "completion")
+    return parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
 
 
 def lines(path, rows) -> str:
@@ -70,9 +72,10 @@ def texts(rows, count: int) -> list[str]:
     return [row["text"] for row in islice(rows, count)]
 
 
-def splits(name: str, *, dataset_streaming: bool = False, **options):
+def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = None, columns=SFT, **options):
     script = ScriptArguments(dataset_name=name, dataset_streaming=dataset_streaming)
-    return load_splits(script, trainer_arguments(**options), columns=SFT)
+    script.column_names = dict.fromkeys(sorted(set().union(*columns))) | (named or {})
+    return load_splits(script, trainer_arguments(**options), columns=columns)
 
 
 # ---- options ----
@@ -81,6 +84,7 @@ def splits(name: str, *, dataset_streaming: bool = False, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--text_column body", "--text_column is for a dataset of your own: add --dataset_name"),
         ("--mixed-precision=bf16", "or the script --bf16 true."),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
@@ -160,7 +164,7 @@ def test_the_help_begins_with_the_options_of_the_recipe(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parsed(monkeypatch, "--help")
     own, foreign = capsys.readouterr().out.split("options of TRL and transformers:")
-    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 40
+    assert "\n  --merge_adapters" in own and "\n  --early_stopping_patience" in own and len(own.splitlines()) < 50
     assert foreign.count("\n  --learning_rate ") == 1
 
 
@@ -252,6 +256,59 @@ def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
     plain = lines(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
     with pytest.raises(ConfigError, match=r"cannot be mixed: `completion`, `prompt` have other types"):
         splits(f"{plain},{alpaca}")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_other_names_get_those_of_the_recipe(streaming, tmp_path, monkeypatch):
+    def first(rows, **named):
+        data = lines(tmp_path / f"{len(named)}{next(iter(named))}.jsonl", rows * 40)
+        training, _ = splits(data, dataset_streaming=streaming, max_steps=1, eval_strategy="no", named=named)
+        return next(iter(training))
+
+    assert first([{"body": "a", "id": 1}], text="body") == {"text": "a", "id": 1}
+    assert first([{"body": "a"}], text="body") == {"text": "a"}
+    exchanged = first([{"prompt": "a", "completion": "b"}], prompt="completion", completion="prompt")
+    assert exchanged == {"prompt": "b", "completion": "a"}
+    pair = first([{"translation": {"en": "Yes.", "de": "Ja."}}], prompt="translation.en", completion="translation.de")
+    assert (pair["prompt"], pair["completion"]) == ("Yes.", "Ja.")
+    shared = first([{"dialog": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}], messages="dialog")
+    assert [turn["role"] for turn in shared["messages"]] == ["user", "assistant"]
+    question, _, _ = parsed(monkeypatch, "--dataset_name", "x", "--model_name_or_path", "y", "--prompt_column", "q")
+    assert question.column_names == {"text": None, "messages": None, "prompt": "q", "completion": None}
+
+
+def test_columns_of_images_and_of_mixed_datasets(tmp_path):
+    one, many = ([{"picture": picture, "messages": CHAT[0]["messages"]}] * 40 for picture in ("a.png", ["a.png"]))
+    wanted = [{"images", "messages"}, {"image", "messages"}]
+    for name, rows in (("image", one), ("images", many)):
+        data = lines(tmp_path / f"{name}.jsonl", rows)
+        training, _ = splits(data, named={"image": "picture"}, columns=wanted)
+        assert set(training.column_names) == {name, "messages"}
+    parts = [lines(tmp_path / f"{name}.jsonl", [{name: name}] * 40) for name in ("text", "body")]
+    training, _ = splits(",".join(parts), named={"text": "body"})
+    assert set(training["text"]) == {"text", "body"}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (
+            {"text": "bodi"},
+            r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body, q, t",
+        ),
+        ({"text": "a.enn"}, r"a.enn: rows.jsonl has no such column: did you mean a.en\? It has a, a.en, body, q, t"),
+        ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
+        ({"text": "body"}, r"body: rows.jsonl has another column `text`, .* or give --dataset_text_field instead"),
+        ({"prompt": "q", "completion": "q"}, "--prompt_column q: another option names this column too"),
+        ({}, r"Needed: `text`; or .* Rename one, or name yours: --\w+_column, "),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_those_that_are(named, message, tmp_path):
+    row = {"body": "b", "text": "t", "a": {"en": "f"}, "q": "?"}
+    lines(tmp_path / "rows.jsonl", [row if named else {"q": "?"}] * 9)
+    with pytest.raises(ConfigError, match=message) as caught:
+        splits("rows.jsonl", named=named)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_stream_is_read_in_turn_and_needs_a_number_of_steps(tmp_path):

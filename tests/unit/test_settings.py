@@ -34,9 +34,10 @@ from torch.distributed.fsdp.wrap import (
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools import ConfigError, Float8Policy, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
 from hf_fsdp_tools.integrations import config_file, settings, state
 from hf_fsdp_tools.integrations.config import (
+    OWN_KEYS,
     SETTINGS,
     TRAINING_KEYS,
     VARIABLES,
@@ -46,10 +47,12 @@ from hf_fsdp_tools.integrations.config import (
 )
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
+from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute
 from tests._checkpoints import make_model
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP8 = Float8Policy()
 
 
 # ---- the lists, from the sources ----
@@ -82,10 +85,11 @@ def plugin_fields() -> set[str]:
 def test_the_table_is_that_of_the_sources():
     assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
     assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
-    assert set(VARIABLES) - {"FSDP_EP_SIZE"} == launcher_variables()  # Accelerate has no word for experts
-    assert set(YAML_KEYS) - {"fsdp_ep_size"} == launcher_options()
+    assert set(VARIABLES) - {key.upper() for key in OWN_KEYS} == launcher_variables()
+    assert set(YAML_KEYS) - {*OWN_KEYS} == launcher_options(), "Accelerate has no word for what is in OWN_KEYS"
     assert training_keys() <= set(TRAINING_KEYS)
-    assert {row.argument for row in SETTINGS if row.argument} - {"ep_size"} == plugin_fields()
+    own = {key.removeprefix("fsdp_") for key in OWN_KEYS}
+    assert {row.argument for row in SETTINGS if row.argument} - own == plugin_fields()
     for rows, names in ((YAML_KEYS, "key"), (VARIABLES, "variable")):
         assert len(rows) == len([row for row in SETTINGS if getattr(row, names)]), f"one row for each {names}"
 
@@ -194,7 +198,8 @@ CASES = [
         {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
         attribute("mixed_precision_policy", BF16),
     ),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, "ConfigError: .*fp8.*Use no, bf16, fp16 or fp32"),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, attribute("mixed_precision_policy", FP8)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
     Case("auto_wrap_policy", {"auto_wrap_policy": ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
@@ -246,7 +251,12 @@ CASES = [
     Case(
         "activation_checkpointing_offload",
         {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
-        "ConfigError: activation_checkpointing_offload.*Leave it out",
+        lambda p: p.recompute == Recompute(offload=True),
+    ),
+    Case(
+        "activation_checkpointing_offload",
+        {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+        "ConfigError: activation_checkpointing_offload says how .* activation_checkpointing is off. Turn it on",
     ),
     *(Case(name, {name: value}, f"warning: Only FSDP1 has {name}=.*left out") for name, value in ONLY_FSDP1.items()),
 ]
@@ -281,6 +291,48 @@ def test_no_field_of_the_plugin_is_without_a_case():
     assert {case.name for case in CASES} == plugin_fields()
 
 
+EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
+
+
+def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
+    on = {"activation_checkpointing": True}
+    both = Recompute(every_n_layers=2, save_ops=("matmul", "aten::bmm"))
+    assert HybridFSDPPlugin(**on).recompute == Recompute() and HybridFSDPPlugin().recompute is None
+    assert HybridFSDPPlugin(**on, **{EVERY: 2, SAVED: ["matmul", "aten::bmm"]}).recompute == both
+    for name, wrong in ((EVERY, "two"), (SAVED, "matmull")):
+        with pytest.raises(ConfigError, match=wrong):
+            HybridFSDPPlugin(**on, **{name: wrong})
+        with pytest.raises(ConfigError, match=f"{name} says how .* is off"):
+            HybridFSDPPlugin(**{name: {EVERY: 2, SAVED: "mm"}[name]})
+    with pytest.raises(ConfigError, match="offload needs FSDP2"):
+        HybridFSDPPlugin(fsdp_version=1, **on, activation_checkpointing_offload=True)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv(f"FSDP_{EVERY.upper()}", "2")
+    monkeypatch.setenv(f"FSDP_{SAVED.upper()}", "matmul, aten::bmm")
+    assert HybridFSDPPlugin().recompute == both
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, Recompute()),
+        (False, None),
+        ({"offload": True, "save_ops": "mm"}, Recompute(offload=True, save_ops=("mm",))),
+        ({"every_n": 2}, "activation_checkpointing has no 'every_n'"),
+        ({"every_n_layers": 0}, "every_n_layers is 0; it must be a whole number"),
+        ({"offload": "cpu"}, "True or False"),
+        ({"save_ops": ["atention"]}, "no operator 'atention': did you mean attention"),
+        ("every second", "give True, False, or a mapping"),
+    ],
+)
+def test_short_forms_of_activation_checkpointing(value, expected):
+    if not isinstance(expected, str):
+        assert as_recompute(value) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        as_recompute(value)
+
+
 def test_an_unknown_variable_is_answered_with_the_nearest_name(monkeypatch):
     monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
     with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
@@ -295,11 +347,8 @@ FILES = [
     ({"fsdp_use_orig_params": True}, {"only-fsdp1"}, None),
     ({"fsdp_backward_prefetch": "BACKWARD_POST"}, {"only-fsdp1"}, UserWarning),
     ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"refused"}, ConfigError),
-    (
-        {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
-        {"refused"},
-        ConfigError,
-    ),
+    ({"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}, set(), None),
+    ({"fsdp_activation_checkpointing_offload": True}, {"contradiction"}, ConfigError),
     ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
     ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
 ]

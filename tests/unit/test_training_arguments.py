@@ -45,6 +45,7 @@ class Key(NamedTuple):
     """What its variable says otherwise, where a launch file names it."""
 
 
+RECOMPUTED = (("activation_checkpointing", True),)
 KEYS = {
     "version": Key(1, REFUSED, variable="2"),
     "reshard_after_forward": Key(False, REFUSED, variable="true"),
@@ -56,7 +57,9 @@ KEYS = {
     "min_num_params": Key(1, REFUSED, (("auto_wrap_policy", "SIZE_BASED_WRAP"),), variable="7"),
     "ignored_modules": Key("model.norm", REFUSED, variable="lm_head"),
     "activation_checkpointing": Key(True, HONOURED, variable="false"),
-    "activation_checkpointing_offload": Key(True, STOPS),
+    "activation_checkpointing_offload": Key(True, HONOURED, RECOMPUTED, variable="false"),
+    "activation_checkpointing_every_n_layers": Key(2, HONOURED, RECOMPUTED, variable="1"),
+    "activation_checkpointing_save_ops": Key("matmul", HONOURED, RECOMPUTED, variable="mm"),
     "state_dict_type": Key("FULL_STATE_DICT", ALIKE, variable="SHARDED_STATE_DICT"),
     "cpu_ram_efficient_loading": Key(True, ALIKE, variable="false"),
     "ep_size": Key(2, STOPS, variable="1"),
@@ -147,7 +150,7 @@ def test_what_comes_after_the_model_is_honoured_or_one_error(key, first):
         return
     agree_with_arguments(asked, args, model)
     late = KEYS[key].late == HONOURED
-    assert sharding_of(model) == (replace(before, activation_checkpointing=True) if late else before)
+    assert sharding_of(model) == (replace(before, activation_checkpointing=asked.recompute) if late else before)
     assert model.model.layers[0].gradient_checkpointing is late
     start_state(asked, mixed_precision=None, cpu=True, parallelism_config=None)
     assert AcceleratorState().fsdp_plugin is asked, "what is sharded from now on has the arguments' settings"

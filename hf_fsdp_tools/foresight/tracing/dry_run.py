@@ -34,7 +34,8 @@ from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
-from hf_fsdp_tools.sharding.shard import check_checkpointing, checkpoint_activations, runners_of_experts
+from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
+from hf_fsdp_tools.sharding.shard import runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
 
 _KEPT = (4, 5)

@@ -1,0 +1,393 @@
+"""Linear layers of blocks computed in FP8 by torchao, and their weights gathered in FP8.
+
+A layer becomes torchao's `Float8Linear` in place; its weight stays a plain parameter in every shard, state and file.
+FSDP2 asks a shard that has `fsdp_pre_all_gather` what to gather in its place: here the bytes of the FP8 weight, scaled
+by the largest value of the whole weight. The scales of all weights are computed together, by one all-reduce, before the
+first unit is gathered after the weights have changed.
+"""
+
+import importlib.metadata
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name
+from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.tree_copy import is_wrapper
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
+from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
+from hf_fsdp_tools.text import did_you_mean
+
+_MULTIPLE = 16
+"""What both dimensions of a weight must be divisible by (source: `torch._scaled_mm`)."""
+
+_CAPABILITY = (8, 9)
+"""Compute capability from which NVIDIA's GPUs multiply FP8 matrices: Ada, Hopper (source: `torch._scaled_mm`)."""
+
+_CAPABILITY_ROWWISE = (9, 0)
+"""The same for scales per row (source: torchao's `float8` README)."""
+
+
+@dataclass(frozen=True)
+class Float8Policy(MixedPrecisionPolicy):
+    """Mixed precision with FP8: what `mp_policy="fp8"` and Accelerate's `mixed_precision: fp8` mean, for other values.
+
+    Linear layers of blocks multiply in FP8 (torchao's `Float8Linear`), and FSDP2 gathers their weights in FP8; all else
+    computes in bf16, and gradients are reduced in fp32. Not converted are heads, embeddings, routers, experts in lists,
+    adapters, and layers whose dimensions are not divisible by 16. Weights and states are saved as without FP8.
+
+    On a CPU, products are emulated in fp32 from the same FP8 values: to test a training, not to save time.
+
+    Raises:
+        ConfigError: from the function that takes the policy, on all ranks: torchao is missing, the device has no FP8,
+            nothing can be converted, or layers or experts are shared between ranks.
+
+    Example:
+        >>> rowwise = Float8Policy(config="rowwise")
+        >>> attention = Float8Policy(module_filter=lambda module, name: "self_attn" in name)
+        >>> attention.param_dtype
+        torch.bfloat16
+    """
+
+    param_dtype: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype | None = torch.float32
+    config: Any = None
+    """torchao's `Float8LinearConfig`, or the name of one of its recipes. None: scales per tensor, FP8 all-gather.
+    Weights with scales per row ("rowwise", "rowwise_with_gw_hp") are gathered in bf16."""
+    module_filter: Callable[[nn.Module, str], bool] | None = None
+    """Which of the layers named above are converted: a function of module and name; None: all."""
+
+
+# ---- what can be converted ----
+
+
+def float8_config(policy: Float8Policy, device_type: str) -> Any:
+    """torchao's config for a policy on a device, checked. Nothing is communicated.
+
+    Raises:
+        ConfigError: torchao is missing or too old, it has no such recipe, or the device cannot multiply in FP8.
+    """
+    torchao, config = import_torchao(), policy.config
+    if config is None:
+        config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    elif isinstance(config, str):
+        known = [each.value for each in torchao.Float8LinearRecipeName]
+        if config not in known:
+            raise ConfigError(f"torchao has no FP8 recipe {config!r}{did_you_mean(config, known)}")
+        is_tensorwise = config == "tensorwise"
+        config = torchao.Float8LinearConfig.from_recipe_name(config)
+        config = replace(config, pad_inner_dim=True, enable_fsdp_float8_all_gather=is_tensorwise)
+    elif not isinstance(config, torchao.Float8LinearConfig):
+        raise ConfigError(
+            f"The config of FP8 is a {type(config).__name__}; give torchao's Float8LinearConfig, or the name of a "
+            "recipe: tensorwise, rowwise or rowwise_with_gw_hp."
+        )
+    if device_type == "cpu":
+        return replace(config, emulate=True)
+    if not config.emulate:
+        _check_device(config, device_type)
+    return config
+
+
+def _check_device(config: Any, device_type: str) -> None:
+    if device_type != "cuda":
+        raise ConfigError(f"FP8 is for NVIDIA's and AMD's GPUs, and this device is {device_type}. Use bf16.")
+    if torch.version.hip:
+        return  # torchao knows which of AMD's formats a GPU has
+    is_rowwise = config.cast_config_weight.scaling_granularity.value != "tensorwise"
+    least = _CAPABILITY_ROWWISE if is_rowwise else _CAPABILITY
+    if (found := torch.cuda.get_device_capability()) < least:
+        raise ConfigError(
+            f"FP8{' with scales per row' * is_rowwise} needs a GPU of compute capability {least[0]}.{least[1]} "
+            f"({'Hopper' if is_rowwise else 'Ada, Hopper'} or newer); {torch.cuda.get_device_name()} has "
+            f"{found[0]}.{found[1]}. Use bf16."
+        )
+
+
+def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear]:
+    """The linear layers that a policy converts, by fqn; it depends on classes, names and shapes alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    layers: dict[str, nn.Linear] = {}
+    small = 0
+    for block in (block for stack in find_blocks(tree) for block in stack):
+        experts = {below for listed in lists_of_experts(block) for below in listed.walk()}
+        for node in block.walk():
+            module = node.module
+            if type(module) is not nn.Linear or node in experts or _is_adapter(node) or _is_router(node):
+                continue
+            if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+                small += 1
+            elif len(tree.weight(f"{node.fqn}.weight").owners) == 1 and (
+                policy.module_filter is None or policy.module_filter(module, plain_name(node.fqn, adapters=True))
+            ):
+                layers[node.fqn] = module
+    if not layers:
+        others = f" ({small} have a dimension that is not divisible by {_MULTIPLE})" * bool(small)
+        raise ConfigError(
+            f"FP8: {type(tree.root.module).__name__} has no plain linear layer in its blocks that can be converted"
+            f"{others}. Use bf16."
+        )
+    return layers
+
+
+def _is_adapter(node: ModuleNode) -> bool:
+    """Whether a layer is PEFT's own, and not what its wrapper wraps."""
+    way = [node, *node.ancestors()]
+    return any(is_wrapper(above.module) and below.name not in ADAPTED for below, above in pairwise(way))
+
+
+def _is_router(node: ModuleNode) -> bool:
+    """Whether a layer has one row for each of the experts beside it."""
+    rows = node.module.out_features
+    beside = [child for child in (node.parent.children if node.parent else ()) if child is not node]
+    return any(
+        len(child.children) == rows or any(w.ndim == 3 and w.shape[0] == rows for w in below.own)
+        for child in beside
+        for below in child.walk()
+    )
+
+
+def check_float8(
+    tree: ModuleTree, plan: WrapPlan, policy: MixedPrecisionPolicy | None, device_type: str, **sizes: int
+) -> None:
+    """Refuse FP8 that this model, device or mesh cannot have, before anything is changed. Nothing is communicated."""
+    if not isinstance(policy, Float8Policy):
+        return
+    if shared := [f"{name} {size}" for name, size in sizes.items() if size > 1]:
+        raise ConfigError(
+            f"FP8 is for weights that FSDP alone divides, and the mesh has {' and '.join(shared)}. Use bf16, or "
+            f"{' and '.join(name for name, size in sizes.items() if size > 1)} 1."
+        )
+    if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
+        raise ConfigError(f"FP8 beside {policy.param_dtype} is not part of this package. Use bf16 beside it.")
+    partly = [unit for unit in plan.units if type(unit.reshard_after_forward) is int]
+    if float8_config(policy, device_type).enable_fsdp_float8_all_gather and partly:
+        raise ConfigError(
+            f"reshard_after_forward {partly[0].reshard_after_forward} keeps parts of gathered weights, which FSDP2 "
+            "cannot of FP8. Use True or False, or bf16."
+        )
+    float8_layers(tree, policy)
+
+
+# ---- conversion ----
+
+
+def convert_to_float8(tree: ModuleTree, policy: MixedPrecisionPolicy, device_type: str) -> None:
+    """Let the linear layers of a model that `check_float8` found right compute in FP8, in place; no value changes."""
+    if not isinstance(policy, Float8Policy):
+        return
+    config = float8_config(policy, device_type)
+    if device_type == "cpu" and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.", stacklevel=5)
+    own = replace(config, enable_fsdp_float8_all_gather=False)  # torchao would wrap the parameter; see `gather_float8`
+    for layer in float8_layers(tree, policy).values():
+        made = import_torchao().convert_to_float8_training(layer, config=own)
+        layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
+        layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
+        add_to_note(layer, float8=config)
+
+
+@cache
+def _evaluable(cls: Any) -> type[nn.Module]:
+    """A class like torchao's layer that runs in inference mode too, where torchao's weight cannot be transposed."""
+
+    def forward(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.is_inference_mode_enabled():
+            output: torch.Tensor = cls.forward(layer, hidden)
+            return output
+        with torch.inference_mode(False), torch.no_grad():
+            output = cls.forward(layer, hidden)
+        return output
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {"forward": forward, **names})
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether a module computes in FP8."""
+    return note_of(module).float8 is not None
+
+
+def gather_float8(model: nn.Module) -> list[Any]:
+    """Let the units of a sharded model gather weights of FP8 layers as FP8; return the handles of its hooks."""
+    layers = {
+        module: note_of(module).float8
+        for module in model.modules()
+        if is_float8(module) and note_of(module).float8.enable_fsdp_float8_all_gather
+    }
+    if not layers:
+        return []
+    scales = _Scales()
+    gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
+    scales.shards = [shard for shard in scales.shards if shard.memory is not None]
+    return [model.register_forward_pre_hook(scales.before_pass, prepend=True)]
+
+
+class _Float8Shard:
+    """What FSDP2 takes for the shard of one weight: it answers with the bytes of the FP8 weight."""
+
+    memory: ShardMemory | None = None
+    """Of the shard, once FSDP2 knows."""
+    scale: torch.Tensor | None = None
+
+    def __init__(self, layer: Any, scales: "_Scales") -> None:
+        self.layer, self.scales = layer, scales
+        self.dtype: torch.dtype = layer.config.cast_config_weight.target_dtype
+        scales.shards.append(self)
+
+    def bind(self, memory: ShardMemory) -> None:
+        """Take note of where the shard is."""
+        self.memory = memory
+
+    def forget(self) -> None:
+        """Take note that the shard may hold other values."""
+        self.scales.seen = None
+
+    def size(self) -> torch.Size:
+        """The size of what is gathered, with its padding."""
+        assert self.memory is not None
+        return self.memory.size()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "_Float8Shard":
+        """Itself: what is gathered goes to the device."""
+        return self
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor]]:
+        """The bytes of the FP8 shard, to be gathered, and the scale, which every rank has."""
+        assert self.memory is not None
+        self.scales.renew()
+        assert self.scale is not None
+        torchao = import_torchao()
+        shard = self.memory.data().to(self.memory.device, non_blocking=True)
+        cast = torchao.hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype)
+        return (cast._data.view(torch.uint8).view(self.size()),), (self.scale,)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole weight, of gathered bytes; with `out`, which has their memory, its scale alone is set."""
+        (scale,) = metadata
+        if out is not None:
+            out._scale = scale
+            return None
+        torchao, shape = import_torchao(), (self.layer.out_features, self.layer.in_features)
+        with torch.inference_mode(False):
+            data = gathered[0].view(-1)[: math.prod(shape)].view(self.dtype).view(shape)
+            role = torchao.GemmInputRole.WEIGHT
+            whole = torchao.Float8TrainingTensor(data, scale, param_dtype, self.layer.linear_mm_config, role)
+        return whole, ()
+
+
+class _Scales:
+    """The scales of all weights of a model that are gathered as FP8."""
+
+    def __init__(self) -> None:
+        self.shards: list[_Float8Shard] = []
+        self.seen: tuple[int, int] | None = None
+        """Steps of optimizers, and changes of the shards in place, at which the scales were computed."""
+        _count_steps()
+
+    def before_pass(self, model: nn.Module, args: object) -> None:
+        """Renew the scales before a forward pass of the model where any weight has changed, also by a user's code."""
+        if not note_of(model).gathered and self.seen != (_steps, self._changes()):  # else nothing is gathered
+            self._compute()
+
+    def renew(self) -> None:
+        """Renew the scales where an optimizer has stepped; what gathers may run beside a forward pass of the model."""
+        if self.seen is None or self.seen[0] != _steps:
+            self._compute()
+
+    def _changes(self) -> int:
+        return sum(shard.memory.changes() for shard in self.shards if shard.memory is not None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def _compute(self) -> None:
+        """Compute all scales as torchao's `precompute_float8_dynamic_scale_for_fsdp` does; one all-reduce."""
+        memories = [shard.memory for shard in self.shards if shard.memory is not None]
+        with torch.inference_mode(False), torch.no_grad():
+            largest = torch.stack(torch._foreach_norm([memory.data() for memory in memories], math.inf))
+            largest = largest.to(memories[0].device)
+            if memories[0].group.size() > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=memories[0].group)
+            for shard, amax in zip(self.shards, largest, strict=True):
+                is_rounded = shard.layer.config.round_scales_to_power_of_2
+                shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
+        self.seen = (_steps, self._changes())
+
+
+_steps = 0
+"""Steps of optimizers that this process has made since a model was converted."""
+
+
+@cache
+def _count_steps() -> None:
+    def count(optimizer: object, args: object, kwargs: object) -> None:
+        global _steps
+        _steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+# ---- torchao ----
+
+
+@cache
+def import_torchao() -> Any:
+    """What is used of torchao (0.16 or newer), imported without what it prints about kernels that it does not find."""
+    try:
+        version = importlib.metadata.version("torchao")
+        if tuple(map(int, version.split(".")[:2])) < (0, 16):
+            raise ConfigError(f"FP8 needs torchao 0.16 or newer, and this is {version}. pip install -U torchao")
+        with _quiet("torchao", "torch.utils._pytree"):
+            from torchao import float8
+            from torchao.float8.config import Float8LinearRecipeName
+            from torchao.float8.float8_training_tensor import (
+                Float8TrainingTensor,
+                GemmInputRole,
+                hp_tensor_and_scale_to_float8,
+            )
+            from torchao.float8.float8_utils import amax_to_scale
+    except ImportError as error:
+        raise ConfigError(f"FP8 needs torchao ({error}). Install it, pip install torchao; or use bf16.") from None
+    return SimpleNamespace(
+        Float8LinearConfig=float8.Float8LinearConfig,
+        Float8LinearRecipeName=Float8LinearRecipeName,
+        Float8TrainingTensor=Float8TrainingTensor,
+        GemmInputRole=GemmInputRole,
+        amax_to_scale=amax_to_scale,
+        convert_to_float8_training=float8.convert_to_float8_training,
+        hp_tensor_and_scale_to_float8=hp_tensor_and_scale_to_float8,
+    )
+
+
+@contextmanager
+def _quiet(*loggers: str) -> Iterator[None]:
+    """A block in which loggers say errors alone."""
+    former: Mapping[logging.Logger, int] = {logging.getLogger(name): logging.getLogger(name).level for name in loggers}
+    for logger in former:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in former.items():
+            logger.setLevel(level)

@@ -1,0 +1,576 @@
+"""FP8 by torchao: numerics of one process, bytes that are gathered, states as without it, and what is refused.
+
+Products are emulated on CPUs, in fp32 of the same FP8 values that a GPU multiplies.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import (
+    Float8Policy,
+    HybridFSDPPlugin,
+    HybridPolicy,
+    ParallelDims,
+    ParameterEMA,
+    from_pretrained,
+    gathered_units,
+    make_accelerator,
+    make_wrap_plan,
+    save_pretrained,
+    shard_model,
+)
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.sharding import float8
+from hf_fsdp_tools.sharding.float8 import check_float8, float8_config, float8_layers, is_float8
+from tests._checkpoints import full, full_state, make_model, refusal, stored_tensors
+from tests._dist import run_cases, run_ranks
+from tests._training import (
+    ShardedTrainer,
+    apart,
+    arguments,
+    full_gradients,
+    full_parameters,
+    logged,
+    make_rows,
+    new_accelerator,
+)
+
+SIZES = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+PER_BLOCK = 7
+FP32 = Float8Policy(param_dtype=None)
+IDS = torch.randint(3, 131, (12, 9), generator=torch.Generator().manual_seed(3))
+QUIET = {"progress": False}
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated")
+
+
+def llama() -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("float8") / "checkpoint"
+    llama().save_pretrained(path)
+    return path
+
+
+def load(folder: Path, mp_policy: Any = FP32, **options: Any) -> Any:
+    return from_pretrained(folder, mp_policy=mp_policy, load_kwargs=QUIET, **options).train()
+
+
+def by_torchao() -> Any:
+    """The model in one process, converted by torchao itself and nothing of this package."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    return convert_to_float8_training(llama().train(), config=config, module_filter_fn=lambda _, name: "layers" in name)
+
+
+def steps(model: Any, optimizer: Any, rows: Any, *, scale: float = 1.0) -> list[float]:
+    """One step for each list of micro-batches; all losses."""
+    losses = []
+    for micro in rows:
+        for ids in micro:
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss * scale).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def rows_of(rank: int, size: int) -> list[list[torch.Tensor]]:
+    """Three steps of one micro-batch of two rows for each rank."""
+    return [[IDS[(2 * (size * step + rank)) % 12 :][:2]] for step in range(3)]
+
+
+def in_one_process(size: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[list[float], Any]:
+    """What ranks compute together, as micro-batches of one process."""
+    model = by_torchao()
+    together = [[micro for rank in range(size) for micro in rows_of(rank, size)[step]] for step in range(3)]
+    losses = steps(model, kind(model.parameters(), lr=1e-2), together, scale=1 / size)
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Bytes of each all-gather of FSDP2 that this rank gets, and elements of each all-reduce beside it."""
+    seen: dict[str, list[int]] = {"gathers": [], "all-reduces": []}
+    gather, reduce = fsdp2.foreach_all_gather, dist.all_reduce
+
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        result = gather(*args, **kwargs)
+        output = result.all_gather_output
+        seen["gathers"].append(output.numel() * output.element_size())
+        return result
+
+    def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen["all-reduces"].append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with patch.object(fsdp2, "foreach_all_gather", gathering), patch.object(dist, "all_reduce", reducing):
+        yield seen
+
+
+# ---- on two ranks ----
+
+
+def numerics_are_those_of_one_process(folder: Path) -> None:
+    """Three steps of AdamW, bit for bit: the sum of two gradients does not depend on their order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = load(folder)
+    losses = steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows_of(rank, size))
+    expected, weights = in_one_process(size)
+    assert losses == expected[rank::size]
+    for name, tensor in full_state(model).items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def half_the_bytes_of_bf16_are_gathered(folder: Path) -> None:
+    def one_step(policy: Any) -> tuple[dict[str, list[int]], Any]:
+        model = load(folder, policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        steps(model, optimizer, rows_of(dist.get_rank(), 2)[:1])  # torch makes its records in the first
+        with counted() as seen:
+            steps(model, optimizer, rows_of(dist.get_rank(), 2)[1:])
+        return seen, model
+
+    in_bf16, _ = one_step("bf16")
+    seen, model = one_step("fp8")
+    converted = [module.weight for module in model.modules() if is_float8(module)]
+    assert len(converted) == PER_BLOCK * SIZES["num_hidden_layers"]
+    saved = [before - after for before, after in zip(in_bf16["gathers"], seen["gathers"], strict=True)]
+    values = sum(weight.numel() for weight in converted) // SIZES["num_hidden_layers"]
+    # each of two steps: two blocks forward and back again; embedding, head and norm of the root are in bf16
+    assert sorted(each for each in saved if each) == [values] * (2 * 2 * SIZES["num_hidden_layers"])
+    of_blocks = [(before, after) for before, after in zip(in_bf16["gathers"], seen["gathers"], strict=True)]
+    norms = 2 * 2 * SIZES["hidden_size"]
+    blocks = [(before, after) for before, after in of_blocks if before != after]
+    assert {(2 * (after - norms), before - norms) for before, after in blocks} == {(2 * values, 2 * values)}
+    assert seen["all-reduces"] == [len(converted)] * 2  # the scales of all weights, once in each step
+    assert not in_bf16["all-reduces"]
+
+
+def parameters_and_files_are_plain(folder: Path, tmp: Path) -> None:
+    model, plain = load(folder, "fp8"), AutoModelForCausalLM.from_pretrained(folder)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for parameter in model.parameters():
+        assert type(parameter.data) is DTensor and type(parameter.to_local()) is torch.Tensor
+        assert parameter.dtype == torch.float32
+    steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows_of(dist.get_rank(), 2))
+    save_pretrained(model, tmp / "saved")
+    stored, whole = stored_tensors(tmp / "saved"), full_state(model)
+    assert {name: (t.shape, t.dtype) for name, t in stored.items()} == {
+        name: (t.shape, t.dtype) for name, t in stored_tensors(folder).items()
+    }
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in stored.items())
+    in_bf16 = load(tmp / "saved", "bf16")  # goes on without FP8
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in full_state(in_bf16).items())
+
+
+def heads_and_small_layers_stay(folder: Path) -> None:
+    model = load(folder, "fp8")
+    names = {name for name, module in model.named_modules() if is_float8(module)}
+    assert names == {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
+    some = load(folder, Float8Policy(module_filter=lambda module, name: "self_attn" in name))
+    assert {n.split(".")[3] for n, m in some.named_modules() if is_float8(m)} == {"self_attn"}
+
+
+def evaluation_generation_and_averages(folder: Path) -> None:
+    """Units are gathered for the first time in inference mode, and by other ways than a forward pass of the model."""
+    rank = dist.get_rank()
+    model, reference = load(folder), by_torchao()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, reference)]
+    together = [[rows_of(0, 2)[0][0], rows_of(1, 2)[0][0]]]
+    with torch.inference_mode():
+        assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
+    average = ParameterEMA(model, decay=0.5)
+    for _ in range(2):
+        steps(model, optimizers[0], [[together[0][rank]]])
+        steps(reference, optimizers[1], together, scale=0.5)
+        average.step()
+    with torch.no_grad():  # the head's inputs alone: TRL's losses in pieces do not call the model
+        reference.eval(), model.eval()
+        expected = reference.generate(IDS[:2], max_new_tokens=3, do_sample=False)
+        with gathered_units(model):
+            assert torch.equal(model.generate(IDS[:2], max_new_tokens=3, do_sample=False), expected)
+        assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
+        with average.applied():
+            changed = model(IDS[:2]).logits
+            reference.load_state_dict({name: t for name, t in full_state(model).items()})
+            assert torch.equal(changed, reference(IDS[:2]).logits)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.data.mul_(100)  # by a user's code, in place
+        reference.load_state_dict(full_state(model))
+        assert torch.equal(model(IDS[:2]).logits, reference(IDS[:2]).logits)
+
+
+def the_base_alone_is_called(folder: Path) -> None:
+    """The scales are those of the last step where no forward pass of the whole model begins."""
+    model = load(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    steps(model, optimizer, rows_of(0, 2)[:1])
+    with torch.no_grad():
+        hidden = model.model(IDS[:2]).last_hidden_state
+        reference = by_torchao()
+        reference.load_state_dict(full_state(model))
+        assert torch.equal(hidden, reference.model(IDS[:2]).last_hidden_state)
+
+
+def checkpointing_accumulation_offload_and_compilation(folder: Path) -> None:
+    """Each of them changes nothing, but compilation, which may round otherwise."""
+    rank = dist.get_rank()
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "checkpointing": {"activation_checkpointing": True},
+        "offload": {"offload_policy": CPUOffloadPolicy()},
+        "kept": {"policy": HybridPolicy(reshard_after_forward={"*": False})},
+        "compiled": {"compile": {"backend": "aot_eager"}},
+        "one unit": {"policy": HybridPolicy(min_unit_params=10**9)},
+    }
+    found = {}
+    for name, options in ways.items():
+        model = load(folder, "fp8", **options)
+        rows = [[IDS[rank : rank + 2], IDS[rank + 4 : rank + 6]], [IDS[rank + 6 : rank + 8], IDS[rank + 8 : rank + 10]]]
+        losses = steps(model, torch.optim.SGD(model.parameters(), lr=1e-1), rows)
+        found[name] = losses, full_parameters(model)
+    for name, (losses, weights) in found.items():
+        if name != "compiled":
+            assert losses == found["plain"][0], name
+            assert apart(weights, found["plain"][1]) == 0, name
+    assert apart(found["compiled"][1], found["plain"][1]) < 1e-4
+
+
+def states_resume_to_the_bit(folder: Path, tmp: Path) -> None:
+    rank = dist.get_rank()
+    rows = rows_of(rank, 2)
+
+    def begin() -> tuple[Any, Any, Any]:
+        accelerator = new_accelerator(mixed_precision="fp8")
+        model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET).train()
+        return (accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+
+    accelerator, model, optimizer = begin()
+    steps(model, optimizer, rows[:2])
+    accelerator.save_state(str(tmp / "state"))
+    expected = steps(model, optimizer, rows[2:])
+    weights = full_parameters(model)
+    accelerator, model, optimizer = begin()
+    steps(model, optimizer, rows[:1])  # scales of other weights
+    accelerator.load_state(str(tmp / "state"))
+    assert steps(model, optimizer, rows[2:]) == expected
+    assert apart(full_parameters(model), weights) == 0
+
+
+def adapters_on_a_frozen_base(folder: Path) -> None:
+    """The base computes and is gathered in FP8, adapters do neither; as torchao and PEFT in one process."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=16, target_modules="all-linear", lora_alpha=8)
+    rank = dist.get_rank()
+    model = load(folder, FP32, peft_config=config)
+    layers = [module for module in model.modules() if is_float8(module)]
+    assert len(layers) == PER_BLOCK * SIZES["num_hidden_layers"]
+    assert not any("lora_" in name for name, module in model.named_modules() if is_float8(module))
+    reference = get_peft_model(by_torchao(), config)
+    reference.load_state_dict({name: t for name, t in full_state(model).items()})
+    losses = steps(model, torch.optim.AdamW(_trained(model), lr=1e-2), rows_of(rank, 2))
+    together = [[rows_of(0, 2)[step][0], rows_of(1, 2)[step][0]] for step in range(3)]
+    expected = steps(reference, torch.optim.AdamW(_trained(reference), lr=1e-2), together, scale=0.5)
+    assert losses == expected[rank::2]
+    # a plain PeftModel that prepare shards
+    accelerator = new_accelerator(mixed_precision="fp8")
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    prepared = accelerator.prepare(plain)
+    names = [name for name, module in prepared.named_modules() if is_float8(module)]
+    assert len(names) == PER_BLOCK * SIZES["num_hidden_layers"] and all(n.endswith("base_layer") for n in names)
+
+
+def _trained(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def a_trainer_equals_a_loop(folder: Path, tmp: Path) -> None:
+    """bf16=True, which TRL sets, means FP8 where the launcher says so; the loop is one of Accelerate."""
+    rows = make_rows(8)
+    with patch.dict("os.environ", {"ACCELERATE_MIXED_PRECISION": "fp8"}):
+        args = arguments(tmp / "trainer", max_steps=4, per_device_train_batch_size=2, bf16=True)
+        accelerator = make_accelerator(args)
+        assert accelerator.mixed_precision == "fp8"
+        model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET)
+        trainer = ShardedTrainer(model=model, args=args, train_dataset=rows)
+        own: list[Any] = []
+        note = model.register_forward_pre_hook(lambda _, args, kwargs: own.append(kwargs), with_kwargs=True)
+        trainer.train()
+        note.remove()
+        assert sum(map(is_float8, model.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
+        trained = full_parameters(model)
+        plain = ShardedTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), args=args, train_dataset=rows
+        )
+        plain.train()
+        assert logged(plain) == logged(trainer)
+    accelerator = new_accelerator(mixed_precision="fp8")
+    model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in own:  # with the count of tokens by which the Trainer divides
+        accelerator.backward(model(**batch).loss * dist.get_world_size())
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert apart(full_parameters(model), trained) == 0
+
+
+def copies_are_of_fp8_too(folder: Path) -> None:
+    """As TRL makes references of a policy."""
+    model = load(folder, "fp8")
+    twin = copy.deepcopy(model)
+    assert sum(map(is_float8, twin.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
+    steps(model, torch.optim.SGD(model.parameters(), lr=1.0), rows_of(dist.get_rank(), 2)[:1])
+    with torch.no_grad():
+        assert torch.equal(twin(IDS[:2]).logits, load(folder, "fp8")(IDS[:2]).logits)
+
+
+def words_of_accelerate(folder: Path) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    recipe = AORecipeKwargs(
+        config=Float8LinearConfig.from_recipe_name("rowwise"), module_filter_func=lambda module, name: "mlp" in name
+    )
+    accelerator = new_accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET).train()
+    layers = {name: module for name, module in model.named_modules() if is_float8(module)}
+    assert len(layers) == 3 * SIZES["num_hidden_layers"] and all("mlp" in name for name in layers)
+    steps(model, torch.optim.AdamW(model.parameters()), rows_of(dist.get_rank(), 2)[:1])
+    variables = {"ACCELERATE_FP8_BACKEND": "ao", "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "False"}
+    with patch.dict("os.environ", {"ACCELERATE_MIXED_PRECISION": "fp8", **variables}):
+        model = from_pretrained(folder, accelerator=new_accelerator(), load_kwargs=QUIET).train()
+        with counted() as seen:
+            steps(model, torch.optim.AdamW(model.parameters()), rows_of(dist.get_rank(), 2)[:1])
+        assert not seen["all-reduces"]  # gathered in bf16
+        assert sum(map(is_float8, model.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]
+
+
+def rows_shared_by_ranks(folder: Path) -> None:
+    """Context parallelism: each rank's part of a row has a scale of its own, so values differ by FP8's rounding."""
+    mesh = ParallelDims(cp_size=2).build_mesh("cpu")
+    model, alone = load(folder, "fp8", mesh=mesh), load(folder, "bf16", mesh=mesh)
+    with torch.no_grad():
+        found, expected = (each(IDS[:2], labels=IDS[:2]).loss.item() for each in (model, alone))
+    assert found == pytest.approx(expected, rel=1e-2) and found != expected
+
+
+def ranks_that_differ(folder: Path) -> None:
+    """Rank 1 leaves its last block out; it takes part with zeros."""
+    model = load(folder)
+    if dist.get_rank():
+        model.model.config.num_hidden_layers = 1
+    for _ in range(2):
+        model(input_ids=IDS[:2], labels=IDS[:2]).loss.backward()
+    gradients = full_gradients(model)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert gradients["model.layers.1.mlp.up_proj.weight"].any()
+
+
+def refusals(folder: Path) -> None:
+    mesh = ParallelDims(tp_size=2).build_mesh("cpu")
+    assert "tp_size 2" in refusal(lambda: load(folder, "fp8", mesh=mesh), ConfigError)
+    said = refusal(lambda: load(folder, Float8Policy(module_filter=lambda module, name: False)), ConfigError)
+    assert "no plain linear layer" in said
+    said = refusal(lambda: load(folder, Float8Policy(config="rowise")), ConfigError)
+    assert "rowwise" in said
+    accelerator = new_accelerator(mixed_precision="fp8")
+    packed = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    said = refusal(lambda: load(folder, "fp8", quantization_config=packed, peft_config={"r": 4}), ConfigError)
+    assert "no plain linear layer" in said and "\n" not in said
+    in_bf16 = load(folder, "bf16")
+    assert "Accelerator computes in fp8" in refusal(lambda: accelerator.prepare(in_bf16), ConfigError)
+
+
+CASES = (
+    numerics_are_those_of_one_process,
+    half_the_bytes_of_bf16_are_gathered,
+    heads_and_small_layers_stay,
+    evaluation_generation_and_averages,
+    the_base_alone_is_called,
+    checkpointing_accumulation_offload_and_compilation,
+    adapters_on_a_frozen_base,
+    copies_are_of_fp8_too,
+    words_of_accelerate,
+    rows_shared_by_ranks,
+    ranks_that_differ,
+    refusals,
+)
+
+
+def test_two_ranks(folder: Path) -> None:
+    run_ranks(run_cases, 2, CASES, folder)
+
+
+def test_states_and_files(folder: Path, tmp_path: Path) -> None:
+    cases = (parameters_and_files_are_plain, states_resume_to_the_bit, a_trainer_equals_a_loop)
+    run_ranks(run_cases, 2, cases, folder, tmp_path)
+
+
+# ---- other layouts ----
+
+
+def _gradients(folder: Path, copies: int) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
+    mesh = ParallelDims(dp_replicate_size=copies).build_mesh("cpu")
+    model = load(folder, FP32, mesh=mesh)
+    ids = rows_of(dist.get_rank(), dist.get_world_size())[0][0]
+    with counted() as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert seen["all-reduces"][0] == PER_BLOCK * SIZES["num_hidden_layers"]
+    return full_gradients(model), [p.to_local().shape for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("size", "copies"), [(3, 1), (4, 2)])
+def test_uneven_shards_and_copies(folder: Path, size: int, copies: int) -> None:
+    """The gradients of one process, but for the order in which more than two are summed."""
+    model = by_torchao()
+    for rank in range(size):
+        ids = rows_of(rank, size)[0][0]
+        (model(input_ids=ids, labels=ids).loss / size).backward()
+    ranks = run_ranks(_gradients, size, folder, copies)
+    assert size != 3 or len({tuple(shapes) for _, shapes in ranks}) > 1  # uneven
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ranks[0][0][name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def _one_rank(folder: Path) -> None:
+    """One process of this package is torchao's too, in bf16 beside autocast."""
+    model = load(folder)
+    losses = steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows_of(0, 1))
+    expected, weights = in_one_process(1)
+    assert losses == expected
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in full_state(model).items())
+
+
+def _in_bf16(folder: Path, size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = load(folder, "fp8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = [[micro for part in range(rank, size, world) for micro in rows_of(part, size)[step]] for step in range(3)]
+    losses = steps(model, optimizer, mine, scale=world / size)
+    return losses, full_state(model)
+
+
+def test_one_rank_and_bf16(folder: Path) -> None:
+    """Two ranks in bf16 are one rank with two micro-batches, bit for bit: gradients are summed in fp32."""
+    run_ranks(_one_rank, 1, folder)
+    (alone, weights), *_ = run_ranks(_in_bf16, 1, folder, 2)
+    two = run_ranks(_in_bf16, 2, folder, 2)
+    assert [loss for pair in zip(two[0][0], two[1][0], strict=True) for loss in pair] == alone
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in two[0][1].items())
+
+
+# ---- without ranks ----
+
+
+def test_routers_experts_and_tied_layers_are_left() -> None:
+    sizes = {**SIZES, "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
+    model.model.layers[0].mlp.gate = torch.nn.Linear(64, 16, bias=False)  # a router that is a plain layer
+    names = {name.split(".")[3] for name in float8_layers(ModuleTree(model), FP32)}
+    assert names == {"self_attn"}
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no plain linear layer"):
+        float8_layers(ModuleTree(make_model("gpt2")), FP32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "policy", "said"),
+    [((8, 0), FP32, "8.9"), ((8, 9), replace(FP32, config="rowwise"), "9.0"), ((8, 9), FP32, None)],
+)
+def test_gpus_that_cannot(monkeypatch: pytest.MonkeyPatch, capability: Any, policy: Any, said: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    if said is None:
+        assert not float8_config(policy, "cuda").emulate
+        return
+    with pytest.raises(ConfigError, match=f"{said}.*A100 has .*Use bf16") as caught:
+        float8_config(policy, "cuda")
+    assert "\n" not in str(caught.value)
+    assert float8_config(policy, "cpu").emulate
+    with pytest.raises(ConfigError, match="this device is mps"):
+        float8_config(policy, "mps")
+
+
+def test_torchao_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise ImportError(f"No package metadata was found for {name}")
+
+    float8.import_torchao.cache_clear()
+    monkeypatch.setattr(float8.importlib.metadata, "version", missing)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        make_accelerator(mixed_precision="fp8", cpu=True)
+    monkeypatch.setattr(float8.importlib.metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(ConfigError, match=r"0\.16 or newer"):
+        float8_config(FP32, "cpu")
+
+
+def _words(folder: Path) -> None:
+    """Other backends, version 1, and settings that contradict each other."""
+    with pytest.raises(ConfigError, match="AORecipeKwargs"):
+        new_accelerator(mixed_precision="fp8", kwargs_handlers=[object.__new__(TERecipeKwargs)])
+    with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
+        new_accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
+    with pytest.raises(ConfigError, match="needs FSDP2"):
+        new_accelerator(mixed_precision="fp8", fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
+    with pytest.raises(ConfigError, match="policy of its own"):
+        new_accelerator(mixed_precision="fp8", fsdp_plugin=HybridFSDPPlugin(mixed_precision_policy="bf16"))
+    launched = {"ACCELERATE_MIXED_PRECISION": "fp8"}
+    other = patch.dict("os.environ", launched | {"ACCELERATE_FP8_BACKEND": "te"})
+    with other, pytest.raises(ConfigError, match="backend is te"):
+        new_accelerator()
+    with patch.dict("os.environ", launched):
+        args = arguments(folder)
+        args.mixed_precision = "fp16"  # GPUs alone have it
+        with pytest.raises(ConfigError, match="fp16=True"):
+            make_accelerator(args)
+
+
+def test_words_that_are_refused(tmp_path: Path) -> None:
+    run_ranks(_words, 1, tmp_path)
+
+
+def test_parts_of_gathered_weights_cannot_be_kept() -> None:
+    tree, plan = ModuleTree(llama()), make_wrap_plan(llama())
+    partly = replace(plan, units=tuple(replace(unit, reshard_after_forward=2) for unit in plan.units))
+    with pytest.raises(ConfigError, match="reshard_after_forward 2"):
+        check_float8(tree, partly, Float8Policy(), "cpu")
+    check_float8(tree, partly, Float8Policy(config="rowwise"), "cpu")  # gathers in bf16
+    check_float8(tree, plan, Float8Policy(), "cpu")
+
+
+def test_plain_models_of_other_code_are_converted(folder: Path) -> None:
+    run_ranks(_plain, 1, folder)
+
+
+def _plain(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"), mp_policy="fp8")
+    assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), llama().parameters(), strict=True))
+    assert sum(map(is_float8, model.modules())) == PER_BLOCK * SIZES["num_hidden_layers"]

@@ -1,0 +1,164 @@
+"""Inputs of checkpointed blocks on the host: copied while blocks compute, on a stand-in for an accelerator."""
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools.sharding.recompute import (
+    Recompute,
+    StreamLink,
+    as_recompute,
+    check_checkpointing,
+    checkpoint_activations,
+    operators_named,
+)
+from tests._checkpoints import make_model
+from tests._late import LateSideStream, Machine
+
+LAYERS = 4
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=LAYERS, vocab_size=97)).train()
+
+
+def gradients(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    ids = torch.arange(24).reshape(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("every", [1, 3])
+def test_late_copies_give_the_same_values_and_memory_is_given_back(every: int, seed: int) -> None:
+    expected, model = gradients(llama()), llama()
+    with Machine(seed=seed) as machine:
+        link = StreamLink(LateSideStream(machine, 1))
+        checkpoint_activations(model, Recompute(offload=True, every_n_layers=every), link_of=lambda _: link)
+        for _ in range(2):
+            model.zero_grad()
+            assert_same(gradients(model), expected)
+            assert machine.pinned_alive == 0, "a backward pass gives it back"
+        count = len(range(0, LAYERS, every))
+        assert machine.pinned_bytes == [2 * 12 * 32 * 4] * 2 * count
+        assert machine.done == ["copy"] * 4 * count, "one copy there and one back"
+        model(input_ids=torch.arange(8)[None]).logits.sum()
+        assert machine.pinned_alive == 0, "a pass without a backward pass too"
+
+
+class _Ordered:
+    """A link whose copies are done only when somebody waits for them; it notes the order of all that happens."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._count = 0
+        self._begun: dict[int, str] = {}
+
+    def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
+        self._count += 1
+        name = str(self._count - 1)
+        memory, place = weakref.ref(source.untyped_storage()), source.storage_offset()
+        host = torch.empty_like(source)
+        self.order.append(f"out {name}")
+
+        def copied() -> None:
+            storage = memory()
+            assert storage is not None, "the memory of the device is not given up before the copy is done"
+            host.copy_(torch.empty(0, dtype=host.dtype).set_(storage, place, host.shape))
+
+        return (name, host), copied
+
+    def fetch(self, host: Any, to: torch.Tensor) -> Any:
+        name, held = host
+        self.order.append(f"back {name}")
+        return lambda: (to.copy_(held), self.order.append(f"arrived {name}"))
+
+    def wait(self, mark: Any) -> None:
+        mark()
+
+
+def test_copies_overlap_with_the_computation() -> None:
+    """Out: begun before the block runs, waited for behind it. Back: begun before the block behind it is computed again,
+    waited for when its own turn comes."""
+    model, link = llama(), _Ordered()
+    checkpoint_activations(model, Recompute(offload=True), link_of=lambda _: link)
+    for index, block in enumerate(model.model.layers):
+        block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
+    gradients(model)
+    forward = [each for index in range(LAYERS) for each in (f"out {index}", f"block {index}")]
+    assert link.order[: 2 * LAYERS] == forward
+    backward = link.order[2 * LAYERS :]
+    assert backward == [
+        *("back 3", "arrived 3", "back 2", "block 3"),
+        *("arrived 2", "back 1", "block 2"),
+        *("arrived 1", "back 0", "block 1"),
+        *("arrived 0", "block 0"),
+    ]
+
+
+def test_a_system_that_gives_no_pinned_memory_is_one_line() -> None:
+    class Full(LateSideStream):
+        def pinned(self, num_bytes: int) -> torch.Tensor:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with Machine() as machine:
+        link = StreamLink(Full(machine, 1))
+        with pytest.raises(ConfigError, match=r"does not give 64 B more of pinned host memory .* Take a smaller batch"):
+            link.keep(torch.ones(9))
+
+
+def test_two_passes_before_their_backward_passes_keep_their_own() -> None:
+    ids = torch.arange(24).reshape(2, 12)
+    expected = []
+    for way in (None, Recompute(offload=True)):
+        model = llama()
+        if way is not None:
+            checkpoint_activations(model, way)
+        losses = [model(input_ids=each, labels=each).loss for each in (ids, ids + 7)]
+        losses[0].backward()
+        losses[1].backward()
+        expected.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(expected[0][name], expected[1][name]) for name in expected[0])
+
+
+def test_blocks_are_counted_in_each_stack() -> None:
+    """transformers counts on from the encoder to the decoder; a stack of its own begins with a checkpointed block."""
+    model = make_model("t5")
+    checkpoint_activations(model, Recompute(every_n_layers=2))
+    for stack in (model.encoder.block, model.decoder.block):
+        assert [block.gradient_checkpointing for block in stack] == [n % 2 == 0 for n in range(len(stack))]
+
+
+def test_names_of_operators() -> None:
+    assert operators_named(("aten::mm",)) == operators_named(("mm",))
+    assert set(operators_named(("mm",))) < set(operators_named(("matmul",)))
+    with pytest.raises(ConfigError, match="no operator 'flash::attention'"):
+        operators_named(("flash::attention",))
+
+
+def test_models_without_blocks_of_transformers_are_refused() -> None:
+    class Old(nn.Module):
+        supports_gradient_checkpointing = True
+
+    check_checkpointing(Old(), Recompute())
+    with pytest.raises(ConfigError, match="has no GradientCheckpointingLayer"):
+        check_checkpointing(Old(), as_recompute({"every_n_layers": 2}))
+
+
+def test_threads_of_streams_end() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream side")]
