@@ -103,7 +103,8 @@ def from_pretrained(
             the checkpoint's dtype, which "auto" means always. For a base with an adapter, which is frozen, None means
             the checkpoint's dtype; adapters are float32. Quantised weights (FP8, MXFP4, GPTQ, AWQ, …) are dequantised
             straight to it; of such a checkpoint, the config's dtype is meant.
-        mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32.
+        mp_policy: dtypes of computation and reduction; a dtype or its name ("bf16") computes in it and reduces in fp32;
+            "fp8" is `Float8Policy()`.
         offload_policy: `CPUOffloadPolicy()` (or True) keeps the shards on the CPU between uses.
         activation_checkpointing: recompute each block's activations in the backward pass, or, as in `shard_model`, a
             mapping with `every_n_layers`, `offload` and `save_ops`; None: as the plugin says.

@@ -246,7 +246,12 @@ def reads_weight(module: nn.Module, child: nn.Module, name: str) -> bool:
     """
     if not isinstance(child, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return False
-    read = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
+    return reads_child(module, name)
+
+
+def reads_child(module: nn.Module, name: str) -> bool:
+    """Whether a module's code reads the weight of a module below it, of any kind, judged as in `reads_weight`."""
+    read = rf"(?<!isinstance\()\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad))"
     code = _code_that_runs(own_class(module))  # type: ignore[arg-type]  # classes have a hash
     return re.search(read, code) is not None
 

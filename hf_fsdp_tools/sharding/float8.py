@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name
+from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -133,6 +134,8 @@ def float8_layers(tree: ModuleTree, policy: Float8Policy) -> dict[str, nn.Linear
             module = node.module
             if type(module) is not nn.Linear or node in experts or _is_adapter(node) or _is_router(node):
                 continue
+            if node.parent is not None and reads_child(node.parent.module, node.name):
+                continue  # a kernel takes the weight itself, as Mamba's do
             if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
                 small += 1
             elif len(tree.weight(f"{node.fqn}.weight").owners) == 1 and (
@@ -233,11 +236,12 @@ def gather_float8(model: nn.Module) -> list[Any]:
         for module in model.modules()
         if is_float8(module) and note_of(module).float8.enable_fsdp_float8_all_gather
     }
-    if not layers:
-        return []
     scales = _Scales()
     gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
-    scales.shards = [shard for shard in scales.shards if shard.memory is not None]
+    scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
+    if not scales.shards:
+        return []
+    _count_steps()
     return [model.register_forward_pre_hook(scales.before_pass, prepend=True)]
 
 
@@ -305,7 +309,6 @@ class _Scales:
         self.shards: list[_Float8Shard] = []
         self.seen: tuple[int, int] | None = None
         """Steps of optimizers, and changes of the shards in place, at which the scales were computed."""
-        _count_steps()
 
     def before_pass(self, model: nn.Module, args: object) -> None:
         """Renew the scales before a forward pass of the model where any weight has changed, also by a user's code."""
@@ -336,14 +339,15 @@ class _Scales:
 
 
 _steps = 0
-"""Steps of optimizers that this process has made since a model was converted."""
+"""Steps of optimizers of shards that this process has made since a model was converted."""
 
 
 @cache
 def _count_steps() -> None:
-    def count(optimizer: object, args: object, kwargs: object) -> None:
-        global _steps
-        _steps += 1
+    def count(optimizer: Any, args: object, kwargs: object) -> None:
+        global _steps  # on every rank the same: an optimizer of one rank alone has no shards
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        _steps += any(isinstance(parameter, DTensor) for parameter in held)
 
     register_optimizer_step_post_hook(count)
 

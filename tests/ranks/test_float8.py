@@ -5,7 +5,7 @@ Products are emulated on CPUs, in fp32 of the same FP8 values that a GPU multipl
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import transformers as hf
 from accelerate.utils import AORecipeKwargs, TERecipeKwargs
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
@@ -27,6 +27,7 @@ from hf_fsdp_tools import (
     HybridPolicy,
     ParallelDims,
     ParameterEMA,
+    describe_sharding,
     from_pretrained,
     gathered_units,
     make_accelerator,
@@ -36,7 +37,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
-from hf_fsdp_tools.sharding import float8
+from hf_fsdp_tools.sharding import float8, placement
 from hf_fsdp_tools.sharding.float8 import check_float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import full, full_state, make_model, refusal, stored_tensors
 from tests._dist import run_cases, run_ranks
@@ -191,6 +192,7 @@ def parameters_and_files_are_plain(folder: Path, tmp: Path) -> None:
 
 def heads_and_small_layers_stay(folder: Path) -> None:
     model = load(folder, "fp8")
+    assert "computation  bfloat16, FP8 in 14 linear layers" in describe_sharding(model)
     names = {name for name, module in model.named_modules() if is_float8(module)}
     assert names == {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
     some = load(folder, Float8Policy(module_filter=lambda module, name: "self_attn" in name))
@@ -437,9 +439,11 @@ def test_states_and_files(folder: Path, tmp_path: Path) -> None:
 # ---- other layouts ----
 
 
-def _gradients(folder: Path, copies: int) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
+def _gradients(folder: Path, copies: int, columns: bool) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
     mesh = ParallelDims(dp_replicate_size=copies).build_mesh("cpu")
-    model = load(folder, FP32, mesh=mesh)
+    with patch.multiple(placement, _MOST_PADDING=1.0, _MOST_PADDING_BYTES=0) if columns else nullcontext():
+        model = load(folder, FP32, mesh=mesh)
+    assert columns == (model.model.layers[0].mlp.down_proj.weight.placements == (Shard(1),))
     ids = rows_of(dist.get_rank(), dist.get_world_size())[0][0]
     with counted() as seen:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -447,14 +451,14 @@ def _gradients(folder: Path, copies: int) -> tuple[dict[str, torch.Tensor], list
     return full_gradients(model), [p.to_local().shape for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("size", "copies"), [(3, 1), (4, 2)])
-def test_uneven_shards_and_copies(folder: Path, size: int, copies: int) -> None:
+@pytest.mark.parametrize(("size", "copies", "columns"), [(3, 1, False), (3, 1, True), (4, 2, False)])
+def test_uneven_shards_and_copies(folder: Path, size: int, copies: int, columns: bool) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""
     model = by_torchao()
     for rank in range(size):
         ids = rows_of(rank, size)[0][0]
         (model(input_ids=ids, labels=ids).loss / size).backward()
-    ranks = run_ranks(_gradients, size, folder, copies)
+    ranks = run_ranks(_gradients, size, folder, copies, columns)
     assert size != 3 or len({tuple(shapes) for _, shapes in ranks}) > 1  # uneven
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ranks[0][0][name], parameter.grad, rtol=1e-5, atol=1e-7)
@@ -496,6 +500,9 @@ def test_routers_experts_and_tied_layers_are_left() -> None:
     model.model.layers[0].mlp.gate = torch.nn.Linear(64, 16, bias=False)  # a router that is a plain layer
     names = {name.split(".")[3] for name in float8_layers(ModuleTree(model), FP32)}
     assert names == {"self_attn"}
+    mamba = hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2, state_size=16, time_step_rank=16)
+    layers = float8_layers(ModuleTree(hf.MambaForCausalLM(mamba)), FP32)  # kernels take the weights of the others
+    assert {name.rpartition(".")[2] for name in layers} == {"in_proj"}
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no plain linear layer"):
         float8_layers(ModuleTree(make_model("gpt2")), FP32)
 
