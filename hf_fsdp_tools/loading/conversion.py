@@ -279,7 +279,7 @@ def moved_by_native_loading(model: nn.Module) -> list[str]:
     return [
         name
         for name in sharded
-        if any(targets.search(name) and (each.scope_prefix or "") in name for targets, each in moving)
+        if any(targets.search(name) and (getattr(each, "scope_prefix", None) or "") in name for targets, each in moving)
     ]
 
 
