@@ -34,12 +34,13 @@ from hf_fsdp_tools.integrations.accelerator_state import (
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import (
     check_managed,
-    check_native,
     check_precision,
     hand_over,
     prepare_for_training,
     refuse_parts,
+    refuse_under_version1,
     shard_in_place,
+    take_up_as_made,
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
@@ -87,6 +88,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare as `Accelerator.prepare_model` does; FSDP2 also shards models for evaluation (reward models)."""
         if not self.is_fsdp2:
+            refuse_under_version1(model)
             prepared = super().prepare_model(model, device_placement, evaluation_mode)
             finish_preparing(prepared)
             return prepared
@@ -313,7 +315,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         return
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     with agreed(f"preparing {type(model).__name__}"):
-        check_native(model)
+        take_up_as_made(model)
     if len(ranks := set(all_ranks(sharded, "preparing the model"))) > 1:
         raise ConfigError(
             f"{type(model).__name__} is sharded on some ranks and plain on others. Make it the same way on every rank."

@@ -40,6 +40,7 @@ from hf_fsdp_tools.integrations.frozen import (
     shard_frozen,
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
+from hf_fsdp_tools.integrations.model import take_up_as_made
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.rewards import guard_rewards
@@ -209,6 +210,8 @@ class FSDPTrainerMixin(PushingMixin):
                 "use_transformers_continuous_batching=True casts the weights that are trained, and each rank runs as "
                 "many forward passes as its own rows need. Leave it out, or use use_vllm=True."
             )
+        if isinstance(model, nn.Module):
+            take_up_as_made(model)
         plugin, precision = plugin_of(args), precision_of(args, model)
         agree_with_arguments(plugin, args, model)
         start_state(

@@ -433,12 +433,6 @@ def adapted(sources, out):
     assert _equal(first.model, reopened), "the best step's adapter, whole"
 
 
-def adapted_after_transformers_sharded_it(sources, out):
-    accelerator = make_accelerator(cpu=ON_CPU)
-    with pytest.raises(ConfigError, match=r"28 trainable parameter.*each rank would train its own"):
-        accelerator.prepare(get_peft_model(_native(sources["llama"]), LORA))
-
-
 def tensor_parallel_by_transformers(sources, out):
     accelerator = make_accelerator(cpu=ON_CPU)
     plan = {"model.layers.*.self_attn.o_proj": "rowwise"}  # the head's 131 rows cannot be split everywhere
@@ -492,7 +486,6 @@ def fsdp1_saves_an_adapter(sources, out):
 OTHERS = (
     sharded_by_transformers,
     adapted,
-    adapted_after_transformers_sharded_it,
     tensor_parallel_by_transformers,
     accelerates_own_ways_of_saving,
     fsdp1_resumes_saves_and_generates,

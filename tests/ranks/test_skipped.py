@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp2
 
-from hf_fsdp_tools import from_pretrained
+from hf_fsdp_tools import from_pretrained, make_wrap_plan
 from hf_fsdp_tools.distributed import rounds
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import RanksError
@@ -278,8 +279,37 @@ def train_on_layers(
     assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
 
 
+def branch_inside_a_block(folder: Path, kind: Any, name: str, batches: list[Batch], *_: Any, compile: bool) -> None:
+    """Rank 1 does not run a layer inside a block: with torch's switch, gradients are those of one process."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # before torch 2.13
+    models = [kind.from_pretrained(folder).eval() for _ in range(2)]
+    for model in models:
+        block = model.model.layers[1].mlp
+        block.extra = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
+        torch.nn.init.constant_(block.extra.weight, 0.01)
+        torch.nn.init.zeros_(block.extra.bias)
+        block.forward = partial(_with_branch, model, block, block.forward)
+    plain, model = models
+    for rank in range(2):
+        plain.takes_branch = rank == 0
+        (plain(**batches[rank]).loss / 2).backward()
+    shard.shard_model(model, make_wrap_plan(model), compile={"backend": "aot_eager"} if compile else False)
+    model.set_reduce_scatter_unused_params(True)
+    model.takes_branch = dist.get_rank() == 0
+    gradients(model, [batches[dist.get_rank()]])
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    assert compared(full_gradients(model), expected) < 2e-5
+
+
+def _with_branch(model: Any, block: Any, own: Any, hidden: torch.Tensor) -> Any:
+    return own(hidden) + block.extra(hidden) if model.takes_branch else own(hidden)
+
+
 def run_layers(layered: dict[str, Any]) -> Any:
     runs = {name: partial(train_on_layers, *case) for name, case in layered.items()}
+    for compile in (False, True):
+        runs[f"branch, compiled: {compile}"] = partial(branch_inside_a_block, *layered["early exit"], compile=compile)
     runs["early exit, recomputed"] = partial(train_on_layers, *layered["early exit"], activation_checkpointing=True)
     return run_cases(runs)
 
