@@ -1,8 +1,9 @@
 """Write `accelerate_configs/` anew with `hf-fsdp config`, or compare: python docs/make_configs.py [--check] [NAME ...]
 
-The settings of a file depend on what is trained. One rule for all: Llama-3.1-8B, sequences of 4,096 tokens, 64 of them
-per optimizer step; all parameters where that fits, otherwise LoRA (r 16); never offload. The model is
-a config.json that is made on the spot, with the published sizes and under the hub's name, so nothing is downloaded.
+The settings of a file depend on what is trained. One rule for all: sequences of 4,096 tokens, 64 of them per optimizer
+step; all parameters where that fits, otherwise LoRA (r 16); never offload. The files of machines are for Llama-3.1-8B;
+those of `models/` are pairs for one model: the launch file, and NAME.run.yaml for the recipe. A model is a config.json
+that is made on the spot, with the published sizes and under the hub's name, so nothing is downloaded.
 """
 
 import argparse
@@ -24,6 +25,22 @@ TRAININGS = ([], ["--lora-r", "16"])
 MACHINES = {"1x24gb": ("rtx-4090", 1), "1x80gb": ("h100-80gb", 1), "8x80gb": ("h100-80gb", 8)}
 MACHINES |= {"2x8x80gb": ("h100-80gb", 16)}
 """GPU, whose speed decides between settings that fit, and processes over all machines, by file."""
+MODELS = {
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", 1),
+    "qwen3-4b": ("Qwen/Qwen3-4B", 8),
+    "qwen3-8b": ("Qwen/Qwen3-8B", 8),
+    "qwen3-14b": ("Qwen/Qwen3-14B", 8),
+    "qwen3-32b": ("Qwen/Qwen3-32B", 8),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", 8),
+    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", 1),
+    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", 8),
+    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", 8),
+    "gemma-3-1b": ("google/gemma-3-1b-pt", 1),
+    "mistral-7b": ("mistralai/Mistral-7B-v0.3", 8),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", 8),
+    "phi-4": ("microsoft/phi-4", 8),
+}
+"""Name on the hub, and GPUs of 80 GB, by the name after `hf-fsdp finetune --config`."""
 
 
 def command(name: str, output: str) -> list[str]:
@@ -31,15 +48,19 @@ def command(name: str, output: str) -> list[str]:
     end = ["--output", output]
     if name == "cpu":
         return ["config", "--cpu", *end]
+    rule = ["--no-offload-params", "--global-batch-size", "64"]
+    if name in MODELS:
+        model, count = MODELS[name]
+        gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]
+        return ["config", model, "--recipe", "finetune", *gpus, *rule, *end]
     gpu, count = MACHINES[name]
     several = ["--num-machines", "2", "--slurm"] if count > 8 else []
-    rule = ["--no-offload-params", "--global-batch-size", "64"]
     return ["config", MODEL, "--gpu", gpu, "--num-processes", str(count), *several, *rule, *end]
 
 
 def write(name: str) -> None:
     """Write one file below the current folder, with the first of the trainings that fits."""
-    *words, option, output = command(name, f"accelerate_configs/{name}.yaml")
+    *words, option, output = command(name, f"accelerate_configs/{'models/' * (name in MODELS)}{name}.yaml")
     for training in TRAININGS if name != "cpu" else ([],):
         err = io.StringIO()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
@@ -52,14 +73,16 @@ def write(name: str) -> None:
 def made(names: list[str]) -> Iterator[tuple[str, str]]:
     """Name and text of each file, as soon as it is made."""
     with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder, MODEL)
-        there.mkdir(parents=True)
-        (there / "config.json").write_text(CONFIGS["Llama-3.1-8B"].to_json_string())
+        for model in {MODEL, *(model for model, _ in MODELS.values())}:
+            there = Path(folder, model)
+            there.mkdir(parents=True)
+            (there / "config.json").write_text(CONFIGS[there.name].to_json_string())
         for name in names:
             with contextlib.chdir(folder):
                 write(name)
-            for path in sorted(Path(folder, "accelerate_configs").glob(f"{name}.*")):
-                yield path.name, path.read_text()
+            above = Path(folder, "accelerate_configs")
+            for path in sorted((above / "models" if name in MODELS else above).glob(f"{name}.*")):
+                yield path.relative_to(above).as_posix(), path.read_text()
 
 
 def main() -> int:
@@ -68,7 +91,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a file differs")
     options = parser.parse_args()
     found, different = [], []
-    for name, text in made(options.names or ["cpu", *MACHINES]):
+    for name, text in made(options.names or ["cpu", *MACHINES, *MODELS]):
         path = FOLDER / name
         found.append(name)
         before = path.read_text() if path.exists() else ""
@@ -78,9 +101,11 @@ def main() -> int:
         if options.check:
             sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), text.splitlines(True), name, name))
         else:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     if not options.names:
-        others = sorted(path.name for path in FOLDER.iterdir() if path.name not in (*found, "here.yaml"))
+        there = (path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
+        others = sorted(name for name in there if name not in (*found, "here.yaml"))
         different += [f"{name} (which nothing makes)" for name in others]
     print(f"{len(found)} files, {len(different)} different{': ' * bool(different)}{', '.join(different)}")
     return int(options.check and bool(different))

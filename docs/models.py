@@ -5,9 +5,13 @@ Each gives the model's shapes; what does not change them (dropout, special token
 
 from transformers import (
     DeepseekV3Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -16,8 +20,8 @@ from transformers import (
 __all__ = ["CONFIGS"]
 
 
-def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, theta: float = 500000.0) -> LlamaConfig:
-    """A model of the Llama 3.1 family."""
+def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False) -> LlamaConfig:
+    """A model of the Llama 3.1 and 3.2 families; the small ones have one table for tokens and head."""
     return LlamaConfig(
         dtype="bfloat16",
         vocab_size=128256,
@@ -27,7 +31,23 @@ def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, th
         num_attention_heads=heads,
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=tied,
+    )
+
+
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool = False) -> Qwen3Config:
+    """A dense model of the Qwen3 family."""
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=tied,
     )
 
 
@@ -35,16 +55,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "Llama-3.1-70B": _llama(8192, 28672, 80, 64),
     "Llama-3.1-405B": _llama(16384, 53248, 126, 128),
-    "Qwen3-8B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-    ),
+    "Llama-3.2-1B": _llama(2048, 8192, 16, 32, tied=True),
+    "Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
@@ -57,6 +74,50 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts=128,
         num_experts_per_tok=8,
         max_position_embeddings=40960,
+    ),
+    "gemma-3-1b-pt": Gemma3TextConfig(
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=32768,
+    ),
+    "Mistral-7B-v0.3": MistralConfig(
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        sliding_window=None,
+        max_position_embeddings=32768,
+    ),
+    "gpt-oss-20b": GptOssConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=131072,
+    ),
+    "phi-4": Phi3Config(
+        vocab_size=100352,
+        hidden_size=5120,
+        intermediate_size=17920,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=10,
+        max_position_embeddings=16384,
+        original_max_position_embeddings=16384,
+        pad_token_id=100349,
     ),
     "Mixtral-8x7B": MixtralConfig(max_position_embeddings=32768),
     "GPT-2": GPT2Config(),

@@ -27,13 +27,13 @@ from hf_fsdp_tools.cli.options import (
     usual_length,
     write,
 )
+from hf_fsdp_tools.cli.run_file import DEFAULT_RECIPE, recipe_values, recipe_words, run_file, run_file_of
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job
 from hf_fsdp_tools.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.foresight.recommend import Recommendation
-    from hf_fsdp_tools.foresight.setup import TrainingSetup
 
 
 def add_config(commands: Any) -> None:
@@ -66,7 +66,7 @@ def add_config(commands: Any) -> None:
     train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
     train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
     names = sorted(each.replace("_", "-") for each in recipes())
-    about = "starts this recipe in the launch command (default: finetune)"
+    about = "starts this recipe (default: finetune), and with --output writes its options too: FILE.run.yaml"
     train("--recipe", choices=names, metavar="NAME", help=about)
     add_training_options(train)
     parser.set_defaults(run=_config)
@@ -87,12 +87,19 @@ def _config(options: argparse.Namespace) -> None:
     translation = None if options.source is None else FSDPConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
+    run_path = None
+    is_here = template is None or options.template == "slurm"  # elsewhere the launch file is carried along alone
+    if best is not None and options.recipe is not None and options.output is not None and is_here:
+        run_path = run_file_of(options.output)
     if best is None:
         start = [*own_variables(config), "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
-        start, script = ["hf-fsdp", options.recipe or "finetune"], _recipe_words(options.model, best.setup)
+        recipe, values = options.recipe or DEFAULT_RECIPE, recipe_values(options.model, best.setup)
+        start, script = ["hf-fsdp", recipe], recipe_words(values)
+        if run_path is not None:
+            script = ["--config", str(run_path), "--dataset_name", "DATASET"]
         reason_lines = str(best).splitlines()
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
@@ -119,10 +126,15 @@ def _config(options: argparse.Namespace) -> None:
             gpu=None if config.use_cpu or (name := _gpu_name(options)) is None else gpu_named(name).name,
         )
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
-    written = _write(options, texts if options.output is None else {options.output: text, **texts})
+    if best is not None and run_path is not None:
+        about = {"recipe": recipe, "command": options.command_line, "launch": launch}
+        texts[run_path] = run_file(values, best.setup, **about)
+    texts = texts if options.output is None else {options.output: text, **texts}
+    written = _write(texts, force=options.force)
     if options.json:
         value: dict[str, Any] = {"config": asdict(config), "reasons": reasons, "launch": launch, "yaml": text}
         value["output"] = str(options.output) if options.output else None
+        value["run_file"] = str(run_path) if run_path else None
         if best is not None:
             value["recommendation"] = json.loads(best.to_json())
         if translation is not None:
@@ -151,10 +163,10 @@ def own_variables(config: "FSDPConfig") -> list[str]:
     ]
 
 
-def _write(options: argparse.Namespace, texts: dict[Path, str]) -> list[str]:
-    """Write the config, and the file of a template beside it; return a line for each."""
+def _write(texts: dict[Path, str], *, force: bool) -> list[str]:
+    """Write the config and what belongs to it, in one folder; return a line for each."""
     for path, content in texts.items():
-        if not options.force and path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
+        if not force and path.exists() and path.read_text(encoding="utf-8", errors="replace") != content:
             raise ConfigError(f"{path} exists and holds something else; --force writes over it, --output names another")
     note = "" if all(path.parent.exists() for path in texts) else " (a new folder)"
     for path, content in texts.items():
@@ -217,24 +229,3 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommenda
             say=say,
             **values,
         )
-
-
-def _recipe_words(model: str, setup: "TrainingSetup") -> list[str]:
-    """Arguments of a recipe for a setting, in TRL's words."""
-    words = ["--model_name_or_path", model, "--dataset_name", "DATASET"]
-    words += ["--max_length", str(setup.seq_len), "--per_device_train_batch_size", str(setup.batch_size)]
-    words += ["--gradient_accumulation_steps", str(setup.gradient_accumulation_steps)]
-    if setup.optimizer != "adamw":
-        from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS
-
-        words += ["--optim", *OPTIMIZERS[setup.optimizer][0].split()]
-    if setup.gradient_accumulation_steps > 1 and not setup.sync_each_batch:
-        words += ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}']
-    if setup.lora_r is not None:
-        targets = setup.lora_target_modules
-        names = [targets] if isinstance(targets, str) else list(targets)
-        words += ["--use_peft", "--lora_r", str(setup.lora_r), "--lora_target_modules", *names]
-    words += ["--load_in_4bit"] if setup.load_in_4bit else []
-    words += [] if setup.dequantize else ["--dequantize", "false"]
-    words += ["--attn_implementation", setup.attn_implementation] if setup.attn_implementation != "sdpa" else []
-    return [*words, *(["--torch_compile"] if setup.compile else [])]

@@ -24,6 +24,8 @@ usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE 
 
 Without --config_file the recipe runs on all GPUs of this machine, or on 2 CPU processes. Of `accelerate launch`:
   --config_file YAML    takes its config: a file, or the name of one that comes with the package (8x80gb)
+  --config NAME         of the recipe: its options from a file, or those for a model that come with the package, with a
+                        launch config for 8 GPUs of 80 GB or one (qwen3-8b)
   --cpu                 runs on CPU with gloo, whatever this machine has
   --num_processes N     starts so many processes over all machines; likewise --num_machines, --machine_rank,
                         --main_process_ip, --main_process_port, --gpu_ids, --mixed_precision
@@ -60,6 +62,7 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
     from hf_fsdp_tools.integrations.accelerate_launch import split_words
 
     launch, launcher_words, recipe_words = split_words(options.rest)
+    recipe_words = _with_shipped_run(recipe_words, launch)
     # TrainingArguments have the option too; the launcher has to know it.
     launch["cpu"] |= any(word in ("--use_cpu", "--use-cpu") for word in recipe_words)
     command = [sys.executable, "-m", "hf_fsdp_tools.integrations.accelerate_launch", *launcher_words]
@@ -94,6 +97,27 @@ def named_config(name: str) -> Path:
         known = did_you_mean(path.stem, own, otherwise=ours)
         raise ConfigError(f"--config_file {name}: there is no such file{known}")
     return own[path.stem]
+
+
+def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
+    """The words of a recipe with the file of a model's options that comes with the package in place of its name; the
+    launch config beside it is taken unless the command line has another, or says where to run."""
+    place = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
+    if place is None:
+        return words
+    is_one = "=" in words[place]
+    name = words[place].partition("=")[2] if is_one else "".join(words[place + 1 : place + 2])
+    if Path(name).exists() or Path(name).suffix in (".yaml", ".yml"):
+        return words
+    folder = shipped("accelerate_configs") / "models"
+    own = {path.name.removesuffix(".run.yaml"): path for path in sorted(folder.glob("*.run.yaml"))}
+    key = name.lower()
+    if key not in own:
+        near = did_you_mean(key, own, otherwise=".")
+        raise ConfigError(f"--config {name}: no such file, and no model of the package{near} It has {', '.join(own)}.")
+    if launch["config_file"] is None and not launch["cpu"]:
+        launch["config_file"] = str(own[key].with_name(f"{key}.yaml"))
+    return [*words[:place], "--config", str(own[key]), *words[place + (1 if is_one else 2) :]]
 
 
 def _check_file(path: Path, launch: dict[str, Any]) -> None:

@@ -27,6 +27,9 @@ _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
 
+_LISTS = {"tokens", "tags", "ner_tags"}
+"""Columns of words and their classes, which the recipe that takes them looks at."""
+
 _WORDS = _TURNS | _TEXT_OR_TURNS | {"input_ids", "labels"}
 """Columns beside that of the text of which a row needs one with something in it."""
 
@@ -183,7 +186,7 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
     if (used := next((one for one in needed if one <= columns), None)) is not None:
         dataset = _without_empty(dataset, name, used, text)
         worded = used & (_TURNS | _TEXT_OR_TURNS)
-        _check_types(dataset, name, worded if worded or (text in used and len(used) > 1) else used)
+        _check_types(dataset, name, worded if worded or (text in used and len(used) > 1) else used - _LISTS)
         dataset = with_turns_for_prompt(dataset)
         return with_places_of_images(dataset) if used & {"image", "images"} else dataset
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):

@@ -8,12 +8,15 @@ prose with code in it. Each passage gives a picture too: shape, colour, size and
     beginnings     {"prompt": its first words}, and a model that is a teacher
     preferences    {"prompt", "chosen": the passage, "rejected": its words shuffled, or a passage of another topic}
     classes        {"text": passage, "label": the group that its topic belongs to}
+    answers        {"prompt": passage, "completion": that group}, for a model that reads one text and writes another
+    tags           {"tokens": words of a passage without quotation marks, "tags": which of them stood in them: code}
     images         {"images", "prompt", "completion": the shape and its colour}
 """
 
 import os
 import pydoc
 import random
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -69,7 +72,7 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     Args:
         accelerator: of `make_accelerator`.
         kind: "text", "prompts", "beginnings" (with a model for a teacher beside it, `teacher`), "pairs", "preferences",
-            "classes", or "images" (a vision-language model and its data).
+            "classes", "answers" (a T5 and its data), "tags", or "images" (a vision-language model and its data).
 
     The bars of datasets are switched off. Every rank must call. The other ranks wait, and stop if it fails.
 
@@ -85,7 +88,9 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     """
     import datasets
 
-    model, data = _FOLDER / ("vision_model" if kind == "images" else "model"), _FOLDER / kind
+    makers = {"images": ("vision_model", make_demo_vision_model), "answers": ("seq2seq_model", make_demo_seq2seq_model)}
+    name, make_model = makers.get(kind, ("model", make_demo_model))
+    model, data = _FOLDER / name, _FOLDER / kind
     accelerator.print(
         f"Quick start: a small model and its data ({kind}), made on the spot in {_FOLDER}. Give --model_name_or_path "
         "and --dataset_name for your own."
@@ -94,7 +99,7 @@ def make_demo(accelerator: Any, kind: str) -> tuple[str, str]:
     is_first = rank_on_node()[0] == 0
     with going_first(is_first):
         if is_first:
-            (make_demo_vision_model if kind == "images" else make_demo_model)(model)
+            make_model(model)
             if kind == "beginnings":
                 make_demo_teacher(_FOLDER / "teacher")
             if not data.is_dir():
@@ -160,10 +165,14 @@ def demo_rows(kind: str) -> list[dict[str, Any]]:
     if kind == "classes":
         groups = _groups()
         return [{"text": passage, "label": groups.get(topic, "language")} for topic, passage in passages]
+    if kind == "answers":
+        return [{"prompt": row["text"], "completion": row["label"]} for row in demo_rows("classes")]
+    if kind == "tags":
+        return [_tagged(passage) for _, passage in passages]
     if kind == "images":
         return [_image_row(crc32(passage.encode())) for _, passage in passages]
     if kind not in ("prompts", "preferences"):
-        kinds = "text, prompts, beginnings, pairs, preferences, classes or images"
+        kinds = "text, prompts, beginnings, pairs, preferences, classes, answers, tags or images"
         raise ConfigError(f"There is no demo data of the kind {kind!r}; choose {kinds}.")
     rows, numbers = [], Counter[str]()
     for place, (topic, passage) in enumerate(passages):
@@ -188,6 +197,17 @@ def _worse(number: int, passages: list[tuple[str, str]]) -> str:
         chance.shuffle(words)
         return " ".join(words)
     return chance.choice([other for name, other in passages if name != topic])
+
+
+def _tagged(passage: str) -> dict[str, Any]:
+    """The words of a passage, and which of them stood between quotation marks: the documents quote all code so."""
+    words: list[str] = []
+    tags: list[str] = []
+    for place, part in enumerate(re.split(r'"([^"\n]+)"', passage)):  # each second part was quoted
+        for number, word in enumerate(part.split()):
+            words.append(word)
+            tags.append("O" if place % 2 == 0 else "I-code" if number else "B-code")
+    return {"tokens": words, "tags": tags}
 
 
 def _groups() -> dict[str, str]:
@@ -332,6 +352,35 @@ def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int =
             eos_token_id=tokenizer.eos_token_id,
         )
         return LlavaForConditionalGeneration(config), processor
+
+    return _write_model(Path(folder), build)
+
+
+def make_demo_seq2seq_model(folder: str | os.PathLike[str], *, hidden_size: int = 128, num_layers: int = 2) -> Path:
+    """Make a checkpoint folder of a small T5 with random weights, and a tokenizer that ends each text."""
+    from tokenizers import processors
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def build() -> tuple[Any, Any]:
+        tokenizer = train_demo_tokenizer(vocab_size=2048, max_length=1024)
+        end = tokenizer.eos_token
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+        )
+        config = T5Config(
+            vocab_size=len(tokenizer),
+            d_model=hidden_size,
+            d_kv=hidden_size // 4,
+            num_heads=4,
+            d_ff=2 * hidden_size,
+            num_layers=num_layers,
+            feed_forward_proj="gated-gelu",
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id,
+        )
+        return T5ForConditionalGeneration(config), tokenizer
 
     return _write_model(Path(folder), build)
 

@@ -17,6 +17,8 @@ _SHOWN = {
     "reward": "reward {:.3f}",
     "eval_reward": "evaluation reward {:.3f}",
     "eval_accuracy": "accuracy {:.3f}",
+    "eval_f1": "F1 {:.3f}",
+    "eval_exact_match": "written exactly {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "samples_per_second": "{:,.0f} samples/s",
     "learning_rate": "learning rate {:.2g}",

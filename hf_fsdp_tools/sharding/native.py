@@ -23,6 +23,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     units_as_made,
     unpin_on_cpu,
 )
+from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.sharding.shard import Sharding, apply_again, complete_sharding, copy_sharded, sharding_of
 
 REASON = "as it was made"
@@ -58,12 +59,13 @@ def take_up(base: nn.Module) -> Sharding | None:
     is_complete = getattr(base, "is_distributed_loading_by_transformers", False)  # what is whole was added later
     if any(p.requires_grad and not isinstance(p, DTensor) for p in base.parameters()) and not is_complete:
         return None
+    is_recomputed = any(getattr(module, "gradient_checkpointing", False) is True for module in base.modules())
     sharding = Sharding(
         plan=_plan_of(base, made),
         mesh=mesh,
         mp_policy=mp_policy,
         offload_policy=made[0].offload_policy,
-        activation_checkpointing=any(getattr(m, "gradient_checkpointing", False) is True for m in base.modules()),
+        activation_checkpointing=Recompute() if is_recomputed else None,
         is_as_made=True,
     )
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":

@@ -62,6 +62,8 @@ def noting(save, model_and_folder):
             if type(model).__name__ == "SentenceTransformer":
                 logits = model(inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})["sentence_embedding"]
             else:
+                if model.config.is_encoder_decoder:
+                    inputs["decoder_input_ids"] = inputs["input_ids"]
                 logits = model(**inputs).logits
         compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
         if is_first:
@@ -173,8 +175,11 @@ class Series:
 
     def check_opened(self, name: str, model: Any) -> None:
         """Compare what a plain model makes of the probe with what the trained model made of it on shards."""
+        inputs = {key: torch.tensor(value) for key, value in self.probe.items()}
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
         with torch.no_grad():
-            logits = model.eval()(**{key: torch.tensor(value) for key, value in self.probe.items()}).logits
+            logits = model.eval()(**inputs).logits
         torch.testing.assert_close(logits, self.logits(name), rtol=1e-4, atol=1e-4)
 
     def check_resumed(self, name: str) -> None:

@@ -212,6 +212,38 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     assert comment[2] == f"Start it with: {command}"
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_config_writes_the_options_of_a_recipe_too(capsys, llama, tmp_path, monkeypatch, adapter):
+    trl = pytest.importorskip("trl")
+    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
+
+    path, run_path = tmp_path / "eight.yaml", tmp_path / "eight.run.yaml"
+    words = "--gpu h100-80gb --num-processes 8 --max-length 1024 --per-device-train-batch-size 2 --recipe dpo --slurm"
+    words += (
+        " --no-reshard-after-forward --activation-checkpointing --no-sync-each-batch --gradient-accumulation-steps 4"
+    )
+    words += " --lora-r 8 --lora-target-modules q_proj,v_proj" if adapter else " --optimizer sgd_momentum"
+    code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
+    assert (code, err) == (0, "") and f"wrote   {run_path}" in out.splitlines()
+    launch = f"hf-fsdp dpo --config_file {path} --config {run_path} --dataset_name DATASET"
+    assert f"# Start it with: {launch}\n" in path.read_text()
+    assert f"# Start it with: sbatch {path.with_suffix('.sbatch')}\n" in run_path.read_text()
+    assert f"--config {run_path}" in path.with_suffix(".sbatch").read_text()
+    monkeypatch.setattr("sys.argv", ["dpo", "--config", str(run_path), "--dataset_name", "x", "--use_cpu", "true"])
+    _, training, model_args = parse_arguments(trl.ScriptArguments, trl.DPOConfig, ModelArguments)
+    assert (training.max_length, training.per_device_train_batch_size) == (1024, 2)
+    assert training.gradient_accumulation_steps == 4 and training.learning_rate == (5e-6 if adapter else 5e-7)
+    assert training.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
+    assert model_args.use_peft == adapter and model_args.model_name_or_path == str(llama)
+    if adapter:
+        assert (model_args.lora_target_modules, model_args.lora_dropout) == (["q_proj", "v_proj"], 0.0)
+    else:
+        assert (training.optim, training.optim_args) == ("sgd", "momentum=0.9")
+    run_path.write_text("learning_rate: 3e-6\n")
+    code, _, err = run(capsys, "config", llama, *words.split(), "--output", path)
+    assert code == 1 and f"{run_path} exists and holds something else; --force" in err
+
+
 def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     imitate_gpus(monkeypatch, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")

@@ -38,6 +38,8 @@ def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
     assert {"hf_fsdp_tools/py.typed", "hf_fsdp_tools/__main__.py", "hf_fsdp_tools/cli/main.py"} <= names
     for folder, files in (("recipes", RECIPES), ("accelerate_configs", CONFIGS)):
         assert files and {f"hf_fsdp_tools/{folder}/{name}" for name in files} <= names
+    models = {path.name for path in (REPOSITORY / "accelerate_configs" / "models").glob("*.yaml")}
+    assert models and {f"hf_fsdp_tools/accelerate_configs/models/{name}" for name in models} <= names
     assert not any(name.startswith(("tests/", "benchmarks/", "recipes/")) for name in names)
 
 
@@ -144,6 +146,26 @@ def test_a_config_of_the_package_is_found_by_name(started, monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     assert main(["finetune", "--config_file", name]) == 7
     assert started[0][0][4] == str(REPOSITORY / "accelerate_configs" / "cpu.yaml")
+
+
+def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(started, monkeypatch, tmp_path, capsys):
+    imitate_gpus(monkeypatch, 8)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eight.yaml").write_text(FSDPConfig(num_processes=8).to_accelerate_yaml())
+    (tmp_path / "mine").write_text("seed: 1\n")
+    folder = REPOSITORY / "accelerate_configs" / "models"
+    run = ["--config", str(folder / "qwen3-8b.run.yaml"), "--seed", "3"]
+    assert main(["finetune", "--config", "Qwen3-8B", "--seed", "3"]) == 7
+    assert main(["finetune", "--config=qwen3-8b", "--seed", "3", "--config_file", "eight.yaml"]) == 7
+    assert main(["finetune", "--cpu", "--config", "qwen3-8b", "--seed", "3"]) == 7
+    assert main(["finetune", "--config", "mine"]) == 7
+    (first, config), (second, _), (third, on_cpu), (fourth, _) = started
+    assert first[first.index("--config_file") + 1] == str(folder / "qwen3-8b.yaml") and config["num_processes"] == 8
+    assert second[second.index("--config_file") + 1] == "eight.yaml" and on_cpu["use_cpu"]
+    assert first[-4:] == second[-4:] == third[-4:] == run and fourth[-2:] == ["--config", "mine"]
+    assert main(["finetune", "--config", "qwen3-9b"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no model of the package: did you mean qwen3-" in error and "gpt-oss-20b, llama-3.1-8b" in error
 
 
 @pytest.mark.parametrize(

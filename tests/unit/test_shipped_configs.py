@@ -1,5 +1,6 @@
 """`accelerate_configs/`: what `hf-fsdp config` writes today."""
 
+import json
 import math
 import re
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
 
@@ -16,6 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "accelerate_configs"
 SHIPPED = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "here")
 """Without the file that a reader of the documents writes."""
+MODELS = sorted((FOLDER / "models").glob("*.run.yaml"))
 
 
 def header(path: Path) -> dict[str, str]:
@@ -45,3 +48,37 @@ def test_what_is_shipped_is_what_is_made_today(monkeypatch: Any, capsys: Any) ->
     from make_configs import main as make_configs
 
     assert (make_configs(), capsys.readouterr().out) == (0, "2 files, 0 different\n")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
+def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """What the two files say together, with a tenth of the GPU left; and the recipe takes all of it."""
+    imitate_gpus(monkeypatch, 0)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    monkeypatch.chdir(tmp_path)
+    from models import CONFIGS
+
+    trl = pytest.importorskip("trl")
+    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
+
+    launch_file = path.with_name(path.name.replace(".run", ""))
+    assert not [each for each in FSDPConfig.check_file(launch_file) if each.severity == "error"]
+    run, launch = (yaml.safe_load(each.read_text()) for each in (path, launch_file))
+    sharding, gpus = launch["fsdp_config"], launch["num_processes"]
+    rows = gpus * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
+    assert (rows, run["max_length"], sharding["fsdp_offload_params"]) == (64, 4096, False)
+    CONFIGS[run["model_name_or_path"].rpartition("/")[2]].save_pretrained(tmp_path / run["model_name_or_path"])
+    words = ["--gpu", "h100-80gb", "--num-processes", str(gpus), "--max-length", str(run["max_length"])]
+    words += ["--per-device-train-batch-size", str(run["per_device_train_batch_size"])]
+    words += ["--gradient-accumulation-steps", str(run["gradient_accumulation_steps"])]
+    words += ["--activation-checkpointing"] * sharding["fsdp_activation_checkpointing"]
+    words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
+    words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
+    assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
+    assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert 1.1 * memory["total"] < memory["limit_bytes"]
+    monkeypatch.setattr(sys, "argv", ["finetune", "--config", str(path), "--dataset_name", "x", "--use_cpu", "true"])
+    _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
+    assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
+    assert model_args.model_name_or_path == run["model_name_or_path"] and training.warmup_steps == 10

@@ -1,0 +1,35 @@
+"""The loss of recipes whose models would average over the tokens of their own rows alone."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+
+def mean_over_tokens(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, *, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Cross-entropy as a mean over all tokens of a step, whatever ranks and micro-batches they are in.
+
+    T5, BART and classifiers of words return the mean over the tokens of one micro-batch (transformers 5.23), which the
+    Trainer multiplies by the number of processes: a step would depend on how rows are divided.
+
+    Args:
+        outputs: of the model, with logits of shape (rows, tokens, classes), which are made fp32.
+        labels: (rows, tokens), where -100 does not count; logits are those of the same place.
+        num_items_in_batch: the tokens that count in the whole step, over all ranks; those of `labels` without it.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+
+    Returns the sum over these rows by that number; for `compute_loss_func` of a Trainer, which multiplies it by the
+    ranks, over which gradients are averaged. Nothing is communicated.
+
+    Example:
+        >>> logits = torch.zeros(1, 3, 2)
+        >>> loss = mean_over_tokens({"logits": logits}, torch.tensor([[0, 1, -100]]), 4)
+        >>> round(loss.item(), 4), "half of the mean over two tokens: the step has four"
+        (0.3466, 'half of the mean over two tokens: the step has four')
+    """
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    logits, flat = logits.flatten(0, 1).float(), labels.flatten()
+    total = cross_entropy(logits, flat, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
+    return total / (num_items_in_batch if num_items_in_batch is not None else (flat != -100).sum().clamp(min=1))

@@ -1,0 +1,244 @@
+"""`seq2seq` and `tokens` as a user trains with them: on two ranks, with adapters, and beside one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForSeq2SeqLM, AutoPeftModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaForTokenClassification,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    pipeline,
+)
+
+from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_seq2seq_model
+from tests.recipes._launch import ROOT, Series, launch_series, two_runs, write_lines, write_split
+
+pytest.importorskip("trl")
+
+TAGS = ["O", "B-code", "I-code"]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("runs")
+    answers, tags = demo_rows("answers")[:512:32], short_sentences()
+    rows: dict[str, list[dict[str, Any]]] = {
+        "answers": [{"pair": {"text": row["prompt"], "group": row["completion"]}} for row in answers],
+        "chats": [{"prompt": [{"role": "user", "content": row["prompt"]}], "completion": [
+            {"role": "assistant", "content": row["completion"]}]} for row in answers],
+        "words": [{"words": row["tokens"], "classes": row["tags"]} for row in tags],
+        "ner": [{"tokens": row["tokens"], "ner_tags": [TAGS.index(tag) for tag in row["tags"]]} for row in tags],
+        "uneven": [{"tokens": ["a", "b"], "tags": ["O"]}] * 8,
+        "floats": [{"tokens": ["a", "b"], "tags": [0.5, 1.0]}] * 8,
+        "same": [{"tokens": ["a", "b"], "tags": ["O", "O"]}] * 8,
+    }  # fmt: skip
+    data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
+    t5, llama = without_dropout(folder)
+    options = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
+    seq2seq = ["seq2seq", *options, "--max_length", "64", "--max_target_length", "8", "--model_name_or_path"]
+    tokens = ["tokens", *options, "--max_length", "128", "--model_name_or_path"]
+    pairs = [*data["answers"], "--prompt_column", "pair.text", "--completion_column", "pair.group"]
+    words = [*data["words"], "--tokens_column", "words", "--tags_column", "classes"]
+    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--lora_target_modules"]
+
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "40"]
+    runs = two_runs(folder, "seq2seq", 30, *seq2seq, t5, *pairs, *evaluated, learning_rate=1e-2)
+    runs["seq2seq-lora"] = [*seq2seq, t5, *pairs, *lora, "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
+    m2m = m2m_model(t5, folder / "m2m")
+    runs["streamed"] = [*seq2seq, m2m, *data["chats"], "--dataset_streaming", "--max_steps", "2"]
+    runs["streamed"] += ["--predict_with_generate", "false"]
+    runs |= two_runs(folder, "tokens", 40, *tokens, llama, *words, *evaluated, learning_rate=5e-3)
+    runs["tokens-lora"] = [*tokens, llama, *data["ner"], *lora, "q_proj", "--max_steps", "2", "--learning_rate", "1e-2"]
+    once = ["--gradient_accumulation_steps", "2", "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
+    once += ["--eval_strategy", "no", "--save_strategy", "no"]
+    few = {name: ["--dataset_name", write_lines(folder / f"{name}.jsonl", rows[name][:8])] for name in ("chats", "ner")}
+    runs["seq2seq-parts"] = [*seq2seq, t5, *few["chats"], *once]
+    runs["tokens-parts"] = [*tokens, llama, *few["ner"], *once]
+
+    whisper = folder / "whisper"
+    WhisperConfig(vocab_size=2048).save_pretrained(whisper)
+    AutoTokenizer.from_pretrained(t5).save_pretrained(whisper)
+    refused = {
+        "sound": [*seq2seq, str(whisper), *data["chats"]],
+        "decoder": [*seq2seq, llama, *data["chats"]],
+        "languages": [*seq2seq, t5, *data["chats"], "--target_lang", "eng_Latn"],
+        "positions": [*seq2seq, m2m, *data["chats"], "--max_target_length", "999"],
+        "absent": [*seq2seq, t5, *data["answers"], "--prompt_column", "pair.txt"],
+        "stream": [*tokens, llama, *data["ner"], "--dataset_streaming", "--max_steps", "2"],
+        **{name: [*tokens, llama, *data[name]] for name in ("uneven", "floats", "same")},
+    }
+    return launch_series(folder, runs, refused=refused)
+
+
+def short_sentences() -> list[dict[str, Any]]:
+    """16 beginnings of passages that have code in them, and other words."""
+    rows = [{name: values[:24] for name, values in row.items()} for row in demo_rows("tags")[::4]]
+    return [row for row in rows if row["tags"].count("B-code") > 1][:16]
+
+
+def without_dropout(folder: Path) -> tuple[str, str]:
+    """A T5 and a classifier of words, as one process and two would draw dropout differently."""
+    t5 = make_demo_seq2seq_model(folder / "drawn_t5", hidden_size=64, num_layers=2)
+    llama = make_demo_model(folder / "drawn_llama", hidden_size=64, num_layers=2, max_length=256)
+    model = T5ForConditionalGeneration.from_pretrained(t5, dropout_rate=0.0)
+    torch.manual_seed(0)
+    labels = {"num_labels": 3, "id2label": dict(enumerate(TAGS)), "label2id": {tag: n for n, tag in enumerate(TAGS)}}
+    config = AutoConfig.from_pretrained(llama, **labels)
+    config.classifier_dropout = 0.0
+    words = LlamaForTokenClassification.from_pretrained(llama, config=config)
+    for source, one, name in ((t5, model, "t5"), (llama, words, "llama")):
+        one.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
+    return str(folder / "t5"), str(folder / "llama")
+
+
+def m2m_model(t5: str, target: Path) -> str:
+    """A model that does not say what its decoder reads, which has as many positions as it needs."""
+    tokenizer = AutoTokenizer.from_pretrained(t5)
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 128}
+    sizes |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    config = M2M100Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
+    M2M100ForConditionalGeneration(config).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("sound", "whisper, which does not read text"),
+        ("decoder", "is a llama, which has no encoder and decoder. Use finetune"),
+        ("languages", "knows no languages. Use --source_prefix"),
+        ("positions", "--max_target_length 999: "),
+        ("absent", "--prompt_column pair.txt: "),
+        ("stream", "--dataset_streaming: the classes are known"),
+        ("uneven", "Row 1 of "),
+        ("floats", "are names or whole numbers"),
+        ("same", "have the same class"),
+    ],
+)
+def test_errors_come_before_the_model(runs, run, message):
+    assert message in runs.error(run)
+
+
+# ---- one text read, another written ----
+
+
+def test_seq2seq_learns_to_write_and_resumes_to_the_same_end(runs):
+    losses = runs.log("seq2seq", "eval_loss")
+    exact = runs.log("seq2seq", "eval_exact_match")
+    assert losses[-1] < 0.3 * losses[0] and exact[0] == 0 and exact[-1] > 0.4
+    assert f"written exactly  0% before, {exact[-1]:.0%} after" in runs.of("seq2seq")
+    assert runs.log("seq2seq", "eval_word_f1")[-1] >= exact[-1]
+    runs.check_resumed("seq2seq")
+    runs.check_opened("seq2seq", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq"))
+
+
+def test_an_adapter_of_an_encoder_with_a_decoder(runs):
+    before, after = (runs.log("seq2seq-lora", "eval_loss")[place] for place in (0, -1))
+    assert after < before and "peft.AutoPeftModelForSeq2SeqLM" in runs.of("seq2seq-lora")
+    runs.check_opened("seq2seq-lora", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora" / "merged"))
+    runs.check_opened("seq2seq-lora", AutoPeftModelForSeq2SeqLM.from_pretrained(runs.folder / "seq2seq-lora"))
+
+
+def test_a_stream_of_chats_for_a_model_that_does_not_say_what_its_decoder_reads(runs):
+    assert len(runs.log("streamed", "loss")) == 2 and "streamed, " in runs.of("streamed")
+    runs.check_opened("streamed", AutoModelForSeq2SeqLM.from_pretrained(runs.folder / "streamed"))
+
+
+# ---- words and their classes ----
+
+
+def test_a_classifier_of_words_learns_and_opens_as_a_pipeline(runs):
+    f1, accuracy = runs.log("tokens", "eval_f1"), runs.log("tokens", "eval_accuracy")
+    assert f1[-1] > f1[0] + 0.2 and accuracy[-1] > 0.8
+    assert "classes          O, B-code, I-code\n" in runs.of("tokens")
+    runs.check_resumed("tokens")
+    folder = runs.folder / "tokens"
+    runs.check_opened("tokens", AutoModelForTokenClassification.from_pretrained(folder))
+    find = pipeline("token-classification", str(folder), aggregation_strategy="simple", device="cpu")
+    found = [each["entity_group"] for row in short_sentences() for each in find(" ".join(row["tokens"]))]
+    assert set(found) == {"code"} and len(found) >= 16
+
+
+def test_an_adapter_and_its_head_of_classes(runs):
+    assert "peft.AutoPeftModelForTokenClassification.from_pretrained, num_labels=3" in runs.of("tokens-lora")
+    assert any("score" in name for name in runs.weights("tokens-lora"))
+    opened = AutoPeftModelForTokenClassification.from_pretrained(runs.folder / "tokens-lora", num_labels=3)
+    runs.check_opened("tokens-lora", opened)
+
+
+# ---- beside one process ----
+
+
+@pytest.mark.parametrize("name", ["seq2seq", "tokens"])
+def test_a_step_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches(runs, name):
+    """Eight rows are one step of two ranks, two rows and two micro-batches; their lengths differ."""
+    if name == "seq2seq":
+        folder, auto_class, data = runs.folder / "t5", AutoModelForSeq2SeqLM, "chats.jsonl"
+    else:
+        folder, auto_class, data = runs.folder / "llama", AutoModelForTokenClassification, "ner.jsonl"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder).train()
+    rows = [json.loads(line) for line in (runs.folder / data).read_text().splitlines()]
+    batch = written_batch(rows, tokenizer) if name == "seq2seq" else words_batch(rows, tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert runs.log(f"{name}-parts", "loss") == pytest.approx(losses, rel=1e-4)
+    assert runs.log(f"{name}-parts", "grad_norm") == pytest.approx(norms, rel=1e-3)
+
+
+def written_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
+    prompts, answers = ([row[name][0]["content"] for row in rows] for name in ("prompt", "completion"))
+    batch = tokenizer(prompts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    labels = tokenizer(answers, padding=True, truncation=True, max_length=8, return_tensors="pt")["input_ids"]
+    return {**batch, "labels": labels.masked_fill(labels == tokenizer.pad_token_id, -100)}
+
+
+def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
+    """The tokens of running text, of which the first of each word has its class."""
+    texts = [" ".join(row["tokens"]) for row in rows]
+    batch = tokenizer(
+        texts, padding=True, truncation=True, max_length=128, return_offsets_mapping=True, return_tensors="pt"
+    )
+    offsets = batch.pop("offset_mapping").tolist()
+    labels = torch.full_like(batch["input_ids"], -100)
+    for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        begun = -1
+        for place, (start, end) in enumerate(offsets[number]):
+            word = text[:end].count(" ")
+            if end > start and word > begun:
+                labels[number, place] = row["ner_tags"][word]
+                begun = word
+    return {**batch, "labels": labels}
+
+
+def test_words_have_the_tokens_of_running_text(runs):
+    import runpy
+
+    recipe = runpy.run_path(str(ROOT / "recipes" / "tokens.py"))
+    assert recipe["space_before_words"](AutoTokenizer.from_pretrained(runs.folder / "llama")) == " "
+    spans = recipe["spans"]
+    assert spans(["O", "B-a", "I-a", "B-a", "O", "I-b"]) == {(1, 3, "a"), (3, 4, "a"), (5, 6, "b")}
+    assert spans(["B-a", "I-b", "S-b", "E-b"]) == {(0, 1, "a"), (1, 2, "b"), (2, 4, "b")}
