@@ -26,7 +26,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.integrations.model import take_up_as_made
 from hf_fsdp_tools.sharding.native import REASON
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.shard import checkpoint_activations, sharding_of
 from tests._checkpoints import full, randomize, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import (
@@ -279,6 +279,34 @@ def ranks_may_leave_layers_out(sources, out):
     assert apart(full_gradients(model), expected) < 1e-5
 
 
+def compiled_or_recomputed(sources, out):
+    """What comes after sharding: blocks are compiled, activations recomputed; the losses stay."""
+    ids, found = torch.arange(3, 15)[None], []
+    for settings in (
+        {},
+        {"dynamo_backend": "aot_eager"},
+        {"fsdp_plugin": HybridFSDPPlugin(activation_checkpointing=True)},
+    ):
+        accelerator = new_accelerator(**settings)
+        model = native(sources["llama"]).eval()
+        if "fsdp_plugin" in settings:
+            checkpoint_activations(model)
+            model.train().config.attention_dropout = 0.0
+            for layer in model.model.layers:
+                layer.self_attn.attention_dropout = 0.0
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        assert sharding_of(model).activation_checkpointing == ("fsdp_plugin" in settings)
+        assert (sharding_of(model).compile is not None) == ("dynamo_backend" in settings)
+        found.append([])
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found[-1].append(loss.item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(found[0], rel=1e-5)
+
+
 def tied_weights_learn(sources, out):
     """131 rows on 2 ranks: as transformers makes it, the embedding of rank 1 never changes, and only the head does."""
     ids = torch.arange(100, 131)[None]
@@ -328,6 +356,7 @@ CASES = (
     wrong_weights_are_named_and_cured,
     its_methods_are_those_of_shards,
     ranks_may_leave_layers_out,
+    compiled_or_recomputed,
     tied_weights_learn,
     sharded_by_a_script,
 )
