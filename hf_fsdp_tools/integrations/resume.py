@@ -203,8 +203,16 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    # Without state, this steps once with zero gradients and no learning rate.
+    # Without state, this steps once with zero gradients and no learning rate; those of schedulefree in their mode of
+    # training alone, which they begin without.
+    has_modes = any(group.get("train_mode") is False for group in optimizer.param_groups)
+    if has_modes:
+        optimizer.train()  # type: ignore[attr-defined]
+    if not any(optimizer.state.values()):  # where schedulefree's modes have looked, an empty one is for torch a state
+        optimizer.state.clear()
     get_optimizer_state_dict(model, optimizer)
+    if has_modes:
+        optimizer.eval()  # type: ignore[attr-defined]
     without = []
     if not is_version1(model):
         with agreed("reading what the saved optimizer holds", folder):

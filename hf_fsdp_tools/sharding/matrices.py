@@ -1,5 +1,6 @@
 """Which parameters of a model are hidden matrices, that Muon steps, and why the others are not."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def find_matrices(model: nn.Module) -> MatrixPlan:
     may call; nothing is communicated.
     """
     tree = ModuleTree(base_of(model))
-    blocks = dict.fromkeys(block for stack in find_blocks(tree) for block in stack)
+    blocks = dict.fromkeys(block for stack in find_blocks(tree) for block in stack if not _is_end(block))
     within = {node: block for block in blocks for node in block.walk()}
     routers = set(_routers(blocks))
     matrices: list[Weight] = []
@@ -93,6 +94,15 @@ def _reason(weight: Weight, within: dict[ModuleNode, ModuleNode], routers: set[W
     return "tables, no weights of linear layers"
 
 
+_ENDS = re.compile(r"(^|_)(heads?|embed|embedder|embeddings?|classifiers?)$")
+"""Names of modules around blocks whose lists are of heads and embeddings: DETR's `bbox_embed`, Bark's `lm_heads`."""
+
+
+def _is_end(block: ModuleNode) -> bool:
+    """Whether a member of a stack is a layer of a head or of an embedding, or a bare linear layer."""
+    return _is_linear(block.module) or any(_ENDS.search(each.name) for each in (block, *block.ancestors()))
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies by its weight; quantised and parallel layers are called Linear too."""
     return isinstance(module, nn.Linear | Conv1D) or class_name(module).endswith("Linear")
@@ -103,7 +113,11 @@ def _is_adapter(node: ModuleNode) -> bool:
     below = node
     for above in node.ancestors():
         if hasattr(type(above.module), "adapter_layer_names"):
-            return not is_wrapper(above.module) or below.name not in ("base_layer", "original_module", "modules_to_save")
+            return not is_wrapper(above.module) or below.name not in (
+                "base_layer",
+                "original_module",
+                "modules_to_save",
+            )
         below = above
     return hasattr(type(node.module), "adapter_layer_names")
 
@@ -136,6 +150,11 @@ def _named(node: ModuleNode) -> bool:
     return "expert" in node.name.lower() or "expert" in class_name(node.module).lower()
 
 
+# ---- what a step of Muon costs ----
+
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of matrices that a rank gets in one exchange, or one larger matrix. (assumed)"""
+
 NEWTON_SCHULZ_STEPS = 5
 """Steps of the iteration that torch.optim.Muon makes if nothing else is said."""
 
@@ -145,3 +164,20 @@ def newton_schulz_flops(rows: int, columns: int, steps: int = NEWTON_SCHULZ_STEP
     square of that, and their product with the matrix."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
+
+
+def sizes_of_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """(number, rows, columns) of the matrices that each parameter of matrices is made of, by its name.
+
+    For forecasts, which know no checkpoint: of experts, gate and up are taken apart by their name. `Muon` itself takes
+    apart what the conversions of transformers put together.
+    """
+    found: dict[str, tuple[int, int, int]] = {}
+    for name in find_matrices(model).matrices:
+        parameter = model.get_parameter(name)
+        module = model.get_submodule(name.rpartition(".")[0])
+        rows, columns = parameter.shape[-2:]
+        count = parameter.numel() // (rows * columns)
+        is_fused = name.endswith("gate_up_proj") and parameter.ndim == 3 and not getattr(module, "is_transposed", False)
+        found[name] = (2 * count, rows // 2, columns) if is_fused and rows % 2 == 0 else (count, rows, columns)
+    return found

@@ -16,7 +16,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.sharding.matrices import NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
+from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
 from hf_fsdp_tools.streaming.owners import (
     SENT_DTYPE,
     Cell,
@@ -27,9 +27,6 @@ from hf_fsdp_tools.streaming.owners import (
     matrices_in,
 )
 from hf_fsdp_tools.streaming.routes import holders_of
-
-BUCKET_BYTES = 64 * 2**20
-"""Bytes of matrices that a rank gets in one exchange, or one larger matrix. (assumed)"""
 
 
 class Muon(torch.optim.Optimizer):
@@ -110,7 +107,13 @@ class Muon(torch.optim.Optimizer):
             ([p for p in others if p.ndim > 1], weight_decay),
             ([p for p in others if p.ndim < 2], 0.0),
         ]
-        muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        muon: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": eps,
+        }
         muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         if ns_coefficients is not None:
             muon["ns_coefficients"] = ns_coefficients
@@ -171,7 +174,7 @@ class Muon(torch.optim.Optimizer):
         return self._planned[key]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both kinds. Every rank must call."""
         loss = None
         if closure is not None:
@@ -205,7 +208,8 @@ def _refuse(model: Any) -> None:
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"Muon needs torch 2.9; this is {torch.__version__}.")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"Muon takes the model, which says what a matrix is, not a {type(model).__name__}: Muon(model).")
+        kind = type(model).__name__
+        raise ConfigError(f"Muon takes a model, which says what a matrix is, and no {kind}: Muon(model).")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError("Muon needs whole matrices, and version 1 of FSDP has flat parameters: use fsdp_version 2.")
 
@@ -269,12 +273,12 @@ class _Trip:
         self._sent = torch.cat(sends) if sends else torch.empty(0, dtype=SENT_DTYPE, device=device)
         num_received = sum(cell.box.numel for cell in self._cells)
         self._received = torch.empty(num_received, dtype=SENT_DTYPE, device=device)
-        counts = [
+        come, go = (
             [sum(cell.box.numel for cell in cells.get(rank, ())) * SENT_DTYPE.itemsize for rank in range(size)]
             for cells in (into, out)
-        ]
+        )
         self._work = dist.all_to_all_single(  # bytes: backends do not know every dtype
-            self._received.view(torch.uint8), self._sent.view(torch.uint8), *counts, async_op=True
+            self._received.view(torch.uint8), self._sent.view(torch.uint8), come, go, async_op=True
         )
 
     def finish(self) -> Iterator[tuple[Cell, torch.Tensor]]:
@@ -293,7 +297,9 @@ class _Step:
         self._rank = rank_and_size()[0] if ownership.num_ranks > 1 else 0
         first = stepped[0].parameter
         kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
-        self._device = torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
+        self._device = (
+            torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
+        )
 
     def run(self, meanwhile: Callable[[], Any]) -> None:
         """Step all matrices; `meanwhile` is called while the first ones travel."""

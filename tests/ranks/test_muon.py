@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, HybridPolicy, Muon, ParallelDims, from_pretrained, make_accelerator
@@ -61,7 +60,10 @@ def by_torch(folder: Path, steps: int = STEPS, dtype: Any = None, **options: Any
     optimizers = [
         torch.optim.Muon(matrices.values(), **settings),
         torch.optim.AdamW(
-            [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0}],
+            [
+                {"params": [p for p in rest if p.ndim > 1]},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0},
+            ],
             **OPTIONS,
             fused=True,
         ),
@@ -116,9 +118,124 @@ def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
     return {
         "parameters": full_parameters(model),
         "sent": sent,
-        "foretold": ownership.sent_bytes,
+        "foretold": ownership.sent_bytes[dist.get_rank()],
         "flops": ownership.flops,
-        "sizes": [m.shape[0] * m.shape[1] for m in ownership.matrices],
+        "one way": sum(2 * m.shape[0] * m.shape[1] for m in ownership.matrices),
         "buckets": len(ownership.buckets),
         "text": repr(optimizer),
     }
+
+
+TIMES = {"replicas": 2}
+"""How often each shard is there, and so an update goes out."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_steps_are_torchs_on_whole_matrices_at_one_gather_and_one_return(ranks, checkpoints, tmp_path):
+    cases = {name: partial(stepped, name) for name, layout in LAYOUTS.items() if layout[0] == ranks}
+    results = run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
+    for name in cases:
+        _, kind, options, settings = LAYOUTS[name]
+        dtype = options.get("dtype")
+        right = by_torch(checkpoints[kind], dtype=dtype, **settings)
+        for found in (rank[name] for rank in results):
+            assert apart(found["parameters"], right) <= (1e-6 if dtype is None else 2**-9), name
+            assert found["sent"] == found["foretold"], name
+        one_way = results[0][name]["one way"]
+        assert sum(rank[name]["sent"] for rank in results) <= (1 + TIMES.get(name, 1)) * one_way, name
+        flops = results[0][name]["flops"]
+        assert max(flops) <= 1.15 * sum(flops) / ranks, name
+    said = results[0]
+    if ranks == 2:
+        assert said["experts"]["buckets"] > 1, "the exchange of one bucket overlaps with another"
+        assert "24 of them whole on their rank" in said["experts"]["text"]
+        assert "AdamW  routers" in said["experts"]["text"]
+        by_element = by_torch(checkpoints["llama"], lr=0.0, adamw_lr=0.0)
+        assert apart(said["sharded"]["parameters"], by_element) > 1e-2, "the steps do something"
+
+
+# ---- saved, resumed, in a Trainer, refused ----
+
+
+def trainer(folders: dict[str, Path], out: Path, *, plain: bool = False, **settings: Any) -> Any:
+    """Steps of Muon in a Trainer of somebody's; the model may be sharded by the Trainer itself."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    options = arguments(out, weight_decay=0.1, optim_args="adamw_lr=3e-3", **saving, **settings)
+    options.optim = "muon"
+    model = AutoModelForCausalLM.from_pretrained(folders["tied"])
+    if not plain:
+        model = from_pretrained(folders["tied"], accelerator=make_accelerator(cpu=True))
+    return ShardedTrainer(model, options, train_dataset=make_rows(16))
+
+
+def momenta(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    names = {p: name for name, p in model.named_parameters()}
+    state = getattr(optimizer, "optimizer", optimizer).state
+    return {f"{names[p]} {key}": full(value).clone() for p, each in state.items() for key, value in each.items()}
+
+
+def in_a_trainer(folders: dict[str, Path], root: Path) -> dict[str, Any]:
+    """A run of four steps, and one that goes on in its middle."""
+    made = trainer(folders, root / "run", max_steps=4)
+    made.train()
+    going_on = trainer(folders, root / "on", max_steps=4, plain=True)
+    going_on.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
+    state = momenta(made.model, made.optimizer)
+    assert apart(momenta(going_on.model, going_on.optimizer), state) == 0
+    assert sum(name.endswith("momentum_buffer") for name in state) == len(made.optimizer.optimizer.matrices.matrices)
+    assert isinstance(made.optimizer.optimizer, Muon)
+    assert apart(full_parameters(going_on.model), full_parameters(made.model)) == 0
+    losses = logged(made)
+    assert losses[-1] < losses[0]
+    return full_parameters(made.model)
+
+
+def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """The state of a middle, as another number of ranks reads it."""
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(folders["mixtral"], accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, Muon(model, **OPTIONS))
+    accelerator.load_state(str(root / "state"))
+    return momenta(model, optimizer) | full_parameters(model)
+
+
+def saved_in_a_loop(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """A loop of somebody's: an optimizer of a plain model, which `prepare` shards, and its state."""
+    accelerator = new_accelerator()
+    plain = AutoModelForCausalLM.from_pretrained(folders["mixtral"])
+    model, optimizer = accelerator.prepare(plain, Muon(plain, **OPTIONS))
+    for number in range(STEPS):
+        set_gradients(model, number)
+        optimizer.step()
+    accelerator.save_state(str(root / "state"))
+    return momenta(model, optimizer) | full_parameters(model)
+
+
+def refused(folders: dict[str, Path], root: Path) -> None:
+    model = from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match=r"Muon takes a model, .* and no generator: Muon\(model\)"):
+        Muon(model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
+        Muon(model, adjust_lr_fn="other")
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM trains no matrices for Muon\. Adapters go to AdamW"):
+        Muon(get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama"]), LoraConfig(r=2)))
+    with pytest.raises(ConfigError, match="'momentun' is no option of Muon: did you mean momentum"):
+        options = arguments(root, optim_args="momentun=0.9")
+        options.optim = "muon"
+        ShardedTrainer(model, options, train_dataset=make_rows(4)).train()
+    with pytest.raises(ConfigError, match="optim 'muon' needs fsdp_version 2"):
+        options = arguments(root, fsdp="full_shard", fsdp_config={"version": 1})
+        options.optim = "muon"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plain = AutoModelForCausalLM.from_pretrained(folders["llama"])
+        ShardedTrainer(plain, options, train_dataset=make_rows(4)).train()
+
+
+def test_a_state_goes_on_on_another_number_of_ranks_and_what_cannot_be_is_refused(checkpoints, tmp_path):
+    cases = {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
+    results = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
+    right = by_torch(checkpoints["mixtral"])
+    for rank in results:
+        assert apart({name: rank["loop"][name] for name in right}, right) <= 1e-6
+    for rank in run_ranks(run_cases, 3, {"on": goes_on_elsewhere}, checkpoints, tmp_path):
+        assert apart(rank["on"], results[0]["loop"]) == 0
