@@ -199,6 +199,9 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
         self.set_defaults_with_config(**file)
+        for action in self._actions:
+            if action.dest == "optim" and action.choices is not None:
+                action.choices = list(dict.fromkeys([*action.choices, MUON]))
         values, unknown = self.parse_known_args(words)
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]

@@ -178,6 +178,7 @@ def sizes_of_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
         module = model.get_submodule(name.rpartition(".")[0])
         rows, columns = parameter.shape[-2:]
         count = parameter.numel() // (rows * columns)
-        is_fused = name.endswith("gate_up_proj") and parameter.ndim == 3 and not getattr(module, "is_transposed", False)
-        found[name] = (2 * count, rows // 2, columns) if is_fused and rows % 2 == 0 else (count, rows, columns)
+        down = getattr(module, "down_proj", None) if name.endswith("gate_up_proj") and parameter.ndim == 3 else None
+        is_fused = down is not None and 2 * down.shape[-1] == rows and not getattr(module, "is_transposed", False)
+        found[name] = (2 * count, rows // 2, columns) if is_fused else (count, rows, columns)
     return found

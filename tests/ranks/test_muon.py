@@ -1,6 +1,7 @@
 """Muon on shards: torch's own on whole matrices, at its cost, saved and resumed on another number of ranks."""
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, HybridPolicy, Muon, ParallelDims, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import cut
+from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.streaming.owners import matrices_in
 from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
@@ -239,3 +241,83 @@ def test_a_state_goes_on_on_another_number_of_ranks_and_what_cannot_be_is_refuse
         assert apart({name: rank["loop"][name] for name in right}, right) <= 1e-6
     for rank in run_ranks(run_cases, 3, {"on": goes_on_elsewhere}, checkpoints, tmp_path):
         assert apart(rank["on"], results[0]["loop"]) == 0
+
+
+# ---- optimizers of other libraries ----
+
+
+def others() -> dict[str, Any]:
+    """Those that are installed."""
+    found: dict[str, Any] = {}
+    if find_spec("torchao") is not None:
+        import torchao.optim
+
+        found |= {name: getattr(torchao.optim, name) for name in ("AdamW8bit", "AdamW4bit")}
+    if find_spec("schedulefree") is not None:
+        import schedulefree
+
+        found["schedulefree"] = schedulefree.AdamWScheduleFree
+    return found | {"modes": WithModes}
+
+
+class WithModes(torch.optim.AdamW):
+    """Has to be told when training begins, and looks into its state then, as those of schedulefree do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self, mode: bool = True) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = mode
+            assert all("z" not in self.state[p] for p in group["params"])
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"], "not in train mode"
+        return super().step(closure)
+
+
+def steps_of(model: Any, optimizer: Any) -> None:
+    getattr(optimizer, "train", lambda: None)()
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes minutes
+        for number in range(STEPS):
+            set_gradients(model, number)
+            optimizer.step()
+    getattr(optimizer, "eval", lambda: None)()
+
+
+def resumed(folders: dict[str, Path], root: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights after some steps of each, whose state is saved and read again."""
+    found: dict[str, Any] = {}
+    for name, make in others().items():
+        accelerator = new_accelerator()
+        states = []
+        for is_first in (True, False):
+            model = from_pretrained(folders["tied"], accelerator=accelerator)
+            model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2))
+            if is_first:
+                steps_of(model, optimizer.optimizer)
+                accelerator.save_state(str(root / name))
+                found[name] = full_parameters(model)
+            else:
+                accelerator.load_state(str(root / name))
+            states.append({key: value.float() for key, value in momenta(model, optimizer).items()})
+            accelerator.free_memory()
+        assert len(states[0]) > 0 and apart(states[0], states[1]) == 0, name
+    return found
+
+
+def test_optimizers_of_others_step_shards_and_keep_their_state_or_are_refused(checkpoints, tmp_path):
+    results = run_ranks(run_cases, 2, {"resumed": resumed}, checkpoints, tmp_path)
+    for name, make in others().items():
+        plain: Any = AutoModelForCausalLM.from_pretrained(checkpoints["tied"])
+        steps_of(plain, make(plain.parameters(), lr=1e-2))
+        for rank in results:
+            assert apart(rank["resumed"][name], full_parameters(plain)) <= 1e-5, name
+    for library in ("pytorch_optimizer.optimizer.soap", "pytorch_optimizer.optimizer.shampoo", "galore_torch.adamw"):
+        with pytest.raises(ConfigError, match="cannot step sharded parameters"):
+            check_kind(type("Own", (torch.optim.Optimizer,), {"__module__": library}))

@@ -138,7 +138,7 @@ def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_la
         ("drawn", 0.5),
         ("loop", 1.0),
         ("muon", 0.5),
-        ("loop-muon", 0.5),
+        ("loop-muon", 0.2),
     ],
 )
 def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, name, fall):

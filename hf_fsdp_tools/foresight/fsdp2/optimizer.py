@@ -95,8 +95,8 @@ def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: Traini
         writer.wait_stream("compute", "exchange")
         if at + 1 < num_buckets and ranks > 1:
             writer.work("all_to_all", travelling / num_buckets, "exchange", ranks=ranks, axis="all")
-        for (rows, columns), count in sizes.items():
-            own, short = count / num_buckets, min(rows, columns)
+        for (rows, columns), number in sizes.items():
+            own, short = number / num_buckets, min(rows, columns)
             flops = own * newton_schulz_flops(rows, columns)
             moved = own * NEWTON_SCHULZ_STEPS * 2 * (5 * rows * columns + 5 * short**2)
             writer.events.append(Work("matmul", flops, moved, "", "optimizer", size=short))
