@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.sharding.parallel import parallelize_model as parallelize_model
     from hf_fsdp_tools.sharding.shard import shard_model as shard_model
     from hf_fsdp_tools.streaming.live import live_weights as live_weights
+    from hf_fsdp_tools.streaming.muon import Muon as Muon
 
 _NAMES_OF = {
     "background": ("wait_for_saves",),
@@ -92,6 +93,7 @@ _NAMES_OF = {
     "sharding.parallel": ("parallelize_model",),
     "sharding.shard": ("shard_model",),
     "streaming.live": ("live_weights",),
+    "streaming.muon": ("Muon",),
 }
 
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -13,6 +13,7 @@ or two on 2 CPU processes. On a machine's GPUs, on eight, and with a model and t
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Literal
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, get_scheduler, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_fsdp_tools import describe_sharding, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools import Muon, describe_sharding, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.scripting import load_splits, make_demo, parse_arguments, run
 
 
@@ -37,6 +38,7 @@ class Arguments:
     gradient_accumulation_steps: int = 1
     max_steps: int = 1000
     learning_rate: float = 2e-5
+    optim: Literal["adamw_torch", "muon"] = "adamw_torch"
     logging_steps: int = 10
     save_steps: int = 500
     resume_from_checkpoint: str | None = None
@@ -72,7 +74,10 @@ def main() -> None:
     model = from_pretrained(args.model_name_or_path, accelerator=accelerator, dtype="float32")
     accelerator.print(f"\n{describe_sharding(model)}\n")
     args.max_length = min(args.max_length, getattr(model.config, "max_position_embeddings", 0) or args.max_length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    if args.optim == "muon":  # matrices of blocks by Muon, all else by AdamW
+        optimizer = Muon(model, lr=args.learning_rate, weight_decay=0.0)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     model, optimizer, loader, eval_loader = accelerator.prepare(model, optimizer, loader, eval_loader)
     scheduler = get_scheduler("cosine", optimizer, 10, steps)
     accelerator.register_for_checkpointing(scheduler)

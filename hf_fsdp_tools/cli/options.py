@@ -237,7 +237,7 @@ def add_training_options(add: Callable[..., Any]) -> None:
     dtypes = {"choices": ("fp32", "bf16", "fp16")}
     add("--master-dtype", **dtypes, help="sets the dtype of the weights that are updated (default: fp32)")
     add("--reduce-dtype", **dtypes, help="sets the dtype in which gradients are reduced (default: fp32)")
-    about = "steps with adamw (default), adamw_foreach, adamw_8bit, sgd or sgd_momentum"
+    about = "steps with adamw (default), adamw_foreach, adamw_8bit, muon, sgd or sgd_momentum"
     add("--optimizer", metavar="NAME", help=about)
     add("--lora-r", type=count, metavar="R", help="trains LoRA adapters of rank R (default: all parameters)")
     add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")

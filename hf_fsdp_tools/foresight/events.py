@@ -230,6 +230,7 @@ class Parameter(TensorSize):
     other_names: tuple[str, ...] = ()  # Its other names, where it is tied
     requires_grad: bool  # Whether it is trained
     is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
+    matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
     packed_values: int | None = None  # Of a part of a quantised weight: how many values its elements hold
 
 

@@ -71,7 +71,7 @@ class TrainingSetup:
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype in which gradients are reduced."""
     optimizer: str = "adamw"
-    """`adamw` (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `sgd`, `sgd_momentum`."""
+    """`adamw` (fused), `adamw_foreach`, `adamw_8bit` (torchao's), `muon` (this package's), `sgd`, `sgd_momentum`."""
     max_grad_norm: float | None = 1.0
     """Whether gradients are clipped, which takes memory and time."""
     lora_r: int | None = None

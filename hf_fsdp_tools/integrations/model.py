@@ -37,6 +37,7 @@ from hf_fsdp_tools.sharding.shard import (
     sharded_module,
     sharding_of,
 )
+from hf_fsdp_tools.streaming.muon import Muon
 from hf_fsdp_tools.text import listed
 
 LOW_PRECISION = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,6 +94,8 @@ def hand_over(optimizer: torch.optim.Optimizer, sharded: Mapping[torch.Tensor, n
             if isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == new.shape:
                 state[key] = cut(value, new, dtype=new.dtype if value.is_floating_point() else None)
         optimizer.state[new] = state
+    if isinstance(optimizer, Muon):
+        optimizer.hand_over(sharded)
 
 
 # ---- weights that only rank 0 holds, or that differ between ranks ----

@@ -190,7 +190,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int = 0) -> Iterator[None]:
+def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 0) -> Iterator[None]:
     """Give an optimizer empty state for a block in which Accelerate reads its state from `folder`.
 
     Accelerate and torch read into existing state. There is none with version 1 in a new process, nor with FSDP2 while
@@ -203,8 +203,16 @@ def awaiting_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    # Without state, this steps once with zero gradients and no learning rate.
+    # Without state, this steps once with zero gradients and no learning rate; those of schedulefree in their mode of
+    # training alone, which they begin without.
+    has_modes = any(group.get("train_mode") is False for group in optimizer.param_groups)
+    if has_modes:
+        optimizer.train()
+    if not any(optimizer.state.values()):  # where schedulefree's modes have looked, an empty one is for torch a state
+        optimizer.state.clear()
     get_optimizer_state_dict(model, optimizer)
+    if has_modes:
+        optimizer.eval()
     without = []
     if not is_version1(model):
         with agreed("reading what the saved optimizer holds", folder):

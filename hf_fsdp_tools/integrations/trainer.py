@@ -41,6 +41,7 @@ from hf_fsdp_tools.integrations.frozen import (
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import take_up_as_made
+from hf_fsdp_tools.integrations.optimizers import make_muon, wants_muon
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.rewards import guard_rewards
@@ -265,10 +266,17 @@ class FSDPTrainerMixin(PushingMixin):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; units that an evaluation left gathered are sharded first, or it would train copies.
 
+        With `args.optim = "muon"` it is `hf_fsdp_tools.Muon`, and rank 0 prints which parameters are matrices.
+
         Its groups are those of one process: transformers (5.23) parts them by mesh, so that a state would not go on in
         another layout. `step_kinds_apart` parts them for the time of a step.
         """
         reshard_units(self.model)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and wants_muon(self.args):
+            self.optimizer = make_muon(self.model, self.args, is_fsdp2=self.accelerator.is_fsdp2)
+            if self.accelerator.is_main_process:
+                print(f"{self.optimizer}\n")
+            return self.optimizer
         asked = getattr(transformers.trainer, "has_mixed_dtensor", None)
         if asked is None:  # before transformers 5.21
             return super().create_optimizer(*args, **kwargs)

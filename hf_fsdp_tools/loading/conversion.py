@@ -191,6 +191,21 @@ def assume_conversions(model: nn.Module) -> None:
         model._weight_conversions = [transform for transform in known if not isinstance(transform, PrefixChange)]
 
 
+def map_parts(model: nn.Module) -> dict[str, PieceTensor]:
+    """`map_saving` by all conversions that transformers knows for the class, whatever loading used of them: what a
+    tensor of the model is put together from does not depend on where its values come from."""
+    if not isinstance(model, PreTrainedModel):
+        return map_saving(model)
+    kept = vars(model).pop("_weight_conversions", None)
+    try:
+        assume_conversions(model)
+        return map_saving(model)
+    finally:
+        vars(model).pop("_weight_conversions", None)
+        if kept is not None:
+            model._weight_conversions = kept
+
+
 def copy_conversions(source: nn.Module, target: nn.Module) -> None:
     """Let saving `target` revert what loading `source`, a view of the same parameters, converted."""
     if "_weight_conversions" in vars(source):

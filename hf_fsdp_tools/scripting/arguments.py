@@ -20,6 +20,7 @@ from trl import ModelConfig, TrlParser
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.optimizers import MUON
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
@@ -210,6 +211,9 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
         self.set_defaults_with_config(**file)
+        for action in self._actions:
+            if action.dest == "optim" and action.choices is not None:
+                action.choices = list(dict.fromkeys([*action.choices, MUON]))
         values, unknown = self.parse_known_args(words)
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
@@ -220,15 +224,23 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         if getattr(values, "early_stopping_patience", None) is not None:
             chosen = chosen | _EARLY_STOP
         self.set_defaults_with_config(**(chosen | file))
+        # TrainingArguments refuse a name that transformers does not know
+        is_muon = str(getattr(values, "optim", None)) == MUON
+        if is_muon:
+            words = [*words, "--optim", "adamw_torch"]
         try:
             with warnings.catch_warnings():
                 # TRL's own default, by its older name.
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated")
-                return tuple(self.parse_args_into_dataclasses(words))
+                parsed = tuple(self.parse_args_into_dataclasses(words))
         except ConfigError:
             raise
         except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"The options cannot be used: {first_lines(error, 4)}.") from error
+        for one in parsed if is_muon else ():
+            if hasattr(one, "optim"):
+                one.optim = MUON
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print after 150 lines of usage."""
@@ -341,6 +353,10 @@ def _check(parsed: tuple[Any, ...]) -> None:
         (stays and four_bits, "--load_in_4bit quantises a plain base, --dequantize false keeps a quantised one."),
         (stays and merges, "--merge_adapters needs floats: merge later, by hf-fsdp export BASE OUT --adapter ADAPTER."),
         (four_bits and merges, "--merge_adapters would round merged weights to 4 bits: merge into the plain base."),
+        (
+            adapts and str(get("optim")) == MUON,
+            "--optim muon is for the matrices of a model, and adapters are thin factors: leave --use_peft or it out.",
+        ),
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
         (
             get("model_name_or_path") is not None and get("dataset_name") is None,

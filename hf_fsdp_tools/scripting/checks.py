@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.integrations.optimizers import muon_options, wants_muon
 from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
@@ -148,6 +149,9 @@ backward pass, where shards have no gradients yet, and keeps all of them. AdaLom
 def _check_optimizer(training: Any) -> None:
     """Refuse an optimizer that cannot step shards, or whose package is absent."""
     name = str(getattr(training.optim, "value", training.optim))
+    if wants_muon(training):
+        muon_options(training)
+        return
     if name.startswith(_NEED_WHOLE_GRADIENTS):
         raise ConfigError(f"--optim {name} needs whole gradients, and each process has its shards. Use adamw_torch.")
     try:

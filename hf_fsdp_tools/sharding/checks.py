@@ -104,13 +104,20 @@ def check_first_pass(model: nn.Module, device: torch.device) -> None:
 _NOT_FOR_SHARDS = (
     "apollo_torch",
     "bitsandbytes",
+    "distributed_shampoo",
+    "galore_torch",
+    "lomo_optim",
     "peft.optimizers.lorafa",
+    "pytorch_optimizer.optimizer.shampoo",
+    "pytorch_optimizer.optimizer.soap",
     "transformers.optimization",
     "torch.optim.Adafactor",
     "torch.optim.rprop.Rprop",
 )
 """Modules and classes of optimizers that fail on DTensors (measured: a step with bitsandbytes 0.50, with APOLLO, with
-LoRA-FA of PEFT 0.21, with the Adafactors of transformers 5.23 and torch 2.13, and with torch 2.13's Rprop)."""
+LoRA-FA of PEFT 0.21, with Shampoo and SOAP of pytorch-optimizer 4.1, with the Adafactors of transformers 5.23 and torch
+2.13, and with torch 2.13's Rprop), or that lose their state (GaLore, LOMO: see `scripting.checks`). Not tried: Meta's
+distributed Shampoo, which shards by itself."""
 
 _NOT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused step DTensors lack (measured: torch 2.13); Adam's and AdamW's they have."""

@@ -97,10 +97,14 @@ def series(tmp_path_factory) -> Series:
     runs |= two_runs(folder, "stream", 4, *stream, learning_rate=1e-2)
     runs["drawn"] = [*packed, "--from_scratch", "--max_steps", "3", "--learning_rate", "1e-2", "--seed", "7"]
 
+    muon = ["--optim", "muon", "--max_steps", "4", "--learning_rate", "1e-2"]
+    runs["muon"] = [*packed, *muon, "--optim_args", "momentum=0.9,adamw_lr=5e-3"]
+
     loop = ["accelerate_loop", *ours, "--gradient_accumulation_steps", "2", "--dataset_name"]
     # epochs of five steps, of which six are done: the middle lies within an epoch, and the end in the next
     many = write_split(folder / "many", TEXT[:40], TEXT[40:43])
     runs |= two_runs(folder, "loop", 6, *loop, many, learning_rate=2e-2)
+    runs["loop-muon"] = [*loop, many, *muon]
     runs["compared"] = [
         *loop,
         write_split(folder / "eight", EIGHT),
@@ -125,7 +129,17 @@ def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_la
 
 
 @pytest.mark.parametrize(
-    ("name", "fall"), [("chats", 0.5), ("lora", 0.0), ("qlora", 0.0), ("stream", 1.0), ("drawn", 0.5), ("loop", 1.0)]
+    ("name", "fall"),
+    [
+        ("chats", 0.5),
+        ("lora", 0.0),
+        ("qlora", 0.0),
+        ("stream", 1.0),
+        ("drawn", 0.5),
+        ("loop", 1.0),
+        ("muon", 0.5),
+        ("loop-muon", 0.2),
+    ],
 )
 def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, name, fall):
     if name == "qlora" and not HAS_BITSANDBYTES:
@@ -135,6 +149,9 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
     opened = AutoModelForCausalLM.from_pretrained(series.folder / name)  # an adapter with its base, by PEFT
     if name != "qlora":  # whose base is plain here
         series.check_opened(name, opened)
+    if name == "muon":
+        assert re.search(r"AdamW  embeddings +model\.embed_tokens", series.of(name))
+        assert re.search(r"Muon: lr .*, momentum 0\.9, .*; 14 matrices", series.of(name))
     if "lora" in name:
         assert re.search(r"trained +float32, .*% of the parameters", series.of(name))
     assert len(AutoTokenizer.from_pretrained(series.folder / name)) == opened.config.vocab_size

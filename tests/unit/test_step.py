@@ -17,6 +17,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
+from hf_fsdp_tools import Muon, make_wrap_plan
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, Record, TensorSize, Trace, Wait, Work
 from hf_fsdp_tools.foresight.forecast import build
@@ -24,12 +25,14 @@ from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.integrations.optimizers import MUON
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
+from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
 SHAPE = dict(num_gpus=4, batch_size=2, seq_len=32)
@@ -290,9 +293,31 @@ def test_an_optimizer_of_8_bits_has_a_scale_per_block_and_a_table() -> None:
     assert state == (8192, 128, 1024, 8192, 128, 1024, 512, 512)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_muon_has_the_state_the_operations_and_the_exchanges_of_its_matrices(ranks: int) -> None:
+    """Those that the optimizer itself counts, for a model whose experts are stacks."""
+    model = make_model("mixtral")
+    plan, setup = make_wrap_plan(model), TrainingSetup(num_gpus=ranks, seq_len=8, batch_size=1, precision="fp32")
+    trace = trace_model(model, plan, replace(setup, loss="full"))
+    matrices = {each.fqn: each for each in trace.parameters if each.matrices is not None}
+    own = Muon(model)
+    assert tuple(matrices) == own.matrices.matrices
+    step = compose(trace, plan, replace(setup, optimizer="muon"))
+    extra = [event for event in step.events if type(event) is Work and event.phase == "optimizer" and event.flops]
+    assert sum(event.flops for event in extra) * ranks == pytest.approx(sum(own.ownership().flops))
+    sent = [event for event in step.events if type(event) is Work and event.operation == "all_to_all"]
+    assert len(sent) == (2 if ranks > 1 else 0)
+    moved = sum(each.numel for each in matrices.values() if len(each.shape) == 2 or ranks == 1)  # four experts stay
+    assert sum(event.num_bytes for event in sent) * ranks == (2 * 2 * moved if ranks > 1 else 0)
+    kept = sum(alloc.num_bytes for alloc in step.state)
+    of_adamw = sum(alloc.num_bytes for alloc in compose(trace, plan, replace(setup, optimizer="adamw")).state)
+    assert of_adamw - kept == pytest.approx(4 * sum(each.numel for each in matrices.values()) / ranks, rel=0.02)
+    assert memory_of(step.events)[1] == 0
+
+
 def test_each_optimizer_is_an_option_of_the_trainer_that_steps_shards() -> None:
     """What is proposed as `--optim` exists in transformers, and the package does not refuse it."""
-    known = {each.value for each in OptimizerNames}
+    known = {each.value for each in OptimizerNames} | {MUON}  # which a recipe's parser and the mixin take
     for optim, make in OPTIMIZERS.values():
         assert optim.split()[0] in known and "bnb" not in optim
         if make is not None:

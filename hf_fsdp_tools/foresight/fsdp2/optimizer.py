@@ -1,5 +1,6 @@
 """Clipping and the optimizer's step: torch's own code on shards without data, recorded as the model's code is."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -9,10 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Phase, TensorSize, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Phase, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.sharding.checks import check_kind
+from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 
 _Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -20,6 +22,7 @@ OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
     "adamw": ("adamw_torch_fused", lambda parameters: torch.optim.AdamW(parameters, fused=True)),
     "adamw_foreach": ("adamw_torch", lambda parameters: torch.optim.AdamW(parameters, foreach=True)),
     "adamw_8bit": ("adamw_torch_8bit", None),
+    "muon": ("muon", None),
     "sgd": ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True)),
     "sgd_momentum": (
         "sgd --optim_args momentum=0.9",
@@ -27,7 +30,8 @@ OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
     ),
 }
 """By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and how the optimizer is made.
-`adamw_8bit` is torchao's, by formula. To the others the shape of a parameter is all the same: they are run once for a
+`adamw_8bit` is torchao's, by formula; `muon` is this package's: AdamW, momentum as of SGD, and `write_muon`.
+To the others the shape of a parameter is all the same: they are run once for a
 model, with stand-ins."""
 
 # Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is.
@@ -40,7 +44,14 @@ _Step = tuple[tuple[Event, ...], tuple[int, ...]]  # Its events, and the bytes o
 
 
 def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> _Step:
-    """Clipping and one step of the optimizer of a setup, which has its state."""
+    """Clipping and one step of the optimizer of a setup, which has its state; of Muon, what each rank does alone."""
+    if setup.optimizer == "muon":
+        matrices = [each for each in updated if matrices_in(each) is not None]
+        steps = [
+            optimizer_step([each for each in updated if each not in matrices], replace(setup, optimizer="adamw")),
+            optimizer_step(matrices, replace(setup, optimizer="sgd_momentum")),
+        ]
+        return tuple(event for each in steps for event in each[0]), tuple(size for each in steps for size in each[1])
     name, clips = setup.optimizer, setup.max_grad_norm is not None
     if name == "adafactor":
         check_kind(torch.optim.Adafactor)
@@ -51,6 +62,50 @@ def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> _Step
         return _record(tuple(TensorSize(shape=each.shape, dtype=each.dtype) for each in updated), name, clips)
     stand_ins = tuple(TensorSize(shape=(_STAND_IN + at,), dtype=each.dtype) for at, each in enumerate(updated))
     return _resized(_record(stand_ins, name, clips), stand_ins, updated)
+
+
+def matrices_in(updated: TensorSize) -> tuple[int, int, int] | None:
+    """(number, rows, columns) of the hidden matrices of a shard, or of a whole parameter, that an optimizer updates."""
+    found: tuple[int, int, int] | None = getattr(getattr(updated, "parameter", updated), "matrices", None)
+    return found
+
+
+def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: TrainingSetup) -> None:
+    """What the ranks do of Muon's step together: matrices travel to their owners, which have about as many operations
+    each, are orthogonalised, and travel back, a bucket after the other."""
+    ranks = setup.num_gpus
+    sizes: dict[tuple[int, int], float] = {}
+    travelling = 0.0
+    for each in updated:
+        if (matrices := matrices_in(each)) is None:
+            continue
+        count, rows, columns = matrices
+        sizes[rows, columns] = sizes.get((rows, columns), 0.0) + count / ranks
+        stacked, over = getattr(each, "parameter", each).shape[0] * (len(each.shape) > 2), getattr(each, "ranks", ranks)
+        is_home = getattr(each, "dim", None) == 0 and stacked and stacked % over == 0 and over == ranks
+        travelling += 0.0 if is_home else 2.0 * count * rows * columns / ranks
+    num_buckets = max(1, math.ceil(travelling / BUCKET_BYTES))
+    largest = max((2 * rows * columns for rows, columns in sizes), default=0)
+    back = travelling * max(setup.dp_replicate_size, 1)
+    writer.phase = "optimizer"
+    for at in range(num_buckets if sizes else 0):
+        block = writer.take(int(4 * travelling / num_buckets) + 3 * largest, "temporaries")
+        if at == 0 and ranks > 1:
+            writer.work("all_to_all", travelling / num_buckets, "exchange", ranks=ranks, axis="all")
+        writer.wait_stream("compute", "exchange")
+        if at + 1 < num_buckets and ranks > 1:
+            writer.work("all_to_all", travelling / num_buckets, "exchange", ranks=ranks, axis="all")
+        for (rows, columns), number in sizes.items():
+            own, short = number / num_buckets, min(rows, columns)
+            flops = own * newton_schulz_flops(rows, columns)
+            moved = own * NEWTON_SCHULZ_STEPS * 2 * (5 * rows * columns + 5 * short**2)
+            writer.events.append(Work("matmul", flops, moved, "", "optimizer", size=short))
+        writer.wait_stream("exchange", "compute")
+        if ranks > 1:
+            writer.work("all_to_all", back / num_buckets, "exchange", ranks=ranks, axis="all")
+        writer.free(block)
+    writer.wait_stream("compute", "exchange")
+    writer.phase = "forward"
 
 
 def _resized(step: _Step, stand_ins: Sequence[TensorSize], updated: Sequence[TensorSize]) -> _Step:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
-from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step
+from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shards import Shard, split_parameters
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
@@ -62,6 +62,8 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     else:
         writer.extend_renumbered(update)
         state = [writer.alloc(num_bytes, "optimizer") for num_bytes in state_bytes]
+    if setup.optimizer == "muon":
+        write_muon(writer, updated, setup)
     if schedule is not None:
         schedule.end_step(parameter.fqn for parameter in trace.parameters)
     replicated.end_step()

@@ -34,6 +34,7 @@ from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
+from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.sharding.shard import runners_of_experts
 from hf_fsdp_tools.text import first_line, show_count
@@ -167,6 +168,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
     values: dict[str, int] = {}
     for fqn, form in packed_parameters(model).items():
         values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
+    matrices = sizes_of_matrices(model)
     for parameter, (name, *other_names) in names.items():
         is_whole = name in plan.replicated
         is_kept = not parameter.is_floating_point()
@@ -177,6 +179,7 @@ def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Itera
             dtype=parameter.dtype if is_kept else DTYPES[setup.master_dtype if is_whole else setup.precision],
             requires_grad=parameter.requires_grad,
             is_whole=is_whole or setup.wrapping == "none",
+            matrices=matrices.get(name),
             packed_values=values.get(name),
         )
 

@@ -1,0 +1,374 @@
+"""Muon on shards: each matrix is orthogonalised once, by one rank, and AdamW steps what is no matrix."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_tools.distributed.agreement import rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.regions import Piece
+from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
+from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
+from hf_fsdp_tools.streaming.owners import (
+    SENT_DTYPE,
+    Cell,
+    Matrix,
+    Ownership,
+    assign_owners,
+    both_ways,
+    matrices_in,
+)
+from hf_fsdp_tools.streaming.routes import holders_of
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the hidden matrices of a sharded model, AdamW for all else, as one optimizer.
+
+        model = from_pretrained("Qwen/Qwen3-8B", accelerator=accelerator)
+        optimizer = Muon(model, lr=2e-4)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        print(optimizer)                                # which parameters are matrices, and what the ranks send
+
+    Each step is that of `torch.optim.Muon` on whole matrices: the same momentum, Newton-Schulz iteration and adjusted
+    learning rate, by torch's own functions. Each matrix has one owner, which gets the shards of its update, runs the
+    iteration, and sends the result back to all that hold shards of it, both in bfloat16, in which torch's iteration
+    begins and ends. Owners have about as many operations each; the next matrices travel while those before are
+    orthogonalised, and AdamW steps meanwhile. What a checkpoint holds as several tensors (query, key and value; gate
+    and up; experts) is several matrices; a stack of experts is one for each.
+
+    Momentum and AdamW's moments are shards like the parameters, for `torch.distributed.checkpoint` (DCP), `save_state`
+    and a Trainer's checkpoints; another number of ranks reads them.
+
+    Args:
+        model: sharded by FSDP2 (with replicas, tensor and expert parallelism too), or plain; `prepare` hands the shards
+            of a plain one to it.
+        lr: of matrices, and of what AdamW steps unless `adamw_lr` is given.
+        weight_decay: decoupled, of matrices and of AdamW's parameters of two dimensions and more; none of vectors.
+        momentum, nesterov, ns_coefficients, eps, ns_steps: as of `torch.optim.Muon`.
+        adjust_lr_fn: "match_rms_adamw", which lets the learning rate and weight decay be those of AdamW, or "original",
+            torch's default.
+        adamw_lr, betas, adamw_eps: of AdamW, which is torch's, fused.
+        bucket_bytes: of matrices that a rank gets in one exchange.
+
+    Every rank must call `step` with gradients of the same parameters. In the first step the ranks compare what they
+    are going to send; each step exchanges through the default process group.
+
+    Raises:
+        ConfigError: the model trains no hidden matrix (adapters are none), is sharded by version 1 of FSDP, is on meta,
+            or is no module; an option is wrong; torch has no Muon (before 2.9).
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> optimizer = Muon(model, lr=1e-3)
+        >>> optimizer.matrices.matrices[0]
+        'model.layers.0.self_attn.q_proj.weight'
+        >>> ids = torch.tensor([[1, 5, 7, 9]])
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] | None = None,
+        eps: float = 1e-7,
+        ns_steps: int = NEWTON_SCHULZ_STEPS,
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        _refuse(model)
+        base = base_of(model)
+        reshard_units(base)
+        self.matrices: MatrixPlan = find_matrices(base)
+        """Which parameters are matrices, and why others are not."""
+        if not self.matrices.matrices:
+            cure = "Adapters go to AdamW" if is_adapted(model) else "Only linear layers inside repeated blocks are"
+            raise ConfigError(f"{type(base).__name__} trains no matrices for Muon. {cure}: use torch.optim.AdamW.")
+        named = dict(base.named_parameters())
+        matrices = [named[name] for name in self.matrices.matrices]
+        others = list({p: None for p in model.parameters() if p.requires_grad and p not in set(matrices)})
+        groups = [
+            ([p for p in others if p.ndim > 1], weight_decay),
+            ([p for p in others if p.ndim < 2], 0.0),
+        ]
+        muon: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": eps,
+        }
+        muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        if ns_coefficients is not None:
+            muon["ns_coefficients"] = ns_coefficients
+        nobody = nn.Parameter(torch.empty(1, 1))
+        try:
+            checked = torch.optim.Muon([nobody], **muon)
+            self._rest = torch.optim.AdamW(
+                [nobody],
+                lr=lr if adamw_lr is None else adamw_lr,
+                betas=betas,
+                eps=adamw_eps,
+                weight_decay=weight_decay,
+                fused=True,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Muon: {error}.") from error
+        # one kind's options in the place of the other's would be misread, so each group has its own beside the kind's
+        super().__init__(
+            [
+                {"params": matrices, "is_muon": True, **checked.defaults},
+                *({"params": group, "weight_decay": decay} for group, decay in groups if group),
+            ],
+            {**self._rest.defaults, "is_muon": False},
+        )
+        pieces = matrices_in(base, self.matrices.matrices)
+        self._pieces: dict[torch.Tensor, tuple[Piece, ...]] = {
+            p: pieces[name] for name, p in zip(self.matrices.matrices, matrices, strict=True)
+        }
+        self._bucket_bytes = bucket_bytes
+        self._planned: dict[tuple[int, ...], Ownership] = {}
+
+    def __repr__(self) -> str:
+        options = {key: value for key, value in self.param_groups[0].items() if key not in ("params", "is_muon")}
+        own = ", ".join(f"{key} {options[key]}" for key in ("lr", "weight_decay", "momentum", "adjust_lr_fn"))
+        return f"{self.matrices}\n  Muon: {own}; {self.ownership()}"
+
+    def hand_over(self, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
+        """Take sharded parameters in the place of whole ones; their groups and states are handed over already."""
+        self._pieces = {sharded.get(p, p): pieces for p, pieces in self._pieces.items()}
+        self._planned.clear()
+
+    def ownership(self, matrices: Sequence[torch.Tensor] | None = None) -> Ownership:
+        """Who orthogonalises what in a step in which these parameters have gradients, by default all matrices.
+
+        Any rank may call; nothing is communicated.
+        """
+        chosen = list(self._pieces) if matrices is None else list(matrices)
+        key = tuple(map(id, chosen))
+        if key not in self._planned:
+            size = rank_and_size()[1] if any(isinstance(p, DTensor) for p in chosen) else 1
+            self._planned[key] = assign_owners(
+                [(i, piece) for i, p in enumerate(chosen) for piece in self._pieces[p]],
+                [tuple(p.shape) for p in chosen],
+                [holders_of(p, size) for p in chosen],
+                size,
+                self._bucket_bytes,
+            )
+        return self._planned[key]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both kinds. Every rank must call."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._rest.param_groups = [group for group in self.param_groups if not group["is_muon"]]
+        self._rest.state = self.state
+        stepped = [
+            _Stepped(p, self.state[p], group)
+            for group in self.param_groups
+            if group["is_muon"]
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if not stepped:
+            self._rest.step()
+            return loss
+        parameters = [each.parameter for each in stepped]
+        is_new = tuple(map(id, parameters)) not in self._planned
+        ownership = self.ownership(parameters)
+        if is_new and ownership.num_ranks > 1:
+            told = repr([(m.name, m.owner, m.shape) for m in ownership.matrices]).encode()
+            same_on_all_ranks("planning Muon's step", matrices=hashlib.sha256(told).hexdigest())
+        for each in stepped:
+            each.begin()
+        _Step(stepped, ownership).run(self._rest.step)
+        return loss
+
+
+def _refuse(model: Any) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"Muon needs torch 2.9; this is {torch.__version__}.")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"Muon takes a model, which says what a matrix is, and no {kind}: Muon(model).")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError("Muon needs whole matrices, and version 1 of FSDP has flat parameters: use fsdp_version 2.")
+
+
+class _Stepped:
+    """A parameter of matrices in one step: this rank's shard of it, of its gradient and of its momentum."""
+
+    def __init__(self, parameter: torch.Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+        self.parameter, self.group = parameter, group
+        self.value, self.gradient = local_tensor(parameter), local_tensor(parameter.grad)
+        self.momentum = local_tensor(state["momentum_buffer"])
+        self._boxes: dict[Box, tuple[int, ...]] = dict(local_boxes_of(parameter))
+        self.lr = float(group["lr"])
+
+    def begin(self) -> None:
+        """Momentum and weight decay, element by element, as in torch's `_single_tensor_muon`."""
+        self.momentum.lerp_(self.gradient, 1 - self.group["momentum"])
+        self.value.mul_(1 - self.lr * self.group["weight_decay"])
+
+    def update_of(self, cell: Cell) -> torch.Tensor:
+        """What of a cell goes into the iteration, in the dtype in which it begins."""
+        momentum = self._in(self.momentum, cell)
+        if self.group["nesterov"]:
+            momentum = self._in(self.gradient, cell).lerp(momentum, self.group["momentum"])
+        return momentum.to(SENT_DTYPE)
+
+    def apply(self, cell: Cell, update: torch.Tensor, adjusted_lr: float) -> None:
+        """Add what came of the iteration to this rank's cell."""
+        memory = memory_view(self.value, self._boxes[cell.held], cell.held.length)
+        contiguous = memory.contiguous()
+        self._view(contiguous, cell).add_(update.to(memory.device), alpha=-adjusted_lr)
+        if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
+            memory.copy_(contiguous)
+
+    def _in(self, local: torch.Tensor, cell: Cell) -> torch.Tensor:
+        return self._view(memory_view(local, self._boxes[cell.held], cell.held.length).contiguous(), cell)
+
+    @staticmethod
+    def _view(memory: torch.Tensor, cell: Cell) -> torch.Tensor:
+        view = cell.view
+        return memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
+
+
+class _Trip:
+    """Cells of several matrices on their way between all ranks."""
+
+    def __init__(
+        self,
+        out: Mapping[int, Sequence[Cell]],
+        into: Mapping[int, Sequence[Cell]],
+        value_of: Callable[[Cell], torch.Tensor],
+        size: int,
+        device: torch.device,
+    ) -> None:
+        """Begin to send and to receive. Every rank must call; nothing is waited for."""
+        self._cells = [cell for rank in range(size) for cell in into.get(rank, ())]
+        sends = [value_of(cell).reshape(-1).to(device) for rank in range(size) for cell in out.get(rank, ())]
+        self._sent = torch.cat(sends) if sends else torch.empty(0, dtype=SENT_DTYPE, device=device)
+        num_received = sum(cell.box.numel for cell in self._cells)
+        self._received = torch.empty(num_received, dtype=SENT_DTYPE, device=device)
+        come, go = (
+            [sum(cell.box.numel for cell in cells.get(rank, ())) * SENT_DTYPE.itemsize for rank in range(size)]
+            for cells in (into, out)
+        )
+        self._work = dist.all_to_all_single(  # bytes: backends do not know every dtype
+            self._received.view(torch.uint8), self._sent.view(torch.uint8), come, go, async_op=True
+        )
+
+    def finish(self) -> Iterator[tuple[Cell, torch.Tensor]]:
+        """Each cell that came, with its values, once all are there."""
+        self._work.wait()
+        parts = torch.split(self._received, [cell.box.numel for cell in self._cells])
+        for cell, part in zip(self._cells, parts, strict=True):
+            yield cell, part.view(cell.box.length)
+
+
+class _Step:
+    """The matrices of one step on their ways to their owners and back."""
+
+    def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership) -> None:
+        self._stepped, self._ownership = stepped, ownership
+        self._rank = rank_and_size()[0] if ownership.num_ranks > 1 else 0
+        first = stepped[0].parameter
+        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        self._device = (
+            torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
+        )
+
+    def run(self, meanwhile: Callable[[], Any]) -> None:
+        """Step all matrices; `meanwhile` is called while the first ones travel."""
+        ways = [both_ways(self._ownership, bucket, self._rank) for bucket in self._ownership.buckets]
+        coming = self._gather(ways[0]) if ways else None
+        meanwhile()
+        for matrix in self._ownership.matrices:
+            if matrix.is_home and matrix.owner == self._rank:
+                self._take(self._orthogonalised(matrix, {}), matrix)
+        going: _Trip | None = None
+        for i, bucket in enumerate(self._ownership.buckets):
+            assert coming is not None
+            came, coming = coming, self._gather(ways[i + 1]) if i + 1 < len(ways) else None
+            arrived: dict[int, list[tuple[Cell, torch.Tensor]]] = {}
+            for cell, values in came.finish():
+                arrived.setdefault(cell.matrix, []).append((cell, values))
+            updates: dict[int, torch.Tensor] = {}
+            for number in bucket:
+                matrix = self._ownership.matrices[number]
+                if matrix.owner == self._rank:
+                    updates[number] = self._orthogonalised(matrix, dict(arrived.pop(number, ())))
+            before, going = going, self._send_back(ways[i], updates)
+            self._apply(before)
+            for number, update in updates.items():
+                self._take(update, self._ownership.matrices[number])
+        self._apply(going)
+
+    def _gather(self, ways: tuple[Mapping[int, Sequence[Cell]], ...]) -> _Trip:
+        out, into, _, _ = ways
+
+        def value_of(cell: Cell) -> torch.Tensor:
+            return self._of(cell).update_of(cell)
+
+        return _Trip(out, into, value_of, self._ownership.num_ranks, self._device)
+
+    def _send_back(self, ways: tuple[Mapping[int, Sequence[Cell]], ...], updates: Mapping[int, torch.Tensor]) -> _Trip:
+        _, _, back, home = ways
+
+        def value_of(cell: Cell) -> torch.Tensor:
+            return updates[cell.matrix][cell.box.slices]
+
+        return _Trip(back, home, value_of, self._ownership.num_ranks, self._device)
+
+    def _orthogonalised(self, matrix: Matrix, arrived: Mapping[Cell, torch.Tensor]) -> torch.Tensor:
+        """The update of a matrix that this rank owns, of its own cells and those that came."""
+        from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
+
+        whole = torch.empty(matrix.shape, dtype=SENT_DTYPE, device=self._device)
+        for cell in matrix.cells:
+            values = arrived[cell] if cell in arrived else self._of(cell).update_of(cell)
+            whole[cell.box.slices].copy_(values)
+        group = self._stepped[matrix.parameter].group
+        return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    def _take(self, update: torch.Tensor, matrix: Matrix) -> None:
+        """Apply the update of a matrix to the cells that its owner, this rank, holds."""
+        for cell in matrix.cells:
+            if self._rank in cell.ranks:
+                self._of(cell).apply(cell, update[cell.box.slices], self._lr_of(matrix))
+
+    def _apply(self, trip: _Trip | None) -> None:
+        for cell, values in trip.finish() if trip is not None else ():
+            self._of(cell).apply(cell, values, self._lr_of(self._ownership.matrices[cell.matrix]))
+
+    def _of(self, cell: Cell) -> _Stepped:
+        return self._stepped[self._ownership.matrices[cell.matrix].parameter]
+
+    def _lr_of(self, matrix: Matrix) -> float:
+        from torch.optim._muon import _adjust_lr
+
+        each = self._stepped[matrix.parameter]
+        return _adjust_lr(each.lr, each.group["adjust_lr_fn"], torch.Size(matrix.shape))

@@ -1,0 +1,249 @@
+"""Which rank orthogonalises which matrix, and what the ranks send each other for it, as data: no tensor is touched."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
+from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
+from hf_fsdp_tools.modeling.tree_copy import is_wrapper
+from hf_fsdp_tools.sharding.matrices import newton_schulz_flops
+from hf_fsdp_tools.streaming.outgoing import boxes_of_piece
+from hf_fsdp_tools.streaming.routes import Holders
+from hf_fsdp_tools.text import show_bytes
+
+SENT_DTYPE = torch.bfloat16
+"""In which matrices travel, both ways: the Newton-Schulz iteration of torch begins and ends in it."""
+
+
+# ---- matrices ----
+
+
+def matrices_in(model: nn.Module, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """The matrices that each of these parameters is made of, as pieces of it.
+
+    A parameter that the checkpoint has in several tensors (fused query, key and value, gate and up, experts) is taken
+    apart as they are; what is stacked beyond two dimensions, along the leading ones. All other parameters are one
+    matrix. Any rank may call; nothing is communicated.
+    """
+    state = persistent_tensors(model)
+    key_of = {id(tensor): key for key, tensor in reversed(state.items())}
+    parts: dict[str, list[Piece]] = defaultdict(list)
+    unclear: set[str] = set()
+    if not any(is_wrapper(module) for module in model.modules()):  # of PEFT: names are no checkpoint's
+        for name, symbol in map_parts(model).items():
+            if symbol.pieces is None or len(symbol.pieces) != 1 or symbol.ndim < 2:
+                unclear |= symbol.sources
+            else:
+                piece = symbol.pieces[0]
+                parts[piece.source] += _stacked(Piece(box=piece.box, source=name, view=piece.view))
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name in names:
+        tensor = model.get_parameter(name)
+        key = key_of.get(id(tensor), name)
+        pieces = [] if key in unclear else parts.get(key, [])
+        if sum(piece.box.numel for piece in pieces) != tensor.numel():
+            box, strides = Box.whole(tensor.shape), row_major_strides(tensor.shape)
+            whole = Piece(box=box, source=name, view=View(offset=0, length=tuple(tensor.shape), strides=strides))
+            pieces = list(_stacked(whole))
+        found[name] = tuple(pieces)
+    return found
+
+
+def _stacked(piece: Piece) -> Iterator[Piece]:
+    """The matrices of a piece that is a whole tensor, along its leading dimensions."""
+    view = piece.view
+    if len(view.length) == 2:
+        yield piece
+        return
+    for i in range(view.length[0]):
+        inner = View(offset=view.offset + i * view.strides[0], length=view.length[1:], strides=view.strides[1:])
+        yield from _stacked(Piece(box=Box.whole(inner.length), source=f"{piece.source}[{i}]", view=inner))
+
+
+# ---- owners ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A box of a matrix that lies in one box of its parameter."""
+
+    matrix: int
+    """Number of the matrix."""
+    box: Box
+    """Where it lies in the matrix."""
+    held: Box
+    """The box of the parameter, as some ranks hold it."""
+    view: View
+    """Where it lies in that box, stored row-major on its own."""
+    ranks: tuple[int, ...]
+    """The ranks that hold it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """A matrix that one rank orthogonalises."""
+
+    name: str
+    parameter: int
+    """Number of the parameter that it is a part of."""
+    shape: tuple[int, int]
+    cells: tuple[Cell, ...]
+    owner: int
+
+    @property
+    def flops(self) -> int:
+        """Of one iteration of Newton-Schulz."""
+        return newton_schulz_flops(*self.shape)
+
+    @property
+    def is_home(self) -> bool:
+        """Whether its owner alone holds it, so that nothing is sent."""
+        return all(cell.ranks == (self.owner,) for cell in self.cells)
+
+    def source_of(self, cell: Cell) -> int:
+        """The rank that sends a cell to the owner; the owner itself where it holds the cell."""
+        return self.owner if self.owner in cell.ranks else cell.ranks[cell.matrix % len(cell.ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """The matrices of one step with their owners, the same on every rank."""
+
+    matrices: tuple[Matrix, ...]
+    num_ranks: int
+    bucket_bytes: int
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the matrices that travel together: no rank owns more than `bucket_bytes` of them, or one larger
+        matrix. Each bucket has about as many operations for every owner, large matrices first."""
+        begun = [0] * self.num_ranks
+        begins: dict[int, int] = {}
+        travelling = [i for i, each in enumerate(self.matrices) if not each.is_home]
+        for i in sorted(travelling, key=lambda i: -self.matrices[i].flops):
+            begins[i] = begun[self.matrices[i].owner]
+            begun[self.matrices[i].owner] += self.matrices[i].flops
+        buckets: list[list[int]] = []
+        filled: dict[int, int] = {}
+        for i in sorted(begins, key=lambda i: begins[i]):
+            matrix = self.matrices[i]
+            num_bytes = matrix.shape[0] * matrix.shape[1] * SENT_DTYPE.itemsize
+            if not buckets or 0 < filled.get(matrix.owner, 0) > self.bucket_bytes - num_bytes:
+                buckets.append([])
+                filled = {}
+            buckets[-1].append(i)
+            filled[matrix.owner] = filled.get(matrix.owner, 0) + num_bytes
+        return tuple(map(tuple, buckets))
+
+    @cached_property
+    def flops(self) -> tuple[int, ...]:
+        """Of one iteration of Newton-Schulz over all matrices, by rank."""
+        return tuple(sum(m.flops for m in self.matrices if m.owner == rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes that each rank sends in a step: cells to owners, and updates to all that hold the cells."""
+        sent = [0] * self.num_ranks
+        for matrix in self.matrices:
+            for cell in matrix.cells:
+                num_bytes = cell.box.numel * SENT_DTYPE.itemsize
+                if (source := matrix.source_of(cell)) != matrix.owner:
+                    sent[source] += num_bytes
+                sent[matrix.owner] += num_bytes * sum(rank != matrix.owner for rank in cell.ranks)
+        return tuple(sent)
+
+    def __str__(self) -> str:
+        home = sum(matrix.is_home for matrix in self.matrices)
+        mean = sum(self.flops) / self.num_ranks
+        return (
+            f"{len(self.matrices)} matrices, {home} of them whole on their rank, in {len(self.buckets)} exchanges; "
+            f"{show_bytes(max(self.sent_bytes, default=0))} sent by a rank at most, "
+            f"{max(self.flops) / max(mean, 1):.2f} × the mean of the operations on the busiest rank"
+        )
+
+
+def assign_owners(
+    pieces: Sequence[tuple[int, Piece]],
+    shapes: Sequence[tuple[int, ...]],
+    holders: Sequence[Holders],
+    num_ranks: int,
+    bucket_bytes: int,
+) -> Ownership:
+    """Give each matrix the rank that orthogonalises it, so that all ranks have about as many operations.
+
+    A matrix that some ranks hold whole stays with one of them, unless these have their share already. The others go,
+    the largest first, to the rank with the fewest operations so far.
+
+    Args:
+        pieces: (number of the parameter, its part that is a matrix).
+        shapes: of the parameters.
+        holders: which ranks hold which boxes of each parameter.
+    """
+    cells = [
+        [
+            Cell(matrix=i, box=box, held=held, view=view, ranks=ranks)
+            for held, ranks in holders[parameter]
+            for box, view in boxes_of_piece(piece, shapes[parameter], held)
+        ]
+        for i, (parameter, piece) in enumerate(pieces)
+    ]
+    flops = [newton_schulz_flops(*piece.view.length) for _, piece in pieces]
+    share = sum(flops) / num_ranks
+    load = [0] * num_ranks
+    owners: dict[int, int] = {}
+    order = sorted(range(len(pieces)), key=lambda i: -flops[i])
+    for i in order:
+        whole = [rank for rank in cells[i][0].ranks if all(rank in cell.ranks for cell in cells[i])]
+        owner = min(whole, key=lambda rank: (load[rank], rank), default=None)
+        if owner is not None and load[owner] + flops[i] <= max(share, flops[i]):
+            owners[i] = owner
+            load[owner] += flops[i]
+    for i in order:
+        if i not in owners:
+            owners[i] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+            load[owners[i]] += flops[i]
+    return Ownership(
+        matrices=tuple(
+            Matrix(
+                name=piece.source,
+                parameter=parameter,
+                shape=(piece.view.length[0], piece.view.length[1]),
+                cells=tuple(cells[i]),
+                owner=owners[i],
+            )
+            for i, (parameter, piece) in enumerate(pieces)
+        ),
+        num_ranks=num_ranks,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def both_ways(
+    ownership: Ownership, bucket: Sequence[int], rank: int
+) -> tuple[Mapping[int, list[Cell]], Mapping[int, list[Cell]], Mapping[int, list[Cell]], Mapping[int, list[Cell]]]:
+    """What a rank sends to owners and gets as owner, and what it sends as owner and gets from owners; by the other
+    rank, in an order that is the same on both."""
+    out: dict[int, list[Cell]] = defaultdict(list)
+    into: dict[int, list[Cell]] = defaultdict(list)
+    back: dict[int, list[Cell]] = defaultdict(list)
+    home: dict[int, list[Cell]] = defaultdict(list)
+    for i in bucket:
+        matrix = ownership.matrices[i]
+        for cell in matrix.cells:
+            source = matrix.source_of(cell)
+            if rank == source != matrix.owner:
+                out[matrix.owner].append(cell)
+            if rank == matrix.owner != source:
+                into[source].append(cell)
+            for other in cell.ranks:
+                if rank == matrix.owner != other:
+                    back[other].append(cell)
+                if rank == other != matrix.owner:
+                    home[matrix.owner].append(cell)
+    return out, into, back, home

@@ -1,0 +1,323 @@
+"""Muon on shards: torch's own on whole matrices, at its cost, saved and resumed on another number of ranks."""
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import ConfigError, HybridPolicy, Muon, ParallelDims, from_pretrained, make_accelerator
+from hf_fsdp_tools.distributed.shards import cut
+from hf_fsdp_tools.sharding.checks import check_kind
+from hf_fsdp_tools.streaming.owners import matrices_in
+from tests._checkpoints import full, randomize, tiny_config
+from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, make_rows, new_accelerator
+
+STEPS = 3
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Those of all tests, and one whose words and heads two ranks can share."""
+    folder = tmp_path_factory.mktemp("divisible")
+    torch.manual_seed(0)
+    randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(folder)
+    return {**folders, "divisible": folder}
+
+
+def set_gradients(model: nn.Module, number: int) -> None:
+    """Give each parameter a gradient that its name and the number of the step decide."""
+    for name, p in model.named_parameters():
+        seed = number * 977 + sum(map(ord, name))
+        whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+        p.grad = cut(whole, p) if isinstance(p, DTensor) else whole
+
+
+def by_torch(folder: Path, steps: int = STEPS, dtype: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    """A plain model after steps of torch's own Muon and AdamW: each matrix a parameter of its own."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    if dtype is not None:
+        model.to(dtype)
+    own = Muon(model, **{**OPTIONS, **options})
+    shared = {"lr", "weight_decay", "nesterov", "adjust_lr_fn"}
+    settings = {key: value for key, value in own.param_groups[0].items() if key in shared}
+    named = dict(model.named_parameters())
+    pieces = matrices_in(model, own.matrices.matrices)
+    matrices = {
+        (name, i): nn.Parameter(torch.as_strided(named[name].detach(), p.view.length, p.view.strides, p.view.offset))
+        for name, parts in pieces.items()
+        for i, p in enumerate(parts)
+    }
+    rest = [p for name, p in named.items() if name not in pieces]
+    optimizers = [
+        torch.optim.Muon(matrices.values(), **settings),
+        torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.ndim > 1]},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0},
+            ],
+            **OPTIONS,
+            fused=True,
+        ),
+    ]
+    for number in range(steps):
+        set_gradients(model, number)
+        for (name, i), matrix in matrices.items():
+            view, gradient = pieces[name][i].view, named[name].grad
+            assert gradient is not None
+            matrix.grad = torch.as_strided(gradient, view.length, view.strides, view.offset)
+        for optimizer in optimizers:
+            optimizer.step()
+    return full_parameters(model)
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "sharded": (2, "llama", {}, {}),
+    "torch's rate": (2, "llama", {}, {"adjust_lr_fn": "original", "nesterov": False, "adamw_lr": 1e-2}),
+    "bf16": (2, "llama", {"dtype": torch.bfloat16}, {}),
+    "experts": (2, "mixtral", {}, {"bucket_bytes": 10_000}),
+    "transposed": (2, "gpt2", {}, {}),
+    "whole": (2, "llama", {"policy": HybridPolicy(replicate=("*.o_proj.weight", "model.norm.weight"))}, {}),
+    "uneven": (3, "deepseek_v3", {}, {"bucket_bytes": 5_000}),
+    "empty": (3, "tied", {}, {}),
+    "replicas": (4, "mixtral", {"mesh": ParallelDims(dp_replicate_size=2, dp_shard_size=2)}, {}),
+    "layers": (4, "divisible", {"mesh": ParallelDims(tp_size=2, dp_shard_size=2)}, {}),
+    "experts on ranks": (4, "mixtral", {"mesh": ParallelDims(ep_size=2)}, {}),
+}
+"""(ranks, kind of checkpoint, options of `from_pretrained`, options of Muon)."""
+
+
+def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
+    """The parameters after some steps, the bytes that this rank has sent in the last, and what was said of them."""
+    _, kind, options, settings = LAYOUTS[name]
+    model = from_pretrained(folders[kind], **options)
+    optimizer = Muon(model, **{**OPTIONS, **settings})
+    sent = 0
+    whole = dist.all_to_all_single
+
+    def counting(into: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += out.nbytes
+        return whole(into, out, *args, **kwargs)
+
+    for number in range(STEPS):
+        set_gradients(model, number)
+        with pytest.MonkeyPatch.context() as patch:
+            if number == STEPS - 1:
+                patch.setattr(dist, "all_to_all_single", counting)
+            optimizer.step()
+    ownership = optimizer.ownership()
+    return {
+        "parameters": full_parameters(model),
+        "sent": sent,
+        "foretold": ownership.sent_bytes[dist.get_rank()],
+        "flops": ownership.flops,
+        "one way": sum(2 * m.shape[0] * m.shape[1] for m in ownership.matrices),
+        "buckets": len(ownership.buckets),
+        "text": repr(optimizer),
+    }
+
+
+TIMES = {"replicas": 2}
+"""How often each shard is there, and so an update goes out."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_steps_are_torchs_on_whole_matrices_at_one_gather_and_one_return(ranks, checkpoints, tmp_path):
+    cases = {name: partial(stepped, name) for name, layout in LAYOUTS.items() if layout[0] == ranks}
+    results = run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
+    for name in cases:
+        _, kind, options, settings = LAYOUTS[name]
+        dtype = options.get("dtype")
+        right = by_torch(checkpoints[kind], dtype=dtype, **settings)
+        for found in (rank[name] for rank in results):
+            assert apart(found["parameters"], right) <= (1e-6 if dtype is None else 2**-9), name
+            assert found["sent"] == found["foretold"], name
+        one_way = results[0][name]["one way"]
+        assert sum(rank[name]["sent"] for rank in results) <= (1 + TIMES.get(name, 1)) * one_way, name
+        flops = results[0][name]["flops"]
+        assert max(flops) <= 1.15 * sum(flops) / ranks, name
+    said = results[0]
+    if ranks == 2:
+        assert said["experts"]["buckets"] > 1, "the exchange of one bucket overlaps with another"
+        assert "24 of them whole on their rank" in said["experts"]["text"]
+        assert "AdamW  routers" in said["experts"]["text"]
+        by_element = by_torch(checkpoints["llama"], lr=0.0, adamw_lr=0.0)
+        assert apart(said["sharded"]["parameters"], by_element) > 1e-2, "the steps do something"
+
+
+# ---- saved, resumed, in a Trainer, refused ----
+
+
+def trainer(folders: dict[str, Path], out: Path, *, plain: bool = False, **settings: Any) -> Any:
+    """Steps of Muon in a Trainer of somebody's; the model may be sharded by the Trainer itself."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    options = arguments(out, weight_decay=0.1, optim_args="adamw_lr=3e-3", **saving, **settings)
+    options.optim = "muon"
+    model = AutoModelForCausalLM.from_pretrained(folders["tied"])
+    if not plain:
+        model = from_pretrained(folders["tied"], accelerator=make_accelerator(cpu=True))
+    return ShardedTrainer(model, options, train_dataset=make_rows(16))
+
+
+def momenta(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    names = {p: name for name, p in model.named_parameters()}
+    state = getattr(optimizer, "optimizer", optimizer).state
+    return {f"{names[p]} {key}": full(value).clone() for p, each in state.items() for key, value in each.items()}
+
+
+def in_a_trainer(folders: dict[str, Path], root: Path) -> dict[str, Any]:
+    """A run of four steps, and one that goes on in its middle."""
+    made = trainer(folders, root / "run", max_steps=4)
+    made.train()
+    going_on = trainer(folders, root / "on", max_steps=4, plain=True)
+    going_on.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
+    state = momenta(made.model, made.optimizer)
+    assert apart(momenta(going_on.model, going_on.optimizer), state) == 0
+    assert sum(name.endswith("momentum_buffer") for name in state) == len(made.optimizer.optimizer.matrices.matrices)
+    assert isinstance(made.optimizer.optimizer, Muon)
+    assert apart(full_parameters(going_on.model), full_parameters(made.model)) == 0
+    losses = logged(made)
+    assert losses[-1] < losses[0]
+    return full_parameters(made.model)
+
+
+def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """The state of a middle, as another number of ranks reads it."""
+    accelerator = make_accelerator(cpu=True)
+    model = from_pretrained(folders["mixtral"], accelerator=accelerator)
+    model, optimizer = accelerator.prepare(model, Muon(model, **OPTIONS))
+    accelerator.load_state(str(root / "state"))
+    return momenta(model, optimizer) | full_parameters(model)
+
+
+def saved_in_a_loop(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
+    """A loop of somebody's: an optimizer of a plain model, which `prepare` shards, and its state."""
+    accelerator = new_accelerator()
+    plain = AutoModelForCausalLM.from_pretrained(folders["mixtral"])
+    model, optimizer = accelerator.prepare(plain, Muon(plain, **OPTIONS))
+    for number in range(STEPS):
+        set_gradients(model, number)
+        optimizer.step()
+    accelerator.save_state(str(root / "state"))
+    return momenta(model, optimizer) | full_parameters(model)
+
+
+def refused(folders: dict[str, Path], root: Path) -> None:
+    model = from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match=r"Muon takes a model, .* and no generator: Muon\(model\)"):
+        Muon(model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
+        Muon(model, adjust_lr_fn="other")
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM trains no matrices for Muon\. Adapters go to AdamW"):
+        Muon(get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama"]), LoraConfig(r=2)))
+    with pytest.raises(ConfigError, match="'momentun' is no option of Muon: did you mean momentum"):
+        options = arguments(root, optim_args="momentun=0.9")
+        options.optim = "muon"
+        ShardedTrainer(model, options, train_dataset=make_rows(4)).train()
+    with pytest.raises(ConfigError, match="optim 'muon' needs fsdp_version 2"):
+        options = arguments(root, fsdp="full_shard", fsdp_config={"version": 1})
+        options.optim = "muon"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plain = AutoModelForCausalLM.from_pretrained(folders["llama"])
+        ShardedTrainer(plain, options, train_dataset=make_rows(4)).train()
+
+
+def test_a_state_goes_on_on_another_number_of_ranks_and_what_cannot_be_is_refused(checkpoints, tmp_path):
+    cases = {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
+    results = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
+    right = by_torch(checkpoints["mixtral"])
+    for rank in results:
+        assert apart({name: rank["loop"][name] for name in right}, right) <= 1e-6
+    for rank in run_ranks(run_cases, 3, {"on": goes_on_elsewhere}, checkpoints, tmp_path):
+        assert apart(rank["on"], results[0]["loop"]) == 0
+
+
+# ---- optimizers of other libraries ----
+
+
+def others() -> dict[str, Any]:
+    """Those that are installed."""
+    found: dict[str, Any] = {}
+    if find_spec("torchao") is not None:
+        import torchao.optim
+
+        found |= {name: getattr(torchao.optim, name) for name in ("AdamW8bit", "AdamW4bit")}
+    if find_spec("schedulefree") is not None:
+        import schedulefree
+
+        found["schedulefree"] = schedulefree.AdamWScheduleFree
+    return found | {"modes": WithModes}
+
+
+class WithModes(torch.optim.AdamW):
+    """Has to be told when training begins, and looks into its state then, as those of schedulefree do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self, mode: bool = True) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = mode
+            assert all("z" not in self.state[p] for p in group["params"])
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"], "not in train mode"
+        return super().step(closure)
+
+
+def steps_of(model: Any, optimizer: Any) -> None:
+    getattr(optimizer, "train", lambda: None)()
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes minutes
+        for number in range(STEPS):
+            set_gradients(model, number)
+            optimizer.step()
+    getattr(optimizer, "eval", lambda: None)()
+
+
+def resumed(folders: dict[str, Path], root: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights after some steps of each, whose state is saved and read again."""
+    found: dict[str, Any] = {}
+    for name, make in others().items():
+        accelerator = new_accelerator()
+        states = []
+        for is_first in (True, False):
+            model = from_pretrained(folders["tied"], accelerator=accelerator)
+            model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2))
+            if is_first:
+                steps_of(model, optimizer.optimizer)
+                accelerator.save_state(str(root / name))
+                found[name] = full_parameters(model)
+            else:
+                accelerator.load_state(str(root / name))
+            states.append({key: value.float() for key, value in momenta(model, optimizer).items()})
+            accelerator.free_memory()
+        assert len(states[0]) > 0 and apart(states[0], states[1]) == 0, name
+    return found
+
+
+def test_optimizers_of_others_step_shards_and_keep_their_state_or_are_refused(checkpoints, tmp_path):
+    results = run_ranks(run_cases, 2, {"resumed": resumed}, checkpoints, tmp_path)
+    for name, make in others().items():
+        plain: Any = AutoModelForCausalLM.from_pretrained(checkpoints["tied"])
+        steps_of(plain, make(plain.parameters(), lr=1e-2))
+        for rank in results:
+            assert apart(rank["resumed"][name], full_parameters(plain)) <= 1e-5, name
+    for library in ("pytorch_optimizer.optimizer.soap", "pytorch_optimizer.optimizer.shampoo", "galore_torch.adamw"):
+        with pytest.raises(ConfigError, match="cannot step sharded parameters"):
+            check_kind(type("Own", (torch.optim.Optimizer,), {"__module__": library}))

@@ -1,0 +1,127 @@
+"""Which parameters are hidden matrices, in models of many kinds, and how their owners are chosen."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_fsdp_tools import ConfigError, Muon
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.loading.regions import Piece, View
+from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools.sharding.matrices import find_matrices, newton_schulz_flops, sizes_of_matrices
+from hf_fsdp_tools.streaming.owners import assign_owners, both_ways, matrices_in
+from tests._checkpoints import make_model, tiny_config
+
+KINDS = (
+    "llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "bert", "t5", "whisper", "vit", "swin", "clip", "mamba",
+    "detr", "qwen2_vl", "llama4_text", "phi3", "xlnet", "wav2vec2", "deberta-v2", "jetmoe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trained_parameter_has_one_group_and_no_end_is_a_matrix(kind):
+    model = build_meta_model(tiny_config(kind))
+    plan = find_matrices(model)
+    names = [*plan.matrices, *(name for name, _ in plan.others)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {id(model.get_parameter(name)) for name in names} == set(map(id, trained))
+    assert len(names) == len(set(names)) == len(trained)
+    matrices = {id(model.get_parameter(name)) for name in plan.matrices}
+    ends = [getattr(model, "lm_head", None), getattr(model, "class_embed", None), getattr(model, "bbox_embed", None)]
+    ends += [m for m in model.modules() if isinstance(m, nn.Embedding | nn.LayerNorm | nn.modules.conv._ConvNd)]
+    for end in filter(None, ends):
+        assert not matrices.intersection(map(id, end.parameters())), type(end).__name__
+    pieces = matrices_in(model, plan.matrices)
+    assert all(sum(p.box.numel for p in pieces[name]) == model.get_parameter(name).numel() for name in plan.matrices)
+    sizes = sizes_of_matrices(model)
+    for name, (count, rows, columns) in sizes.items():  # what is foreseen is what the optimizer does
+        assert len(pieces[name]) == count, name
+        assert {newton_schulz_flops(*p.view.length) for p in pieces[name]} == {newton_schulz_flops(rows, columns)}
+
+
+def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
+    model = make_model("mixtral")
+    plan = find_matrices(model)
+    assert {name: why for name, why in plan.others if "mlp" in name} == {
+        f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)
+    }
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = model.get_parameter(name)
+    pieces = matrices_in(model, [name])[name]
+    assert len(pieces) == 8 and pieces[0].source == "model.layers.1.block_sparse_moe.experts.0.w1.weight"
+    found = torch.stack([torch.as_strided(whole, p.view.length, p.view.strides, p.view.offset) for p in pieces])
+    gates = {p.source: matrix for p, matrix in zip(pieces, found, strict=True)}
+    for expert in range(4):
+        for number, part in zip((1, 3), whole[expert].chunk(2), strict=True):
+            assert torch.equal(gates[f"model.layers.1.block_sparse_moe.experts.{expert}.w{number}.weight"], part)
+    assert not hasattr(model, "_weight_conversions"), "what a save writes is as it was"
+
+
+def test_adapters_and_ties_are_no_matrices():
+    tied = make_model("tied")
+    assert ("model.embed_tokens.weight", "embeddings") in find_matrices(tied).others
+    adapted = get_peft_model(
+        make_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["v_proj"])
+    )
+    plan = find_matrices(adapted)
+    assert {why for name, why in plan.others if "lora" in name} == {"adapters"}
+    assert plan.matrices == tuple(f"model.layers.{i}.self_attn.v_proj.modules_to_save.default.weight" for i in range(2))
+    assert "Muon    matrices of blocks" in str(plan) or "Muon   matrices of blocks" in str(plan)
+
+
+def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():
+    model = make_model("llama")
+    optimizer = Muon(model, lr=0.1, weight_decay=0.0)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    twin = nn.Parameter(weight.detach().clone())
+    twin.grad = weight.grad.clone()
+    torch.optim.Muon([twin], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    optimizer.step()
+    assert torch.equal(weight, twin)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if p is not weight)
+    assert len(optimizer.state) == 1
+
+
+# ---- owners ----
+
+
+def matrix(rows: int, columns: int) -> Piece:
+    view = View(offset=0, length=(rows, columns), strides=(columns, 1))
+    return Piece(box=Box.whole((rows, columns)), source="m", view=view)
+
+
+def halves(rows: int, columns: int) -> list[tuple[Box, tuple[int, ...]]]:
+    return [(Box(start=(i * rows // 2, 0), length=(rows // 2, columns)), (i,)) for i in range(2)]
+
+
+def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
+    shapes = [(8, 16), (8, 16), (4, 4), (16, 8), (2, 64), (8, 16)]
+    home = [(Box.whole((8, 16)), (1,))]
+    holders = [*(halves(*shape) for shape in shapes[:-1]), home]
+    ownership = assign_owners([(i, matrix(*s)) for i, s in enumerate(shapes)], shapes, holders, 2, 600)
+    assert ownership.matrices[-1].owner == 1 and ownership.matrices[-1].is_home
+    assert max(ownership.flops) <= 1.1 * sum(ownership.flops) / 2
+    travelling = [i for bucket in ownership.buckets for i in bucket]
+    assert sorted(travelling) == [0, 1, 2, 3, 4] and len(ownership.buckets) > 1
+    ways = [[both_ways(ownership, bucket, rank) for rank in range(2)] for bucket in ownership.buckets]
+    for one, other in ways:
+        for way, back in ((0, 1), (2, 3)):  # what one sends is what the other gets, in the same order
+            assert one[way][1] == other[back][0] and other[way][0] == one[back][1]
+    gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])
+    assert sum(ownership.sent_bytes) == 2 * gathered, "half of each matrix, there and back"
+
+
+def test_newton_schulz_is_counted_by_its_products():
+    counted = torch.utils.flop_counter.FlopCounterMode(display=False)
+    with counted:
+        torch.optim._muon._zeropower_via_newtonschulz(torch.randn(24, 10), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert counted.get_total_flops() == newton_schulz_flops(24, 10)
+
+
+def test_a_model_without_blocks_is_refused():
+
+    with pytest.raises(ConfigError, match=r"Linear trains no matrices for Muon\. Only linear layers inside"):
+        Muon(nn.Linear(3, 4))
