@@ -24,10 +24,11 @@ def mean_over_tokens(
     ranks, over which gradients are averaged. Nothing is communicated.
 
     Example:
-        >>> logits = torch.zeros(1, 3, 2)
-        >>> loss = mean_over_tokens({"logits": logits}, torch.tensor([[0, 1, -100]]), 4)
-        >>> round(loss.item(), 4), "half of the mean over two tokens: the step has four"
-        (0.3466, 'half of the mean over two tokens: the step has four')
+        >>> import torch
+        >>> logits, labels = torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]])
+        >>> whole, part = mean_over_tokens({"logits": logits}, labels), mean_over_tokens({"logits": logits}, labels, 4)
+        >>> round(whole.item(), 4), round(part.item(), 4)  # the step has four tokens, and these rows two of them
+        (0.6931, 0.3466)
     """
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     logits, flat = logits.flatten(0, 1).float(), labels.flatten()

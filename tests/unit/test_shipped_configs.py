@@ -52,7 +52,7 @@ def test_what_is_shipped_is_what_is_made_today(monkeypatch: Any, capsys: Any) ->
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
 def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """What the two files say together, with a tenth of the GPU left; and the recipe takes all of it."""
+    """What the two files say together, the allocator's cache included; and the recipe takes all of it."""
     imitate_gpus(monkeypatch, 0)
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert 1.1 * memory["total"] < memory["limit_bytes"]
+    assert memory["total"] < memory["limit_bytes"]
     monkeypatch.setattr(sys, "argv", ["finetune", "--config", str(path), "--dataset_name", "x", "--use_cpu", "true"])
     _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
     assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
