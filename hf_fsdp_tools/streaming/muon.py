@@ -148,7 +148,8 @@ class Muon(torch.optim.Optimizer):
     def __repr__(self) -> str:
         options = {key: value for key, value in self.param_groups[0].items() if key not in ("params", "is_muon")}
         own = ", ".join(f"{key} {options[key]}" for key in ("lr", "weight_decay", "momentum", "adjust_lr_fn"))
-        return f"{self.matrices}\n  Muon: {own}; {self.ownership()}"
+        is_sharded = any(isinstance(p, DTensor) for p in self._pieces)  # a Trainer makes it of a plain model
+        return f"{self.matrices}\n  Muon: {own}" + (f"; {self.ownership()}" if is_sharded else "")
 
     def hand_over(self, sharded: Mapping[torch.Tensor, nn.Parameter]) -> None:
         """Take sharded parameters in the place of whole ones; their groups and states are handed over already."""
