@@ -71,6 +71,7 @@ def add_config(commands: Any) -> None:
 
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
 
     if options.output is None and options.slurm:
         raise ConfigError("--slurm writes the batch script beside the config: name that with --output")
@@ -83,7 +84,7 @@ def _config(options: argparse.Namespace) -> None:
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
     best = None if options.model is None else _recommend(options, config)
     if best is None:
-        start = [*own_variables(config), "accelerate", "launch"]
+        start = [*config.launch_variables, "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
@@ -93,15 +94,18 @@ def _config(options: argparse.Namespace) -> None:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
         degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-        names = (*degrees, "reshard_after_forward", "offload_params", "activation_checkpointing")
+        recomputed = ("", "_every_n_layers", "_offload")
+        names = [*degrees, "reshard_after_forward", "offload_params"]
+        names += [f"activation_checkpointing{each}" for each in recomputed]
         searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
         reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
+    memory = [] if best is None or not best.expandable_bytes else [EXPANDABLE]
     start += ["--config_file", str(options.output or "FILE")]
-    notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
+    notes = [f"Start it with: {shlex.join([*memory, *start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    written = _write(options, text, _batch_script(config, [*start, *script], options.command_line))
-    launch = shlex.join([*start, *address_words(config), *cpu_words(config), *script])
+    written = _write(options, text, _batch_script(config, [*start, *script], options.command_line, memory))
+    launch = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script])
     if options.slurm:
         launch = f"sbatch {shlex.quote(str(options.output.with_suffix('.sbatch')))}"
     if options.json:
@@ -121,18 +125,6 @@ def _config(options: argparse.Namespace) -> None:
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-def own_variables(config: "FSDPConfig") -> list[str]:
-    """Variables for `accelerate launch`, whose launcher drops the keys of this package: "FSDP_EP_SIZE=8"."""
-    from hf_fsdp_tools.integrations.config import OWN_KEYS
-
-    values = ((key, getattr(config, key.removeprefix("fsdp_"))) for key in OWN_KEYS)
-    return [
-        f"{key.upper()}={','.join(value) if isinstance(value, tuple) else value}"
-        for key, value in values
-        if value not in (1, ())
-    ]
 
 
 def _write(options: argparse.Namespace, text: str, script: str) -> list[str]:
@@ -242,7 +234,7 @@ cd "$SLURM_SUBMIT_DIR"
 # The hub's cache lies on a disk that all machines share: a model is downloaded once.
 export HF_HOME="${{HF_HOME:-$SLURM_SUBMIT_DIR/hf-home}}"
 # Activate your environment here, such as: source .venv/bin/activate
-{rendezvous}
+{memory}{rendezvous}
 # One launcher per machine, which starts one process per device; SLURM_NODEID counts the machines.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c \\
     '{launch}"$@"' bash "$@"
@@ -257,8 +249,8 @@ export MAIN_ADDRESS="${MAIN_ADDRESS%%$'\n'*}" MAIN_PORT="$((20000 + SLURM_JOB_ID
 _PLACE = '--machine_rank "$SLURM_NODEID" --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT" '
 
 
-def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> str:
-    """Text for `sbatch`."""
+def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str, memory: Sequence[str]) -> str:
+    """Text for `sbatch`; `memory` are variables that save memory."""
     place = list(launch).index("--config_file") + 2
     path = launch[place - 1]
     before, after = shlex.join(launch[:place]), shlex.join(launch[place:])
@@ -271,6 +263,7 @@ def _batch_script(config: "FSDPConfig", launch: Sequence[str], command: str) -> 
         machines=config.num_machines,
         devices="" if config.use_cpu else f"#SBATCH --gpus-per-node={each}\n",
         cpus=_CPUS_PER_PROCESS * each,
+        memory="".join(f"# Less memory is wasted between tensors.\nexport {each}\n" for each in memory),
         rendezvous=_RENDEZVOUS if config.num_machines > 1 else "",
         # inside single quotes
         launch=line.replace("'", "'\\''"),
