@@ -198,8 +198,8 @@ def recommend_config(
         print(recommend_config("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", global_batch_size=64))
 
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
-    otherwise one micro-step), activation checkpointing (of all blocks or every n-th, and with their inputs on the host
-    where nothing fits without or a larger micro-batch is faster), `reshard_after_forward`, copies of the model over whole
+    otherwise one micro-step), activation checkpointing (of all blocks or every n-th; with their inputs on the host
+    where nothing fits without), `reshard_after_forward`, copies of the model over whole
     machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, or
     GPUs wait for each other, GPUs that share experts (`ep_size`), and those of a machine that share layers (`tp_size`);
     for long rows, or where nothing fits, those that share rows (`cp_size`); and then CPU offload; for LoRA on a

@@ -217,7 +217,7 @@ class Search:
     def best(self) -> Point | None:
         """The fastest point that fits, or one with less memory that is about as fast (`GAIN`); None if nothing fits.
 
-        Offloading, which is slow, is tried where nothing fits without.
+        Offloading, first of blocks' inputs, then of parameters, is tried where nothing fits without.
         """
         for offload, on_host in product(self.space.values["offload"], self.space.values[ON_HOST]):
             families = self.space.families(offload, on_host)
@@ -244,15 +244,10 @@ class Search:
 
     def _refine(self, best: Point) -> None:
         """Price what may be faster than the best point where all blocks recompute: every n-th block, n as large as
-        memory seems to allow, with its micro-batch and the next smaller; and larger ones with inputs on the host."""
-        if not best.activation_checkpointing:
+        memory seems to allow, with its micro-batch and the next smaller one."""
+        if not best.activation_checkpointing or len(self.space.values[EVERY]) == 1:
             return
         batches = list(self.space.accumulation)
-        if not best.activation_checkpointing_offload and True in self.space.values[ON_HOST]:
-            larger = batches[batches.index(best.batch_size) + 1 :]
-            self._climb([best._replace(batch_size=n, activation_checkpointing_offload=True) for n in larger])
-        if False not in self.space.values["activation_checkpointing"] or len(self.space.values[EVERY]) == 1:
-            return
         for batch in reversed(batches[max(batches.index(best.batch_size) - 1, 0) :][:2]):
             point = best._replace(batch_size=batch)
             all_, none = (self.cost(one) for one in (point, normal(point._replace(activation_checkpointing=False))))
