@@ -1,6 +1,5 @@
 """Inputs of checkpointed blocks on the host: copied while blocks compute, on a stand-in for an accelerator."""
 
-import threading
 import weakref
 from typing import Any
 
@@ -164,7 +163,3 @@ def test_models_without_blocks_of_transformers_are_refused() -> None:
     check_checkpointing(Old(), Recompute())
     with pytest.raises(ConfigError, match="has no GradientCheckpointingLayer"):
         check_checkpointing(Old(), as_recompute({"every_n_layers": 2}))
-
-
-def test_threads_of_streams_end() -> None:
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream side")]
