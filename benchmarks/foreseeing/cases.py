@@ -216,6 +216,26 @@ CASES = (
         )
     ),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
+    *(
+        Case(
+            name=f"checkpointing, {name}",
+            config=_llama,
+            settings={f"activation_checkpointing{key}": value for key, value in settings.items()},
+        )
+        for name, settings in (
+            ("every 2nd block", {"": True, "_every_n_layers": 2}),
+            ("offloaded", {"": True, "_offload": True}),
+            (
+                "every 3rd block offloaded, products kept",
+                {
+                    "": True,
+                    "_every_n_layers": 3,
+                    "_offload": True,
+                    "_save_ops": ("matmul",),
+                },
+            ),
+        )
+    ),
     Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),
     Case(name="root only", config=_llama, settings=dict(wrapping="root")),
     Case(name="root only, checkpointing", config=_llama, settings=dict(wrapping="root", activation_checkpointing=True)),

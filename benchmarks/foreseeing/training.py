@@ -92,7 +92,7 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
-        "activation_checkpointing": setup.activation_checkpointing,
+        "activation_checkpointing": setup.recompute,
     }
     if setup.wrapping == "hybrid":
         return shard_model(model, plan, **how)

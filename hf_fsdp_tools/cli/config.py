@@ -74,6 +74,7 @@ def add_config(commands: Any) -> None:
 
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
+    from hf_fsdp_tools.foresight.recommend import EXPANDABLE
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 
     template = TEMPLATES.get(options.template)
@@ -92,7 +93,7 @@ def _config(options: argparse.Namespace) -> None:
     if best is not None and options.recipe is not None and options.output is not None and is_here:
         run_path = run_file_of(options.output)
     if best is None:
-        start = [*own_variables(config), "accelerate", "launch"]
+        start = [*config.launch_variables, "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
@@ -107,19 +108,22 @@ def _config(options: argparse.Namespace) -> None:
             reason_lines.append("fp8       foreseen as bf16, which gathers more and multiplies more slowly")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
         degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-        names = (*degrees, "reshard_after_forward", "offload_params", "activation_checkpointing")
+        recomputed = ("", "_every_n_layers", "_offload")
+        names = [*degrees, "reshard_after_forward", "offload_params"]
+        names += [f"activation_checkpointing{each}" for each in recomputed]
         searched_names = {name: SETUP_FIELDS.get(name, name) for name in names}
         reasons |= {name: searched[field] for name, field in searched_names.items() if field in searched}
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
+    memory = [] if best is None or not best.expandable_bytes else [EXPANDABLE]
     start += ["--config_file", str(options.output or "FILE")]
-    notes = [f"Start it with: {shlex.join([*start, *address_words(config), *script])}", "", *reason_lines]
+    notes = [f"Start it with: {shlex.join([*memory, *start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
-    launch, texts = shlex.join([*start, *address_words(config), *cpu_words(config), *script]), {}
+    launch, texts = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script]), {}
     if template is not None:
         path = template.path(options.output)
         job = Job(
             config=config,
-            launch=[*start, *script],
+            launch=[*memory, *start, *script],
             path=options.output,
             text=text,
             command=options.command_line,
@@ -149,18 +153,6 @@ def _config(options: argparse.Namespace) -> None:
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-def own_variables(config: "FSDPConfig") -> list[str]:
-    """Variables for `accelerate launch`, whose launcher drops the keys of this package: "FSDP_EP_SIZE=8"."""
-    from hf_fsdp_tools.integrations.config import OWN_KEYS
-
-    values = ((key, getattr(config, key.removeprefix("fsdp_"))) for key in OWN_KEYS)
-    return [
-        f"{key.upper()}={','.join(value) if isinstance(value, tuple) else value}"
-        for key, value in values
-        if value not in (1, ())
-    ]
 
 
 def _write(texts: dict[Path, str], *, force: bool) -> list[str]:

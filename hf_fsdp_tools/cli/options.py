@@ -149,8 +149,18 @@ def add_sharding_options(add: Callable[..., Any]) -> None:
     add_degrees(add)
     switch = {"action": argparse.BooleanOptionalAction}
     add("--activation-checkpointing", **switch, help="recomputes activations in backward: slower, less memory")
+    about = "recomputes the first of every N blocks alone"
+    add("--activation-checkpointing-every-n-layers", type=count, metavar="N", help=about)
+    about = "keeps the inputs of blocks that recompute in host memory"
+    add("--activation-checkpointing-offload", **switch, help=about)
+    about = "keeps the results of these operators: matmul, attention, or torch's names"
+    add("--activation-checkpointing-save-ops", type=_names, metavar="A,B", help=about)
     add("--reshard-after-forward", **switch, help="frees gathered weights until backward: slower, less memory")
     add("--offload-params", **switch, help="keeps shards and optimizer state in host memory")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> tuple["FSDPConfig", dict[str, str]]:

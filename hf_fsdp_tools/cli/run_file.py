@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 if TYPE_CHECKING:
     from hf_fsdp_tools.foresight.setup import TrainingSetup
 
@@ -72,6 +70,8 @@ def run_file(values: dict[str, Any], setup: "TrainingSetup", *, recipe: str, com
         command: that makes the file, for the comment.
         launch: the command that starts the recipe with it.
     """
+    import yaml
+
     rate = _LEARNING_RATES.get(recipe, _USUAL_RATES)[setup.lora_r is not None]
     values = {name: value for name, value in values.items() if name != "dataset_name"} | {"learning_rate": rate}
     if recipe != "accelerate-loop":

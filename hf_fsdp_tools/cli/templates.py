@@ -34,7 +34,8 @@ class Job:
     @property
     def kind(self) -> str:
         """The recipe, or `train` for a script of the user's."""
-        return self.launch[1] if self.launch[0] == "hf-fsdp" else "train"
+        words = list(self.launch)
+        return words[words.index("hf-fsdp") + 1] if "hf-fsdp" in words else "train"
 
     @property
     def name(self) -> str:

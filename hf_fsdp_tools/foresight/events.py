@@ -11,9 +11,12 @@ from typing import Literal
 
 import torch
 
-Stream = Literal["compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "exchange"]
-"""The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), the copies of CPU offload, and what GPUs
-that share rows, layers or experts exchange, for which their computation waits."""
+Stream = Literal[
+    "compute", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "offload", "exchange", "activations"
+]
+"""The streams of FSDP2 (`FSDPCommContext` in torch's `_fsdp_param_group.py`), the copies of CPU offload, what GPUs
+that share rows, layers or experts exchange, for which their computation waits, and the copies of blocks' inputs to the
+host and back."""
 
 Axis = Literal["shard", "expert_shard", "replicate", "all", "rows", "layers", "experts"]
 """Ranks over which FSDP shards a weight, or an expert; ranks that hold the same shards; all; ranks that share rows
@@ -131,7 +134,7 @@ class Record:
 class Wait:
     """A stream, or the host, waits for a recorded event."""
 
-    event: int
+    event: int  # In a trace, which records none, 0: the latest copy of a block's input
     stream: Stream | Literal["host"]
 
 

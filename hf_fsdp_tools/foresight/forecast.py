@@ -27,6 +27,7 @@ from hf_fsdp_tools.modeling.tree_copy import base_of, copy_tree, is_adapted
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.adapters import add_lora
 from hf_fsdp_tools.sharding.added import plan_with_adapters
+from hf_fsdp_tools.sharding.recompute import Recompute
 
 Value = TypeVar("Value")
 
@@ -49,10 +50,20 @@ _NOT_TRACED = (
     "max_grad_norm",
     "reshard_after_forward",
     "offload",
+    "expandable_segments",
 )
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
-_NOT_BUILT = (*_NOT_TRACED, "batch_size", "images", "image_size", "activation_checkpointing", "compile", "loss")
+_NOT_BUILT = (
+    *_NOT_TRACED,
+    "batch_size",
+    "images",
+    "image_size",
+    "activation_checkpointing",
+    *(f"activation_checkpointing_{name}" for name in vars(Recompute())),
+    "compile",
+    "loss",
+)
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS, _MOST_TRACES = 2, 16

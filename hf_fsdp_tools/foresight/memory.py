@@ -32,7 +32,7 @@ _NCCL_CHANNELS = 24
 986.) With the context this makes the 1.06 GB of issue 1685 on 8 H100."""
 
 _SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
-_WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
+WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
 
 _SETTLED = 3
 """Steps after the first until the allocator does the same in every step: segments that one step adds change which
@@ -64,7 +64,8 @@ class MemoryEstimate:
     """Where in the step the GPU is full and the allocator gives cached memory back, for which the GPU stands still:
     index of the event, number of segments; () where there is room."""
     is_full: bool  # Whether the step ends with "out of memory" on this GPU
-    host_bytes: int = 0  # Host memory of one process under CPU offload: shards, gradients, optimizer state
+    host_bytes: int = 0
+    """Host memory of one process: under CPU offload shards, gradients, optimizer state; offloaded inputs of blocks."""
     notes: tuple[str, ...] = ()
     forecast: Forecast = field(repr=False, compare=False)
     replay: Replay = field(repr=False, compare=False)
@@ -144,7 +145,7 @@ class MemoryEstimate:
             *(self._row(name, num_bytes, width) for name, num_bytes in rows),
             self._verdict(),
         ]
-        wasted = _WASTED * self.limit_bytes
+        wasted = WASTED * self.limit_bytes
         if cached > wasted and (saved := self.peak_reserved - self.peak_expandable) > wasted:
             lines.append(f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(self.total - saved)} in all")
         if self.host_bytes:
@@ -242,6 +243,7 @@ def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
+    expandable = expandable or setup.expandable_segments
     later = [step.events] * (1 if expandable else _SETTLED)
     return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
 

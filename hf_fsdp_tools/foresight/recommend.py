@@ -13,8 +13,21 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Source, step_of
-from hf_fsdp_tools.foresight.memory import memory_of
-from hf_fsdp_tools.foresight.search import DEGREES, GAIN, SEARCHED, Cost, Evaluate, Job, Point, Search, Space
+from hf_fsdp_tools.foresight.memory import WASTED, memory_of
+from hf_fsdp_tools.foresight.search import (
+    DEGREES,
+    EVERY,
+    GAIN,
+    ON_HOST,
+    SEARCHED,
+    Cost,
+    Evaluate,
+    Job,
+    Point,
+    Search,
+    Space,
+    normal,
+)
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
@@ -26,6 +39,9 @@ from hf_fsdp_tools.text import show_bytes
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: of 66 published peaks on real GPUs 62 stood within it
 above what is foreseen (`docs/foresight.md`)."""
+
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""The variable with which segments of the allocator grow."""
 
 _NOT_FORESEEN = "tokens/s are not foreseen: of this GPU no published training is known. They compare settings."
 
@@ -54,6 +70,8 @@ class Recommendation:
     margin: float  # Part of `gpu_bytes` that stays free at least
     whole_logits_bytes: int = 0
     """`cost.peak_bytes` of the same with whole logits; 0 where the loss was named, or is never made in pieces."""
+    expandable_bytes: int = 0
+    """`cost.peak_bytes` with PYTORCH_ALLOC_CONF=expandable_segments:True; 0 where that saves next to nothing."""
     reasons: Mapping[str, tuple[str, ...]]
     """Of each field that was searched or could have been, why it has its value: a line per value that was rejected,
     with the figures of the setting that has it."""
@@ -96,6 +114,8 @@ class Recommendation:
             lines.append(
                 f"          full {cost.retries} times per step, for which the GPU stands still (in the speed below)"
             )
+        if self.expandable_bytes:
+            lines.append(f"          with {EXPANDABLE} {show_bytes(self.expandable_bytes)}")
         if whole := self.whole_logits_bytes:
             fits = "" if whole <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
             words = f"with whole logits {show_bytes(whole)}{fits}"
@@ -124,6 +144,8 @@ _TITLES = {
     "seq_len": "tokens per sequence",
     "batch_size": "micro-batch",
     "activation_checkpointing": "activation checkpointing",
+    "activation_checkpointing_every_n_layers": "of every n-th block",
+    "activation_checkpointing_offload": "blocks' inputs on the host",
     "reshard_after_forward": "reshard after forward",
     "sync_each_batch": "reduction in every micro-step",
     "dp_replicate_size": "copies of the model",
@@ -176,7 +198,8 @@ def recommend_config(
         print(recommend_config("meta-llama/Llama-3.1-8B", num_gpus=8, gpu="h100-80gb", global_batch_size=64))
 
     Searched are, unless they are fixed: micro-batch and accumulation (these together only with a global batch;
-    otherwise one micro-step), activation checkpointing, `reshard_after_forward`, copies of the model over whole
+    otherwise one micro-step), activation checkpointing (of all blocks or every n-th; with their inputs on the host
+    where nothing fits without), `reshard_after_forward`, copies of the model over whole
     machines or parts of one (HSDP), `sync_each_batch` where micro-steps are accumulated; where nothing fits without, or
     GPUs wait for each other, GPUs that share experts (`ep_size`), and those of a machine that share layers (`tp_size`);
     for long rows, or where nothing fits, those that share rows (`cp_size`); and then CPU offload; for LoRA on a
@@ -243,11 +266,21 @@ def recommend_config(
         gpu_bytes=job.gpu_bytes,
         margin=margin,
         whole_logits_bytes=whole,
+        expandable_bytes=_expandable_bytes(job, chosen, cost),
         reasons=reasons,
         proposals=tuple(_proposals(job, search, best)),
         estimated=len(prices),
         possible=len(search.space),
     )
+
+
+def _expandable_bytes(job: Job, setup: TrainingSetup, cost: Cost) -> int:
+    """Memory with segments that grow; 0 where they save next to nothing, or are not for this GPU (AMD's)."""
+    gpu = gpu_named(setup.gpu)
+    if gpu.family.startswith("mi") or setup.expandable_segments:
+        return 0
+    num_bytes = job.priced(replace(setup, expandable_segments=True)).peak_bytes
+    return num_bytes if cost.peak_bytes - num_bytes > WASTED * gpu.memory_bytes else 0
 
 
 def _with_stored_base(job: Job) -> Job | None:
@@ -439,6 +472,11 @@ def _reasons(search: Search, best: Point, job: Job) -> dict[str, tuple[str, ...]
     alternatives = {"batch_size": batches[max(place - 1, 0) : place + 2], **space.values}
     if len(space.values["sync_each_batch"]) == 1 or space.accumulation[best.batch_size] == 1:
         del alternatives["sync_each_batch"]
+    if not best.activation_checkpointing:
+        del alternatives[EVERY], alternatives[ON_HOST]
+    elif EVERY not in job.fixed:
+        every = best.activation_checkpointing_every_n_layers
+        alternatives[EVERY] = [n for n in alternatives[EVERY] if abs(n - every) <= 1]
     reasons = {}
     for field, values in alternatives.items():
         others = [other for other in values if other != getattr(best, field)]
@@ -450,7 +488,7 @@ def _reasons(search: Search, best: Point, job: Job) -> dict[str, tuple[str, ...]
 def _rejected(search: Search, best: Point, field: str, value: Any, job: Job) -> str:
     """The figures of the recommended setting with another value of a field: of the micro-batches that are priced with
     it the fastest that fits; where none does, the smallest, its own among them."""
-    point = best._replace(**{field: value})
+    point = normal(best._replace(**{field: value}))
     if field != "batch_size":
         alike = [one for one in search.costs if one._replace(batch_size=point.batch_size) == point]
         fitting = [one for one in alike if search.fits(one)]
@@ -458,7 +496,7 @@ def _rejected(search: Search, best: Point, field: str, value: Any, job: Job) -> 
         point = max(fitting, key=search.rate) if fitting else smallest
     values, before, cost = search.space.setup(point), search.space.setup(best), search.cost(point)
     changes = {name: new for name in Point._fields if (new := getattr(values, name)) != getattr(before, name)}
-    more = _words({name: new for name, new in changes.items() if name != field})
+    more = _words({name: new for name, new in changes.items() if name not in (field, EVERY, ON_HOST)})
     num_bytes, slower = cost.peak_bytes, 1 - search.rate(point) / search.rate(best)
     verdict = f"{show_bytes(num_bytes)} of {show_bytes(job.gpu_bytes)}"
     if num_bytes > job.gpu_bytes:
@@ -512,7 +550,7 @@ def _nearest(job: Job) -> Iterator[str]:
     setup = job.setup
     before, after = (Space.of(setup, fixed, None).leanest() for fixed in (job.fixed, ()))
     cheapest_first = ("activation_checkpointing", "reshard_after_forward", "sync_each_batch", "dp_replicate_size")
-    fields = (*cheapest_first, "batch_size", "offload")
+    fields = (*cheapest_first, ON_HOST, "batch_size", "offload")
     changes = [name for name in fields if getattr(before, name) != getattr(after, name)]
     for name in changes if len(changes) > 1 else ():
         if job.fits(fixed=job.fixed - {name}):

@@ -3,7 +3,8 @@
 A function prices a setting in bytes and seconds. The search relies on what holds for every training: memory grows with
 the micro-batch, with copies of the model and where gathered parameters or whole gradients are kept; recomputing
 activations and offloading save memory and never make the same micro-batch faster; a larger micro-batch is not slower
-per token.
+per token. Memory and time of every n-th block lie between those of all blocks and of none: which n are worth a price
+is read off the two.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -46,11 +47,19 @@ class Point(NamedTuple):
 
     batch_size: int
     activation_checkpointing: bool
+    activation_checkpointing_every_n_layers: int
+    activation_checkpointing_offload: bool
     offload: bool
     reshard_after_forward: bool
     sync_each_batch: bool
     dp_replicate_size: int
 
+
+EVERY, ON_HOST = Point._fields[2:4]
+"""How activations are recomputed, where they are."""
+
+MOST_LAYERS = 4
+"""Of up to so many blocks one is checkpointed. (assumed: a quarter of the blocks saves a quarter of the activations)"""
 
 DEGREES = ("ep_size", "cp_size", "tp_size")
 """Degrees that are searched around all else, in the order in which they are tried."""
@@ -84,30 +93,47 @@ class Space:
         is_accumulated = is_sharded and max(accumulation.values()) > 1
         values: dict[str, tuple[Any, ...]] = {
             "activation_checkpointing": (False, True),
+            EVERY: tuple(range(1, MOST_LAYERS + 1)),
+            ON_HOST: (False, True),
             "reshard_after_forward": (True, False) if is_sharded else (True,),
             "sync_each_batch": (True, False) if is_accumulated else (setup.sync_each_batch,),
             "dp_replicate_size": (1, *copies) if is_sharded else (1,),
             "offload": (False, True) if setup.wrapping != "none" else (False,),
         }
-        return cls(setup, accumulation, values | {name: (getattr(setup, name),) for name in values.keys() & fixed})
+        values |= {name: (getattr(setup, name),) for name in values.keys() & fixed}
+        if True not in values["activation_checkpointing"]:
+            values |= {EVERY: (1,), ON_HOST: (False,)}
+        return cls(setup, accumulation, values)
 
     def __len__(self) -> int:
-        return sum(len(family) for offload in self.values["offload"] for family in self.families(offload))
+        recomputed = self.values["activation_checkpointing"]
+        ways = (False in recomputed) + (True in recomputed) * len(self.values[EVERY]) * len(self.values[ON_HOST])
+        families = [self.families(offload, False) for offload in self.values["offload"]]
+        return sum(len(family) for each in families for family in each) * ways // len(recomputed)
 
     def setup(self, point: Point) -> TrainingSetup:
+        point = normal(point)
         return replace(self.base, gradient_accumulation_steps=self.accumulation[point.batch_size], **point._asdict())
 
     def leanest(self, offload: bool | None = None) -> Point:
         """The point that needs the least memory, with or without offload."""
-        lean = {name: (min if name == "dp_replicate_size" else max)(values) for name, values in self.values.items()}
+        least = ("dp_replicate_size", EVERY)
+        lean = {name: (min if name in least else max)(values) for name, values in self.values.items()}
         lean |= {} if offload is None else {"offload": offload}
         return Point(batch_size=min(self.accumulation), **lean)
 
-    def families(self, offload: bool) -> list[list[Point]]:
-        """The points that differ in the micro-batch alone, ascending; families that are likely to be fast first."""
+    def families(self, offload: bool, on_host: bool) -> list[list[Point]]:
+        """The points that differ in the micro-batch alone, ascending; families that are likely to be fast first. Where
+        activations are recomputed, all blocks do, or every n-th for the least n that is allowed."""
         families = []
-        for chosen in product(*(values for name, values in self.values.items() if name != "offload")):
-            values = dict(zip(self.values, chosen, strict=False), offload=offload)
+        apart = {"offload": offload, EVERY: min(self.values[EVERY]), ON_HOST: on_host}
+        searched = {name: values for name, values in self.values.items() if name not in apart}
+        for chosen in product(*searched.values()):
+            values = dict(zip(searched, chosen, strict=True)) | apart
+            if not values["activation_checkpointing"]:
+                if on_host and False in self.values[ON_HOST]:
+                    continue  # as without
+                values |= {EVERY: 1, ON_HOST: False}
             always = values["sync_each_batch"] or len(self.values["sync_each_batch"]) == 1
             batches = [batch for batch, steps in self.accumulation.items() if always or steps > 1]
             families.append([Point(batch_size=batch, **values) for batch in batches])
@@ -191,20 +217,48 @@ class Search:
     def best(self) -> Point | None:
         """The fastest point that fits, or one with less memory that is about as fast (`GAIN`); None if nothing fits.
 
-        Offloading, which is slow, is tried where nothing fits without.
+        Offloading, first of blocks' inputs, then of parameters, is tried where nothing fits without.
         """
-        for offload in self.space.values["offload"]:
-            families = self.space.families(offload)
+        for offload, on_host in product(self.space.values["offload"], self.space.values[ON_HOST]):
+            families = self.space.families(offload, on_host)
             self._climb(families[0])
-            if not self.fitting() and not self.fits(self.space.leanest(offload)):
+            leanest = self.space.leanest(offload)._replace(activation_checkpointing_offload=on_host)
+            if not self.fitting() and not self.fits(leanest):
                 continue
             for family in families[1:]:
                 self._climb(family)
-            fitting = self.fitting()
-            most = max(map(self.rate, fitting))
-            near = [point for point in fitting if self.rate(point) * (1 + GAIN) >= most]
-            return min(near, key=lambda point: (point.offload, self.cost(point).peak_bytes, -self.rate(point)))
+            self._refine(self._fastest())
+            return self._fastest()
         return None
+
+    def _fastest(self) -> Point:
+        fitting = self.fitting()
+        most = max(map(self.rate, fitting))
+        near = [point for point in fitting if self.rate(point) * (1 + GAIN) >= most]
+
+        def order(point: Point) -> tuple[Any, ...]:
+            on_host = point.activation_checkpointing_offload
+            return point.offload, on_host, self.cost(point).peak_bytes, -self.rate(point)
+
+        return min(near, key=order)
+
+    def _refine(self, best: Point) -> None:
+        """Price what may be faster than the best point where all blocks recompute: every n-th block, n as large as
+        memory seems to allow, with its micro-batch and the next smaller one."""
+        if not best.activation_checkpointing or len(self.space.values[EVERY]) == 1:
+            return
+        batches = list(self.space.accumulation)
+        for batch in reversed(batches[max(batches.index(best.batch_size) - 1, 0) :][:2]):
+            point = best._replace(batch_size=batch)
+            all_, none = (self.cost(one) for one in (point, normal(point._replace(activation_checkpointing=False))))
+            for every in sorted(self.space.values[EVERY], reverse=True)[:-1]:
+                peak = none.peak_bytes + (all_.peak_bytes - none.peak_bytes) / every
+                seconds = none.step_seconds + (all_.step_seconds - none.step_seconds) / every
+                is_faster = self._sequences(point) / seconds > max(map(self.rate, self.fitting())) * (1 + GAIN)
+                if peak > self.limit_bytes or not is_faster:
+                    continue
+                if self.fits(point._replace(activation_checkpointing_every_n_layers=every)):
+                    break
 
     def fitting(self) -> list[Point]:
         return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]
@@ -246,7 +300,7 @@ class Search:
         longer grows with the micro-batch, that of the largest that was priced."""
         rates: dict[int, float] = {}
         for one, cost in self.costs.items():
-            if cost.floor_seconds > 0 and one.activation_checkpointing <= point.activation_checkpointing:
+            if cost.floor_seconds > 0 and _switches(one)[0] <= _switches(point)[0]:
                 rate = self._sequences(one) / cost.floor_seconds
                 rates[one.batch_size] = max(rate, rates.get(one.batch_size, 0.0))
         above = [rate for batch, rate in rates.items() if batch >= point.batch_size]
@@ -259,10 +313,25 @@ class Search:
 def _is_leaner(one: Point, point: Point) -> bool:
     """Whether a point needs at most the memory of another one, whatever the model."""
     grows = point.batch_size >= one.batch_size and point.dp_replicate_size >= one.dp_replicate_size
-    return grows and all(map(le, point[1:5], one[1:5]))
+    return grows and all(map(le, _switches(point), _switches(one)))
 
 
 def _is_as_fast(one: Point, point: Point) -> bool:
     """Whether a point is at least as fast as another one, whatever the model."""
     alike = one.batch_size >= point.batch_size and one.dp_replicate_size == point.dp_replicate_size
-    return alike and one != point and all(map(le, one[1:5], point[1:5]))
+    return alike and one != point and all(map(le, _switches(one), _switches(point)))
+
+
+def normal(point: Point) -> Point:
+    """The point without what means nothing where no activations are recomputed."""
+    if point.activation_checkpointing:
+        return point
+    return point._replace(activation_checkpointing_every_n_layers=1, activation_checkpointing_offload=False)
+
+
+def _switches(point: Point) -> tuple[Any, ...]:
+    """What saves memory and costs time, each in ascending order: of activations none, every n-th block, all, on the
+    host; offload, resharding, reduction in every micro-step."""
+    recomputed = point.activation_checkpointing
+    grade = (recomputed, -point.activation_checkpointing_every_n_layers * recomputed, recomputed and point[3])
+    return grade, *point[4:7]

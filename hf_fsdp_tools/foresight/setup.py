@@ -1,6 +1,7 @@
 """What is known of a training before it runs: batch, precision, optimizer, sharding, machines."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -10,6 +11,7 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.timing.hardware import Gpu
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
+from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute, ordinal
 from hf_fsdp_tools.text import did_you_mean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # The dtypes of a `TrainingSetup`
@@ -90,6 +92,12 @@ class TrainingSetup:
     `from_pretrained`."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
+    activation_checkpointing_every_n_layers: int = 1
+    """Of every so many blocks the first recomputes, the others keep their activations."""
+    activation_checkpointing_offload: bool = False
+    """Keep the inputs of blocks that recompute in host memory."""
+    activation_checkpointing_save_ops: tuple[str, ...] = ()
+    """Operators whose results these blocks keep: "matmul", "attention", or torch's names."""
     reshard_after_forward: bool = True
     """False keeps gathered parameters until the backward pass."""
     wrapping: Literal["hybrid", "root", "none"] = "hybrid"
@@ -97,6 +105,8 @@ class TrainingSetup:
     policy: HybridPolicy = field(default_factory=HybridPolicy)
     offload: bool = False
     """Keep shards, gradients and optimizer state in host memory."""
+    expandable_segments: bool = False
+    """PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator's segments grow."""
     compile: bool = False
     """`torch.compile` per block."""
     loss: Literal["full", "chunked", None] = None
@@ -147,6 +157,9 @@ class TrainingSetup:
                 raise ConfigError(
                     "tp_size and ep_size divide no weights that stay quantised; leave dequantize=False out."
                 )
+        more = as_recompute({name: getattr(self, f"activation_checkpointing_{name}") for name in vars(Recompute())})
+        if more != Recompute() and not self.activation_checkpointing:
+            raise ConfigError("activation_checkpointing is off: turn it on, or leave out what says how it is done.")
         self.dims.resolve(self.num_gpus)
         if max(self.cp_size, self.tp_size, self.ep_size) > 1 and self.wrapping == "none":
             raise ConfigError("cp_size, tp_size and ep_size need FSDP; leave them or wrapping='none' out.")
@@ -172,11 +185,30 @@ class TrainingSetup:
                 f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
                 *(["loss in pieces" if self.loss == "chunked" else "whole logits"] if self.loss else []),
                 *(["CPU offload"] if self.offload else []),
-                f"{'with' if self.activation_checkpointing else 'no'} activation checkpointing",
+                *self._words_of_activations,
                 f"{self.attn_implementation} attention",
                 "compiled blocks" if self.compile else "not compiled",
+                *(["segments that grow"] if self.expandable_segments else []),
             ]
         )
+
+    @property
+    def _words_of_activations(self) -> Iterator[str]:
+        if not self.activation_checkpointing:
+            yield "no activation checkpointing"
+            return
+        every, ops = self.activation_checkpointing_every_n_layers, self.activation_checkpointing_save_ops
+        yield "with activation checkpointing" + f" of every {ordinal(every)} block" * (every > 1)
+        if ops:
+            yield f"results of {' and '.join(ops)} kept"
+        if self.activation_checkpointing_offload:
+            yield "blocks' inputs on the host"
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Which blocks recompute their activations, and what they keep; None where none do."""
+        more = {name: getattr(self, f"activation_checkpointing_{name}") for name in vars(Recompute())}
+        return as_recompute(self.activation_checkpointing and more)
 
     @property
     def dims(self) -> ParallelDims:

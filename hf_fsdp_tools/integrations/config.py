@@ -125,6 +125,16 @@ class FSDPConfig:
         """Processes that share one copy of the model, beside those that share rows."""
         return self.num_processes // (self.dp_replicate_size * self.cp_size * self.tp_size)
 
+    @property
+    def launch_variables(self) -> list[str]:
+        """What stands before `accelerate launch`, which drops the keys of this package: "FSDP_EP_SIZE=8"."""
+        values = ((key, getattr(self, key.removeprefix("fsdp_"))) for key in OWN_KEYS)
+        return [
+            f"{key.upper()}={','.join(value) if isinstance(value, tuple) else value}"
+            for key, value in values
+            if value not in (1, ())
+        ]
+
     def to_accelerate_yaml(self, *, command: str | None = None, notes: Sequence[str] = ()) -> str:
         """Text for `accelerate launch --config_file`, the same for the same config.
 

@@ -56,12 +56,14 @@ class Recompute:
     @property
     def words(self) -> str:
         """What happens to activations, for a reader."""
-        count = {1: "", 2: "every 2nd block of ", 3: "every 3rd block of "}
-        some = count.get(self.every_n_layers, f"every {self.every_n_layers}th block of ")
+        some = f" (every {ordinal(self.every_n_layers)} block of each stack)" if self.every_n_layers > 1 else ""
         kept = f", results of {', '.join(self.save_ops)} kept" if self.save_ops else ""
-        return f"recomputed block by block{f' ({some}each stack)' if some else ''}{kept}" + (
-            ", the blocks' inputs on the host" if self.offload else ""
-        )
+        return f"recomputed block by block{some}{kept}" + (", the blocks' inputs on the host" * self.offload)
+
+
+def ordinal(number: int) -> str:
+    """2 as "2nd"."""
+    return f"{number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }"
 
 
 def as_recompute(value: Any) -> Recompute | None:
@@ -283,11 +285,12 @@ def _run_offloaded(
     hidden = first_float(args) if torch.is_grad_enabled() else None
     if hidden is None or not hidden.requires_grad or not _is_dense(hidden):
         return run(function, *args)
-    storage = hidden.untyped_storage()._cdata
+    storage, shape = hidden.untyped_storage()._cdata, hidden.shape
+    del hidden  # autograd keeps the functions below as long as what they pack
     made: list[_Kept] = []
 
     def pack(tensor: torch.Tensor) -> Any:
-        if made or tensor.untyped_storage()._cdata != storage or tensor.shape != hidden.shape:
+        if made or tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
             return tensor
         made.append(_Kept(tensor, link_of(tensor), None if is_first else chain.last))
         chain.last = weakref.ref(made[0])

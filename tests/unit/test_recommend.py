@@ -24,10 +24,20 @@ class Toy:
     """Prices of a training: bytes and seconds by a formula that has what FSDP has."""
 
     def __init__(
-        self, params=8e9, *, activation=4e5, gather=0.05, latency=0.1, shares_rows=False, most_experts=1, stored=None
+        self,
+        params=8e9,
+        *,
+        activation=4e5,
+        gather=0.05,
+        latency=0.1,
+        shares_rows=False,
+        most_experts=1,
+        stored=None,
+        hosted=0.1,
     ):
         self.params, self.activation, self.gather, self.latency = params, activation, gather, latency
         self.asked, self.shares_rows, self.most_experts = [], shares_rows, most_experts
+        self.hosted = hosted  # Part of the activations that is left where blocks' inputs are on the host
         self.stored = stored  # How much longer a step takes on weights that stay quantised
 
     def __call__(self, setup):
@@ -44,8 +54,13 @@ class Toy:
         if setup.tp_size > 1 or (setup.cp_size > 1 and not self.shares_rows) or setup.ep_size > self.most_experts:
             raise ConfigError("cannot be divided so")
         tokens = setup.batch_size * setup.seq_len // setup.cp_size
-        kept = self.activation * tokens * (0.1 if setup.activation_checkpointing else 1)
-        floor = 6 * self.params / 4e14 * (tokens + 500) * (4 / 3 if setup.activation_checkpointing else 1)
+        part = setup.activation_checkpointing / setup.activation_checkpointing_every_n_layers
+        kept = (
+            self.activation
+            * tokens
+            * (1 - part + part * (self.hosted if setup.activation_checkpointing_offload else 0.1))
+        )
+        floor = 6 * self.params / 4e14 * (tokens + 500) * (1 + part / 3)
         floor *= 1 if setup.dequantize else self.stored
         links = self.gather * (2 if setup.reshard_after_forward else 1) / setup.dp_replicate_size
         links /= max(1, setup.ep_size / 8)  # within a machine all traffic between machines stays
@@ -68,11 +83,13 @@ def choose(setup, toy, *, fixed=(), longest=None, **options):
 
 def settings(setup, *, global_batch_size=None, replicas=(1,)):
     """Every setting of the space."""
-    for batch, *values in product(BATCHES, (False, True), (False, True), (True, False), (True, False), replicas):
+    ways = [(False, 1, False), *product((True,), (1, 2, 3, 4), (False, True))]
+    others = ((False, True), (True, False), (True, False), replicas)
+    for batch, way, *values in product(BATCHES, ways, *others):
         rest = global_batch_size // setup.num_gpus if global_batch_size else 0
         if not rest or rest % batch == 0:
             steps = rest // batch if rest else 1
-            changes = dict(zip(Point._fields[1:], values, strict=True))
+            changes = dict(zip(Point._fields[1:], (*way, *values), strict=True))
             if steps == 1 and not changes["sync_each_batch"]:
                 continue
             yield replace(setup, batch_size=batch, gradient_accumulation_steps=steps, **changes)
@@ -93,6 +110,7 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
             activation=10 ** draw.uniform(3.5, 6.5),
             gather=10 ** draw.uniform(-3, 1),
             latency=10 ** draw.uniform(-3, 0),
+            hosted=draw.choice((0.02, 0.1)),
         )
         setup = TrainingSetup(num_gpus=32, seq_len=2048)
         every = [(one, toy(one)) for one in settings(setup, global_batch_size=global_batch_size, replicas=(1, 2, 4))]
@@ -113,6 +131,47 @@ def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size):
         if global_batch_size:
             assert best.global_batch_size == global_batch_size
     assert found > 15 and sum(shares) / found < 0.15 and max(shares) < 0.35
+
+
+def test_every_nth_block_recomputes_where_memory_allows():
+    """n as large as it may be, found with few further estimates, and n as the neighbours of what was chosen."""
+    toy, setup = Toy(8e9, activation=1.2e7, gather=1e-3), TrainingSetup(num_gpus=8, seq_len=8192)
+    best = choose(setup, toy, fixed=("batch_size",))
+    chosen = best.setup
+    assert chosen.activation_checkpointing and chosen.activation_checkpointing_every_n_layers == 2
+    more, less = (replace(chosen, activation_checkpointing_every_n_layers=n) for n in (1, 3))
+    assert toy(less).peak_bytes > 0.9 * GPU and toy(more).step_seconds > toy(chosen).step_seconds
+    assert [reason[:2] for reason in best.reasons["activation_checkpointing_every_n_layers"]] == ["1:", "3:"]
+    assert best.estimated < 20
+    fixed = choose(replace(setup, activation_checkpointing=True), toy, fixed=("batch_size", "activation_checkpointing"))
+    assert fixed.setup.activation_checkpointing_every_n_layers == 2, "where it is asked for, too"
+
+
+def test_inputs_go_to_the_host_where_nothing_fits_otherwise():
+    """Before anything else is offloaded, and not where it is refused."""
+    toy, setup = Toy(8e9, activation=8e7, hosted=0.01), TrainingSetup(num_gpus=8, seq_len=8192)
+    best = choose(setup, toy)
+    assert best.setup.activation_checkpointing_offload and not best.setup.offload
+    (reason,) = best.reasons["activation_checkpointing_offload"]
+    assert reason == "no (micro-batch 1): 82.3 GB of 84.9 GB, less than 10 % free"
+    with pytest.raises(ConfigError, match="What fits: with blocks' inputs on the host"):
+        choose(setup, toy, fixed=("activation_checkpointing_offload", "offload"))
+
+
+def test_segments_that_grow_are_named_where_they_save_much():
+    class Growing(Toy):
+        def __call__(self, setup):
+            cost = super().__call__(setup)
+            return replace(cost, peak_bytes=int(cost.peak_bytes * (0.9 if setup.expandable_segments else 1)))
+
+    for toy, gpu, is_named in (
+        (Growing(8e9, activation=4e6), "h100-80gb", True),
+        (Growing(1e8, activation=4e4), "h100-80gb", False),
+        (Growing(8e9, activation=4e6), "mi300x", False),
+    ):
+        best = choose(TrainingSetup(num_gpus=8, seq_len=2048, gpu=gpu), toy, fixed=("batch_size",))
+        text = f"with PYTORCH_ALLOC_CONF=expandable_segments:True {show_bytes(int(best.cost.peak_bytes * 0.9))}"
+        assert (text in str(best)) == (best.expandable_bytes > 0) == is_named
 
 
 def test_rejected_settings_have_their_figures():

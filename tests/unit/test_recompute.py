@@ -1,6 +1,5 @@
 """Inputs of checkpointed blocks on the host: copied while blocks compute, on a stand-in for an accelerator."""
 
-import threading
 import weakref
 from typing import Any
 
@@ -67,12 +66,13 @@ class _Ordered:
     def __init__(self) -> None:
         self.order: list[str] = []
         self._count = 0
-        self._begun: dict[int, str] = {}
+        self.memories: list[Any] = []
 
     def keep(self, source: torch.Tensor) -> tuple[Any, Any]:
         self._count += 1
         name = str(self._count - 1)
         memory, place = weakref.ref(source.untyped_storage()), source.storage_offset()
+        self.memories.append(memory)
         host = torch.empty_like(source)
         self.order.append(f"out {name}")
 
@@ -99,7 +99,12 @@ def test_copies_overlap_with_the_computation() -> None:
     checkpoint_activations(model, Recompute(offload=True), link_of=lambda _: link)
     for index, block in enumerate(model.model.layers):
         block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
+    on_device: list[Any] = []
+    model.lm_head.register_forward_pre_hook(
+        lambda *_: on_device.extend(memory for memory in link.memories if memory() is not None)
+    )
     gradients(model)
+    assert len(link.memories) == LAYERS and not on_device, "behind the blocks no input is on the device"
     forward = [each for index in range(LAYERS) for each in (f"out {index}", f"block {index}")]
     assert link.order[: 2 * LAYERS] == forward
     backward = link.order[2 * LAYERS :]
@@ -158,7 +163,3 @@ def test_models_without_blocks_of_transformers_are_refused() -> None:
     check_checkpointing(Old(), Recompute())
     with pytest.raises(ConfigError, match="has no GradientCheckpointingLayer"):
         check_checkpointing(Old(), as_recompute({"every_n_layers": 2}))
-
-
-def test_threads_of_streams_end() -> None:
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream side")]

@@ -106,12 +106,14 @@ def renumbered(trace: Trace) -> list[tuple]:
         ("local and global", 11, {}),
         ("encoder and decoder", 7, {}),
         ("llama", 6, {"lora_r": 4, "activation_checkpointing": True}),
+        ("llama", 13, {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2}),
+        ("llama", 6, {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
     ],
 )
 def test_few_blocks_give_the_events_of_all_one_by_one(kind, layers, fields, monkeypatch):
     spliced = traced(kind, layers, **fields)
     assert spliced.repeated > 0
-    monkeypatch.setattr(dry_run, "repeating_stacks", lambda model, kept: [])
+    monkeypatch.setattr(dry_run, "repeating_stacks", lambda model, kept, every: [])
     run = traced(kind, layers, **fields)
     assert run.repeated == 0
     assert renumbered(spliced) == renumbered(run)

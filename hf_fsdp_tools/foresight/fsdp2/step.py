@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Wait, Work
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shards import Shard, split_parameters
@@ -21,7 +21,8 @@ class Step:
     optimizer_at: int  # Index of the first event of clipping and the optimizer
     parameters: tuple[Alloc, ...]  # Shards, buffers and other memory that is there from the beginning and for good
     state: tuple[Alloc, ...]
-    host_bytes: int  # Host memory of this rank under CPU offload: shards, gradients, optimizer state
+    host_bytes: int
+    """Host memory of this rank: shards, gradients, optimizer state under CPU offload, and blocks' inputs."""
 
     @property
     def resident(self) -> tuple[Alloc, ...]:
@@ -77,6 +78,8 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     if setup.offload:
         host_bytes = sum(shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards)
         host_bytes += sum(state_bytes)
+    works = (event for event in trace.events if type(event) is Work and event.stream == "activations")
+    host_bytes += int(sum(work.num_bytes for work in works if work.operation == "device_to_host"))
     return Step(
         events=tuple(writer.events),
         optimizer_at=optimizer_at,
@@ -110,6 +113,7 @@ def _write_micro_steps(
     # gradients that may stay until the end of the step, and where they are taken
     staying = {event.block for event in events if type(event) is Gradient and event.parameter in lasting}
     taken = {at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in staying}
+    copied = 0  # the event behind the latest copy of a block's input
     for number in range(setup.gradient_accumulation_steps):
         is_last = number == setup.gradient_accumulation_steps - 1
         renamed = {} if is_last else {block: writer.new_block() for block in taken.values()}
@@ -126,6 +130,14 @@ def _write_micro_steps(
                 continue
             is_renamed = at in taken and not is_last
             is_exchange = type(event) is Work and event.stream == "exchange"
+            if type(event) is Wait:
+                writer.wait(copied, "compute")
+                continue
+            if type(event) is Work and event.stream == "activations":
+                writer.wait_stream("activations", "compute")
+                writer.events.append(event)
+                copied = writer.record("activations")
+                continue
             if is_exchange:
                 writer.wait_stream("exchange", "compute")
             writer.events.append(replace(event, block=renamed[event.block]) if is_renamed else event)

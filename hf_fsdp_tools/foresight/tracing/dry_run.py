@@ -54,7 +54,7 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
     note says so. A model that needs values of weights or activations, or kernels of its own, is a `ConfigError`.
     """
     if setup.activation_checkpointing:
-        check_checkpointing(model)
+        check_checkpointing(model, setup.recompute)
     if setup.cp_size > 1:
         check_rows(base_of(model), setup.cp_size)
     notes: tuple[str, ...] = ()
@@ -71,7 +71,9 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
 
 def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
     """The trace by a dry run, of few blocks where they stand for all."""
-    for stacks in _ways_to_shorten(model, has_images=images is not None):
+    for stacks in _ways_to_shorten(
+        model, has_images=images is not None, every=setup.activation_checkpointing_every_n_layers
+    ):
         try:
             recorder, bounds = _dry_run(model, plan, setup, device, stacks, images)
         except _CannotFollowError:
@@ -84,13 +86,14 @@ def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: De
     return _trace(model, plan, setup, recorder.events, ())
 
 
-def _ways_to_shorten(model: nn.Module, *, has_images: bool) -> Iterator[list[Stack]]:
-    """Yield lists of stacks to leave blocks out of, those with the fewest blocks left first."""
+def _ways_to_shorten(model: nn.Module, *, has_images: bool, every: int) -> Iterator[list[Stack]]:
+    """Yield lists of stacks to leave blocks out of, those with the fewest blocks left first; of every so many blocks
+    the first is another than those behind it."""
     of_transformers: Any = model
     encoder = of_transformers.get_encoder(modality="image") if has_images else None
     tower = next((f"{name}." for name, module in model.named_modules() if module is encoder and name), None)
     for kept in _KEPT:
-        stacks = repeating_stacks(model, kept)
+        stacks = repeating_stacks(model, kept, every)
         outside = [stack for stack in stacks if tower is None or not stack.container.startswith(tower)]
         for some in (stacks, outside) if len(outside) < len(stacks) else (stacks,):
             if some:
@@ -192,7 +195,9 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             config.use_cache = False
     follow_parts(model)
     if setup.activation_checkpointing:
-        checkpoint_activations(model)
+        link = _Link(recorder)
+        link_of = (lambda _: link) if recorder.on_cuda else None  # on CPUs, copies are memory and work like all else
+        checkpoint_activations(model, setup.recompute, link_of=link_of)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
         for name in unit.modules:
@@ -215,6 +220,23 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         if parameter.requires_grad:
             hook = partial(recorder.keep_gradient, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class _Link:
+    """Copies of blocks' inputs between a GPU and its host."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def keep(self, source: torch.Tensor) -> tuple[None, None]:
+        self._recorder.copy_input("device_to_host", source.nbytes)
+        return None, None
+
+    def fetch(self, host: None, to: torch.Tensor) -> None:
+        self._recorder.copy_input("host_to_device", to.nbytes)
+
+    def wait(self, mark: None) -> None:
+        self._recorder.wait_for_input()
 
 
 def _mark(module: nn.Module, name: str, recorder: Recorder, *, is_grouped: bool) -> None:

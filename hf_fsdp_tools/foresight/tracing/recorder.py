@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Wait, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.times = 1  # How often what runs now is run
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
-        self._on_cuda = on_cuda
+        self.on_cuda = on_cuda
         self._sizes = sizes or {}  # Of the groups whose ranks exchange what they compute, by name
         self._root = _Pass("", "")
         self._passes = [self._root]
@@ -116,10 +116,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._kept.append(gradient)
         parameter.grad = None
 
+    def copy_input(self, operation: Literal["device_to_host", "host_to_device"], num_bytes: int) -> None:
+        """A copy of a block's input, beside the computation."""
+        unit = self._passes[-1].unit
+        self.events.append(Work(operation, 0.0, float(num_bytes), unit, self.phase, "activations"))
+
+    def wait_for_input(self) -> None:
+        """The computation waits for the latest such copy."""
+        self.events.append(Wait(0, "compute"))
+
     @contextmanager
     def chunks_once(self) -> Iterator[None]:
         """A block in which the first of the chunks in which a weight is dequantised stands for all of them."""
-        own, on_cuda = PackedForm.chunks, self._on_cuda
+        own, on_cuda = PackedForm.chunks, self.on_cuda
 
         def first(form: PackedForm, matrices: int, most: int) -> Iterator[tuple[slice, int, int]]:
             found = list(own(form, matrices, VALUES_AT_A_TIME_ON_ACCELERATORS if on_cuda else most))
@@ -144,14 +153,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and self.phase == "backward" and _is_sum_in_place(*args):
             func = torch.ops.aten.add_.Tensor
-        result = run_on(func, args, kwargs, on_cuda=self._on_cuda)
+        result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
         made = _tensors(result)
         new = [tensor for tensor in made if self._take(tensor)]
         is_view = not new and not func._schema.is_mutable
         if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
         self._work(func, args, kwargs, result, made)
-        sizes = scratch(func, args, on_cuda=self._on_cuda)
+        sizes = scratch(func, args, on_cuda=self.on_cuda)
         taken = [self._append(num_bytes, "temporaries") for num_bytes in sizes if num_bytes]
         self.events += [Free(number) for number in reversed(taken)]
         return result

@@ -55,8 +55,9 @@ class Stack:
         return period if 0 <= period < self.kept else None
 
 
-def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
-    """The lists of blocks in which more than `kept` periods of alike blocks follow each other."""
+def repeating_stacks(model: nn.Module, kept: int, every: int = 1) -> list[Stack]:
+    """The lists of blocks in which more than `kept` periods of alike blocks follow each other; of every so many blocks
+    the first is another than those behind it (`every_n_layers` of activation checkpointing)."""
     if any(hasattr(config, "deepstack_visual_indexes") for config in configs_of(model)):
         return []  # text layers of such models differ by their position alone
     tree = ModuleTree(model)
@@ -68,7 +69,10 @@ def repeating_stacks(model: nn.Module, kept: int) -> list[Stack]:
             if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
                 continue
             config = getattr(container.parent.module if container.parent else model, "config", None)
-            signs = [_signature(block, config, index, len(modules)) for index, block in enumerate(modules)]
+            signs: list[object] = [
+                (index % every == 0, _signature(block, config, index, len(modules)))
+                for index, block in enumerate(modules)
+            ]
             if (stack := _best(container.fqn, signs, kept)) is not None:
                 stacks.append(stack)
     return stacks
