@@ -72,6 +72,8 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     words += ["--per-device-train-batch-size", str(run["per_device_train_batch_size"])]
     words += ["--gradient-accumulation-steps", str(run["gradient_accumulation_steps"])]
     words += ["--activation-checkpointing"] * sharding["fsdp_activation_checkpointing"]
+    words += ["--activation-checkpointing-offload"] * sharding.get("fsdp_activation_checkpointing_offload", False)
+    assert "fsdp_activation_checkpointing_every_n_layers" not in sharding, "hf-fsdp estimate would need it"
     words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
     assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
@@ -82,3 +84,21 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
     _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
     assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
     assert model_args.model_name_or_path == run["model_name_or_path"] and training.warmup_steps == 10
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
+def test_the_documents_have_the_settings_for_a_model(path: Path) -> None:
+    name, run = path.name.removesuffix(".run.yaml"), yaml.safe_load(path.read_text())
+    launch_file = (path.parent / f"{name}.yaml").read_text()
+    launch = yaml.safe_load(launch_file)
+    rows = (REPOSITORY / "docs" / "recipes.md").read_text().splitlines()
+    (row,) = (row for row in rows if row.startswith(f"| `{name}` |"))
+    model, gpus, trained, batch, memory = (cell.strip() for cell in row.strip("|").split("|")[1:])
+    sharding = launch["fsdp_config"]
+    words = ["LoRA" if run.get("use_peft") else "all parameters"]
+    words += ["activation checkpointing"] * sharding["fsdp_activation_checkpointing"]
+    words += ["blocks' inputs on the host"] * sharding.get("fsdp_activation_checkpointing_offload", False)
+    assert model == run["model_name_or_path"] and gpus == f"{launch['num_processes']} × 80 GB"
+    assert trained == ", ".join(words)
+    assert batch == f"{run['per_device_train_batch_size']} × {run['gradient_accumulation_steps']}"
+    assert re.search(r"^# memory +([\d.]+ GB)", launch_file, re.MULTILINE).group(1) == memory
