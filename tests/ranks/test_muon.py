@@ -134,6 +134,8 @@ TIMES = {"replicas": 2}
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_steps_are_torchs_on_whole_matrices_at_one_gather_and_one_return(ranks, checkpoints, tmp_path):
+    if ranks == 4:
+        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
     cases = {name: partial(stepped, name) for name, layout in LAYOUTS.items() if layout[0] == ranks}
     results = run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
     for name in cases:

@@ -43,10 +43,10 @@ from tests._training import (
 try:
     from transformers.distributed import DistributedConfig
 
-    _HAS_FSDP = "fsdp_size" in DistributedConfig.__dataclass_fields__
+    _HAS_FSDP = {"fsdp_size", "dp_replicate_size"} <= set(DistributedConfig.__dataclass_fields__)
 except ImportError:
     _HAS_FSDP = False
-pytestmark = pytest.mark.skipif(not _HAS_FSDP, reason="this version of transformers does not shard by FSDP2 itself")
+pytestmark = pytest.mark.skipif(not _HAS_FSDP, reason="this version of transformers has no replicas under FSDP2")
 
 BF16 = torch.bfloat16
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
