@@ -41,7 +41,6 @@ from hf_fsdp_tools.integrations.frozen import (
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import take_up_as_made
-from hf_fsdp_tools.integrations.optimizers import make_muon, wants_muon
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.rewards import guard_rewards
@@ -81,6 +80,7 @@ from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.stores import local_folder
+from hf_fsdp_tools.streaming.muon_arguments import make_muon, wants_muon
 
 _TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 

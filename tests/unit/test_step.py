@@ -25,13 +25,13 @@ from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from hf_fsdp_tools.integrations.optimizers import MUON
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
+from hf_fsdp_tools.streaming.muon_arguments import MUON
 from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of
 
