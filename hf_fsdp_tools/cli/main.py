@@ -5,6 +5,7 @@ usage is exit code 2. Heavy libraries are imported inside the commands, so that 
 """
 
 import argparse
+import logging
 import os
 import re
 import shlex
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = set(re.findall(r"--[a-z][\w-]*", options.command.format_help()))
         options.command.error(f"{rest[0]} is no option of this command{did_you_mean(rest[0], known, otherwise='')}")
     options.command_line = shlex.join(["hf-fsdp", *words])
+    for talker in ("torchao", "torch.utils._pytree"):  # where it is installed, of kernels that its wheel lacks
+        logging.getLogger(talker).setLevel(logging.ERROR)
     try:
         return int(options.run(options) or 0)
     except FSDPToolsError as error:

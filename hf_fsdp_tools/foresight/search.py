@@ -250,15 +250,20 @@ class Search:
         batches = list(self.space.accumulation)
         for batch in reversed(batches[max(batches.index(best.batch_size) - 1, 0) :][:2]):
             point = best._replace(batch_size=batch)
-            all_, none = (self.cost(one) for one in (point, normal(point._replace(activation_checkpointing=False))))
-            for every in sorted(self.space.values[EVERY], reverse=True)[:-1]:
-                peak = none.peak_bytes + (all_.peak_bytes - none.peak_bytes) / every
-                seconds = none.step_seconds + (all_.step_seconds - none.step_seconds) / every
-                is_faster = self._sequences(point) / seconds > max(map(self.rate, self.fitting())) * (1 + GAIN)
-                if peak > self.limit_bytes or not is_faster:
-                    continue
+            tried = sorted(self.space.values[EVERY], reverse=True)[:-1]
+            if False in self.space.values["activation_checkpointing"]:  # its price foretells those between
+                tried = [every for every in tried if self._may_win(point, every)]
+            for every in tried:
                 if self.fits(point._replace(activation_checkpointing_every_n_layers=every)):
                     break
+
+    def _may_win(self, point: Point, every: int) -> bool:
+        """Whether to recompute every n-th block seems to fit and to be faster, by the prices of all blocks and none."""
+        all_, none = (self.cost(one) for one in (point, normal(point._replace(activation_checkpointing=False))))
+        peak = none.peak_bytes + (all_.peak_bytes - none.peak_bytes) / every
+        seconds = none.step_seconds + (all_.step_seconds - none.step_seconds) / every
+        is_faster = self._sequences(point) / seconds > max(map(self.rate, self.fitting())) * (1 + GAIN)
+        return peak <= self.limit_bytes and is_faster
 
     def fitting(self) -> list[Point]:
         return [point for point, cost in self.costs.items() if cost.peak_bytes <= self.limit_bytes]

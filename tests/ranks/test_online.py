@@ -60,7 +60,8 @@ def trainer_of(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any =
     tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] + ' ' }}{% endfor %}"
     extra = {**({"reward_funcs": length_and_threes} if task in ("grpo", "rloo", "online dpo") else {}), **(extra or {})}
-    args = arguments(folder, config, **{"learning_rate": 1e-3, "bf16": False, **own, **settings})
+    one_order = {"data_seed": 0}  # Accelerate alone deals by each rank's own seed, which differ here
+    args = arguments(folder, config, **{"learning_rate": 1e-3, "bf16": False, **one_order, **own, **settings})
     return kind(model=model, args=args, train_dataset=rows(task), processing_class=tokenizer, **extra)
 
 
