@@ -16,7 +16,6 @@ with their answers. Rows have `prompt` and `completion`, texts or turns of a cha
 trained by a script of their own (docs/recipes.md).
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,9 +60,6 @@ class Trainer(FSDPTrainerMixin, Seq2SeqTrainer):
 
 
 def main() -> Trainer:
-    # torch warns of the bias of positions that T5's blocks hand on: a view, which none of them changes in place
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*T5\w*Block\) returned a view tensor")
-
     # 1. The settings and the data
     script, training, model_args = scripting.parse_arguments(
         DataArguments,
