@@ -262,8 +262,8 @@ def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
     assert len(list(former.glob(".save-*"))) == 1
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=200)
-    assert (out, err.splitlines()[-1], process.returncode) == ("", "hf-fsdp: interrupted", 130), err
-    assert "Traceback" not in err, err
+    said = [line for line in err.splitlines() if "torchao" not in line and "_pytree" not in line]  # of its kernels
+    assert (out, said, process.returncode) == ("", ["hf-fsdp: interrupted"], 130), err
     assert files_of(former) == before and not list(former.glob(".save-*"))
 
 
