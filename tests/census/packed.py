@@ -1,28 +1,22 @@
-"""Rows of the census of bases that stay quantised: a tiny checkpoint of each type in FP8, packed and dequantised.
+"""Rows of bases that stay quantised: a tiny checkpoint of each type in FP8, packed and dequantised.
 
 Linear layers (but the head) and stacks of experts are stored as 8-bit floats with a scale for each block of 8 x 16. The
-same adapter is made on the stored bytes and on the floats; losses, logits and its gradients are to be the same bits.
+same adapter is made on the stored bytes and on the floats; losses, outputs and its gradients are to be the same bits.
 """
 
 import copy
 import json
 import math
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from benchmarks.architectures.cases import TIMEOUT_S, WORLD, Row
-from benchmarks.architectures.defaults import build_config, class_names, classes_of
-from benchmarks.measuring import table_of
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.conversion import map_loading, persistent_tensors
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -33,83 +27,37 @@ from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.case import NotBuiltError, tiny_case
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, loss_of
-from hf_fsdp_tools.testing import run_ranks
+from tests.census import trained
+from tests.census.defaults import build_config
+from tests.census.rows import Census, Row, is_causal, model_classes
 
 BLOCK = (8, 16)
 LAST_BIT = 1e-6
 """Relative difference of gradients of adapters on experts that run one by one: a stack of products is summed."""
-MOST_CLASSES = 3
-PREFACE = """# Census of bases that stay quantised
-
-Every model type that transformers registers with a causal model or a model of images and text, at a small size, on
-{size} ranks (gloo, CPU). Made with {versions} by
-
-    python benchmarks/census.py --train --dequantize false
-
-`{output}` holds one row of each type. transformers writes a checkpoint of random weights; its linear layers (but the
-head) and stacks of experts are then stored in FP8 with a scale for each block of 8 x 16 values. `from_pretrained` loads
-it with `dequantize=False` and with the floats of the same checkpoint, with the same LoRA adapter on every quantised
-weight, in fp32 and in bf16. A type agrees where losses, outputs and gradients of the adapter are the same bits;
-gradients of adapters on stacks of experts may differ in the last (1e-6 of the largest). Rows are kept between runs.
-"""
-
-
-def takes_part(model_type: str) -> bool:
-    """Whether a type has a row."""
-    return any(class_names(name, model_type) for name in ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT"))
-
-
-def row_of(model_type: str) -> Row:
-    """The row of a type; a crash or a hang of its processes is in it as their error."""
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="census-", ignore_cleanup_errors=True) as name:
-        row: Row = {"type": model_type, "verdict": "not built", "why": ""}
-        try:
-            row |= run_ranks(quantised_case, 1, model_type, Path(name), timeout_s=TIMEOUT_S)[0]
-            if row["verdict"] == "stored":
-                row["verdict"] = "failed"
-                row |= judged(run_ranks(examine_on_ranks, WORLD, Path(name), timeout_s=TIMEOUT_S))
-        except AssertionError as error:  # with the traceback of a rank
-            row["why"] = str(error).strip().splitlines()[-1].replace(name, "")[:400]
-            if "cannot stay quantised" in row["why"]:
-                row["verdict"] = "refused"
-    return row | {"seconds": round(time.monotonic() - start, 1)}
-
-
-# ---- the checkpoint ----
 
 
 def quantised_case(model_type: str, folder: Path) -> Row:
     """Facts of a case, which is left in the folder with its quantised checkpoint."""
     config = build_config(model_type)
-    names = dict.fromkeys(classes_of(model_type, config).get("main", [])[:MOST_CLASSES])
     try:
-        case, row = tiny_case(config, [getattr(transformers, name) for name in names], folder / "checkpoint")
+        case, row = tiny_case(config, model_classes(model_type, config), folder / "checkpoint")
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
     row["quantised"] = quantise(case)
     torch.save(case, folder / "case.pt")
-    return {**row, "verdict": "stored" if row["quantised"] else "nothing is quantised"}
+    return {**row, "verdict": "ready" if row["quantised"] else "nothing is quantised"}
 
 
 def quantise(case: Case) -> int:
     """Store the linear layers and experts of a checkpoint in FP8; return how many tensors are."""
-    wanted = set(quantisable(case))
-    total = 0
-    weight_map = {}
-    for file in case.folder.glob("*.safetensors"):
-        tensors: dict[str, torch.Tensor] = {}
-        for key, tensor in load_file(file).items():
-            tensors |= in_fp8(key, tensor) if key in wanted else {key: tensor}
-        total += len(wanted & tensors.keys())
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file.name)
-    if (listing := case.folder / "model.safetensors.index.json").exists():
-        listing.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    wanted, file, tensors = set(quantisable(case)), case.folder / "model.safetensors", dict[str, torch.Tensor]()
+    for key, tensor in load_file(file).items():
+        tensors |= in_fp8(key, tensor) if key in wanted else {key: tensor}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
     path = case.folder / "config.json"
     method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method}))
-    return total
+    return len(wanted)
 
 
 def quantisable(case: Case) -> Iterator[str]:
@@ -140,9 +88,6 @@ def in_fp8(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {key: values, f"{key}_scale_inv": scales}
 
 
-# ---- packed and dequantised ----
-
-
 def examine_on_ranks(folder: Path) -> Row:
     """What differs on this rank between the packed and the dequantised base."""
     case: Case = torch.load(folder / "case.pt", weights_only=False)
@@ -150,7 +95,7 @@ def examine_on_ranks(folder: Path) -> Row:
     row: Row = {"packed": len(forms)}
     for precision in PRECISIONS:
         ours, theirs = (computed(case, precision, lora, dequantize=dequantize) for dequantize in (False, True))
-        row[f"{precision}_gradients"] = sum(name.startswith("gradient") for name in theirs)
+        row[f"{precision}_trained"] = "" if any(n.startswith("gradient") for n in theirs) else "nothing has a gradient"
         row[f"{precision}_apart"] = apart(ours, theirs)
     return row
 
@@ -210,29 +155,11 @@ def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tup
     return largest, what
 
 
-def judged(ranks: list[Row]) -> Row:
-    """One row of all ranks: the worst of each check, a verdict, and why."""
-    row: Row = {"packed": ranks[0]["packed"]}
-    faults = []
-    for precision in PRECISIONS:
-        found = [rank[f"{precision}_apart"] for rank in ranks]
-        row[f"{precision}_apart"] = max(value for value, _ in found)
-        row[f"{precision}_gradients"] = ranks[0][f"{precision}_gradients"]
-        faults += [f"{precision}: {what}" for _, what in found if what][:1]
-        if not row[f"{precision}_gradients"]:
-            faults.append(f"{precision}: no adapter has a gradient")
-    return row | {"verdict": "failed" if faults else "agrees", "why": "; ".join(faults)}
-
-
-def render(rows: Iterable[Row], versions: str, output: str) -> str:
-    """The summary in Markdown."""
-    rows = sorted(rows, key=lambda row: row["type"].lower())
-    agrees = [row for row in rows if row["verdict"] == "agrees"]
-    counts = [(verdict, str(count)) for verdict, count in Counter(row["verdict"] for row in rows).items()]
-    bits = [(p, str(sum(not row[f"{p}_apart"] for row in agrees))) for p in PRECISIONS]
-    others = [(row["type"], row.get("class", ""), row["verdict"], row["why"]) for row in rows if row not in agrees]
-    cells = [[cell[:200].replace("|", "\\|").replace("\n", " ") for cell in row] for row in others]
-    lines = [PREFACE.format(versions=versions, output=output, size=WORLD), *table_of(("", "types"), counts), ""]
-    lines += table_of(("bit for bit in all that is compared", "types"), bits)
-    lines += ["", "## Do not agree, or take no part", "", *table_of(("type", "class", "", "why"), cells)]
-    return "\n".join(lines) + "\n"
+CENSUS = Census(
+    about="Losses, outputs and gradients of LoRA on FP8 that stays, beside those on its floats: the same bits.",
+    takes_part=is_causal,
+    prepare=quantised_case,
+    compare=examine_on_ranks,
+    judge=trained.judged,
+    refusal="cannot stay quantised",
+)
