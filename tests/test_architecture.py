@@ -20,8 +20,7 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 ROOMS = (
     "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight",
     "plots", "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof",
-    "integrations",
-    "scripting", "cli", "testing", "__main__",
+    "integrations", "scripting", "cli", "testing", "__main__",
 )  # fmt: skip
 """In the order in which they may import: each only rooms above it."""
 
@@ -61,7 +60,7 @@ BUDGET = {
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
-its commit what else shrank, or why the budget rises."""
+its commit what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
 
 
 def modules() -> dict[str, Path]:
@@ -108,8 +107,11 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("room", sorted(sizes()))
 def test_a_room_keeps_its_budget(room):
+    """Of lines, as many as the budget rounded up to the next 50, so that not each change edits the table."""
+    lines, code, *others = BUDGET[room]
+    budget = (-(-lines // 50) * 50, -(-code // 50) * 50, *others)
     for what, size, most in zip(
-        ("lines", "lines without docstrings", "files", "public names"), sizes()[room], BUDGET[room], strict=True
+        ("lines", "lines without docstrings", "files", "public names"), sizes()[room], budget, strict=True
     ):
         assert size <= most, f"{room or 'the front door'} has {size} {what}; its budget is {most}"
 
