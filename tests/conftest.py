@@ -13,6 +13,7 @@ import pytest
 
 from tests._dist import hide_gpus
 
+pytest_plugins = ["tests.support"]
 hide_gpus()
 # The same examples each time, and no limits of time, for a busy machine is no defect; --hypothesis-profile=default has.
 hypothesis.settings.register_profile(

@@ -129,6 +129,7 @@ def _sample_packed(folder, types):
 
 
 @pytest.mark.nightly
+@pytest.mark.shows("hf-fsdp prove", "stays quantised")
 def test_a_sample_trains_on_a_base_that_stays_quantised_as_on_its_floats(tmp_path):
     # GPT-2: weights the other way round; AFMoE: PEFT takes routers by their weights; HunYuan: a stack of one expert
     types = [name for name in ("gpt2", "afmoe", "hunyuan_v1_moe") if name in CONFIG_MAPPING]
@@ -143,6 +144,7 @@ def _quantised(model_type, folder):
 
 
 @pytest.mark.nightly
+@pytest.mark.shows("hf-fsdp prove", "FSDP2")
 def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     types = [model_type for model_type in THERE if model_type not in FEW]
     run_alone(_plain, types, tmp_path)

@@ -287,6 +287,9 @@ def different_rows_are_one_error():
         model(**rows_of("whole", dist.get_rank()))
 
 
+@pytest.mark.shows("activation checkpointing", "losses of one process", "cp")
+@pytest.mark.shows("HSDP", "cp")
+@pytest.mark.shows("compile", "cp")
 def test_ranks_that_share_rows_compute_what_one_process_does(tmp_path):
     metrics = metrics_are_those_of_one_process if COUNTS_ROWS_ONCE else old_trainers_are_refused
     cases = {
@@ -321,6 +324,7 @@ def steps(folder: str, cp_size: int, first: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.shows("resumed states", "cp")
 def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
     plain("llama").save_pretrained(tmp_path / "checkpoint")
     whole = run_ranks(steps, before, str(tmp_path), before, 0)
@@ -329,6 +333,9 @@ def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, 
     assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
 
 
+@pytest.mark.shows("bf16", "generate", "save_pretrained", "cp")
+@pytest.mark.shows("LoRA", "cp")
+@pytest.mark.shows("packed rows", "cp")
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
         "bf16 and adapters": partial(bf16_and_adapters, 2),

@@ -61,6 +61,7 @@ def exchanged(name: str) -> Counter[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.shows("memory estimate", "FSDP2")
 def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
     held, peak = requested(foreseen_on_cpus(case_named(name), "tiny", 2))
     for rank in real:
@@ -81,6 +82,7 @@ def test_what_blocks_keep_that_are_computed_again_is_foreseen(real, name):
 
 
 @pytest.mark.parametrize("name", STAYING)
+@pytest.mark.shows("memory estimate", "stays quantised")
 def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
@@ -109,6 +111,7 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
         assert sent == [work.num_bytes for work in works]
 
 
+@pytest.mark.shows("memory estimate", "cp")
 def test_what_ranks_that_share_rows_take_is_foreseen(real):
     """gloo lets go of what they exchange some time later, so that the peak has some hidden states more."""
     step = foreseen_on_cpus(case_named(SHARED), "tiny", 2)
@@ -130,6 +133,7 @@ def test_what_ranks_that_share_rows_exchange_is_foreseen():
 
 
 @pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.shows("memory estimate", "tp", "ep")
 def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_foreseen(real, name):
     """Bytes, of layers exactly; memory but for indices of tokens, and what autograd's DTensors hold a moment longer."""
     step = foreseen_on_cpus(case_named(name), "tiny", 2)

@@ -249,6 +249,7 @@ def _loads_and_saves(folder, use_orig_params):
 
 
 @pytest.mark.parametrize(("ranks", "use_orig_params"), [(2, True), (3, False)])
+@pytest.mark.shows("reads its own bytes", "save_pretrained", "FSDP1")
 def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, ranks, use_orig_params):
     for kind, folder in folders.items():
         (tmp_path / kind).symlink_to(folder)
@@ -281,6 +282,8 @@ def hybrid_shards_load_train_and_save(folder):
     assert sum(wrote) == written.total_bytes and wrote[2] == wrote[3] == 0
 
 
+@pytest.mark.shows("losses of one process", "FSDP1")
+@pytest.mark.shows("LoRA", "FSDP1")
 def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
     cases = {
         f"{case.__name__} {original}": partial(case, original)

@@ -261,6 +261,10 @@ OPTIONS = {
 }
 
 
+@pytest.mark.shows("activation checkpointing", "bf16", "export", "save_pretrained", "tp", "ep")
+@pytest.mark.shows("reads its own bytes", "tp", "ep")
+@pytest.mark.shows("offload", "tp", "ep")
+@pytest.mark.shows("compile", "tp", "ep")
 def test_two_ranks(tmp_path):
     cases = {
         "saves": partial(saved_files_do_not_know_of_it, ("llama", "qwen3_moe"), PAIRS, tmp_path),
@@ -278,6 +282,8 @@ def test_two_ranks(tmp_path):
     run_ranks(run_cases, 2, cases)
 
 
+@pytest.mark.shows("export", "HSDP")
+@pytest.mark.shows("activation checkpointing", "offload")
 def test_four_ranks(tmp_path):
     cases = {
         "saves": partial(saved_files_do_not_know_of_it, ("qwen3_moe",), FOURS, tmp_path),

@@ -333,6 +333,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.shows("live weights", "FSDP2", "HSDP", "FSDP1", "LoRA", "stays quantised", "tp", "ep")
 def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(world_size, folders, tmp_path):
     cases = CASES if world_size == 4 else [alone] if world_size == 1 else [adapters_alone_and_merged, to_a_server]
     run_ranks(run_cases, world_size, cases, folders, tmp_path)

@@ -340,6 +340,9 @@ def in_a_trainer(parent, sizes, ep_size=1, world=2):
     return history, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.shows("clipping", "LoRA", "tp", "ep")
+@pytest.mark.shows("generate", "gradient accumulation", "losses of one process", "tp", "ep")
+@pytest.mark.shows("LoRA", "tp", "ep")
 def test_two_ranks_train_as_one_process(tmp_path):
     kinds = ("llama", "qwen3_moe", "deepseek_v3")
     cases = {
@@ -356,6 +359,10 @@ def test_two_ranks_train_as_one_process(tmp_path):
     run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240.0)
 
 
+@pytest.mark.shows("clipping", "gradient accumulation", "cp")
+@pytest.mark.shows("HSDP", "tp", "ep")
+@pytest.mark.shows("tp", "ep")
+@pytest.mark.shows("cp", "tp", "ep")
 def test_four_ranks_train_as_one_process(tmp_path):
     cases = {
         "layouts": partial(layouts_train, ("qwen3_moe",), FOURS),
@@ -431,6 +438,7 @@ def goes_on(parent, sizes, ep_size, name, former, peft_config=None):
         torch.save(whole, parent / f"{name}.pt")
 
 
+@pytest.mark.shows("resumed states", "HSDP", "tp", "ep")
 def test_a_state_goes_on_in_any_other_layout(tmp_path):
     steps = [
         (2, {}, 1, "fsdp"),

@@ -183,6 +183,7 @@ def _faulty(folder, kind):
     ],
     ids=KINDS,
 )
+@pytest.mark.shows("hf-fsdp prove", "tp")
 def test_each_kind_of_fault_is_found(tmp_path, kind, config):
     _case(tmp_path, config, ParallelDims(**{kind: 2}))
     ranks = run_ranks(_faulty, 2, tmp_path, kind)
@@ -214,6 +215,8 @@ def _run(capfd, *words):
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, ep 2", "HSDP"],
 )
+@pytest.mark.shows("hf-fsdp prove", "HSDP", "FSDP1", "LoRA", "ep", "cp")
+@pytest.mark.shows("activation checkpointing", "LoRA")
 def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, said = _run(capfd, tmp_path, "--output", tmp_path / "proof.json", *words)

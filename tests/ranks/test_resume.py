@@ -166,6 +166,7 @@ def _epochs(source, folder):
     assert [rows[:-1] for rows in run(12).values()] == [whole[2][:-1]]
 
 
+@pytest.mark.shows("resumed states", "FSDP2")
 def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
@@ -493,5 +494,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.shows("generate", "FSDP1")
+@pytest.mark.shows("resumed states", "FSDP1", "LoRA")
 def test_models_sharded_by_transformers_adapted_or_under_fsdp1_are_resumed_and_saved_whole(checkpoints, tmp_path):
     run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)

@@ -67,6 +67,7 @@ def save_every_kind(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     return reports
 
 
+@pytest.mark.shows("save_pretrained", "FSDP2")
 def test_every_kind_is_saved_as_transformers_saves_it(folders: dict[str, Path], tmp_path: Path) -> None:
     """On 3 ranks, of which some hold nothing of a tensor; `test_round_trip.py` has more kinds, on 2."""
     per_rank = run_ranks(save_every_kind, 3, folders, tmp_path)
@@ -119,6 +120,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     return reports
 
 
+@pytest.mark.shows("save in the background", "save_pretrained", "HSDP")
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)

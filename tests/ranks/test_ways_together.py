@@ -46,10 +46,14 @@ def cases(dims: ParallelDims, parent: Path) -> dict[str, Any]:
     return {name: partial(way, **OPTIONS[name]) for name, way in ways.items()}
 
 
+@pytest.mark.shows("clipping", "compile")
+@pytest.mark.shows("gradient accumulation", "offload", "compile")
 def test_one_axis(tmp_path: Path) -> None:
     run_ranks(run_cases, 2, cases(ParallelDims(), tmp_path))
 
 
+@pytest.mark.shows("activation checkpointing", "bf16", "clipping", "generate", "gradient accumulation", "HSDP")
+@pytest.mark.shows("HSDP", "offload", "compile")
 def test_replicas_of_shards(tmp_path: Path) -> None:
     more = {
         "plain": partial(layouts_train, ("llama", "qwen3_moe"), [REPLICAS], tmp_path),

@@ -160,6 +160,7 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 
 
 @pytest.mark.parametrize("name", ["chats", "stream"])
+@pytest.mark.shows("resumed states", "packed rows")
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series, name):
     series.check_resumed(name)
     assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of(f"{name}-resumed"), flags=re.M)

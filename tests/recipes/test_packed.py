@@ -89,6 +89,7 @@ def name_of(kind: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*map(name_of, ON_FLOATS), *OTHERS])
+@pytest.mark.shows("DPO", "gradient accumulation", "stays quantised")
 def test_a_base_that_stays_quantised_trains_as_its_floats(series, name):
     """Bit for bit; gradients of adapters on experts that run one by one may round the last bit, which AdamW divides."""
     rounded = 1e-4 if "experts" in name or name == "mxfp4" else 0.0

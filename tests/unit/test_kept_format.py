@@ -196,6 +196,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(QUANTIZED.keys() - {"fp8", "compressed per tensor", "compressed experts"}))
+@pytest.mark.shows("export", "stays quantised")
 def test_a_merged_base_keeps_its_format(made: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
     """What no adapter changes has the stored bytes; the rest is, for transformers, as far from the merged floats as the
     report says."""
