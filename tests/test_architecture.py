@@ -194,6 +194,15 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         assert ("peft" in roots) <= (name in OF_PEFT), name
 
 
+def test_benchmarks_do_not_import_tests_and_tests_import_of_them_what_was_foreseen_alone():
+    root = PACKAGE.parent
+    for folder, other in (("benchmarks", "tests"), ("tests", r"benchmarks(?!\.foreseeing)")):
+        texts = {path: path.read_text() for path in (root / folder).rglob("*.py")}
+        assert not [
+            path for path, text in texts.items() if re.search(rf"^ *(from|import) {other}\b", text, re.MULTILINE)
+        ]
+
+
 def test_the_environment_is_read_in_two_places():
     readers = {room_of(name) for name, path in modules().items() if re.search(r"os\.environ|getenv", path.read_text())}
     assert readers <= {"distributed", "integrations", "scripting", "testing"}  # the last two set it
