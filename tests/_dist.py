@@ -41,6 +41,7 @@ _PRELOAD = [
     "pytest",
 ]
 _PRELOAD_WITHOUT_GPUS = ["peft", "tests._checkpoints", "tests._round_trip", "tests._training"]
+_PRELOAD_WITHOUT_GPUS += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
