@@ -51,7 +51,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.blocks import detect_blocks
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
-from tests._dist import hide_gpus, run_ranks
+from hf_fsdp_tools.testing import hide_gpus, run_ranks
 
 WORLD = 8
 TIMEOUT_S = 300.0

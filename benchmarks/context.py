@@ -49,7 +49,7 @@ from benchmarks.measuring import (
     with_ranks,
 )
 from hf_fsdp_tools import ParallelDims, make_wrap_plan, shard_model
-from tests._dist import hide_gpus
+from hf_fsdp_tools.testing import hide_gpus
 
 SCRIPT = "benchmarks/context.py"
 ACCELERATE, WHOLE = "Accelerate", "whole rows"

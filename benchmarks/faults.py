@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.faulting.replay import crash_states, preload
 from benchmarks.faulting.saves import SAVES, Save, look_at, save_first, save_noted
 from benchmarks.measuring import about, table_of
+from hf_fsdp_tools.testing import hide_gpus, run_ranks
 from tests._checkpoints import make_checkpoint
-from tests._dist import hide_gpus, run_ranks
 
 Row = dict[str, Any]
 

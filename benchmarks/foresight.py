@@ -34,7 +34,7 @@ from benchmarks.foreseeing.published import START, Row, fit, read_rows
 from benchmarks.foreseeing.released import HEADS, RELEASED, foreseen_rows
 from benchmarks.measuring import table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
-from tests._dist import hide_gpus
+from hf_fsdp_tools.testing import hide_gpus
 
 _KEYS = ("case", "device", "size", "gpus")
 

@@ -41,7 +41,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.blocks import detect_blocks
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
-from tests._dist import hide_gpus, run_ranks
+from hf_fsdp_tools.testing import hide_gpus, run_ranks
 
 RANKS = 2
 UNCONVERTED = "llama"

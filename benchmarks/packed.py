@@ -58,8 +58,8 @@ from benchmarks.measuring import (
 )
 from hf_fsdp_tools import export_checkpoint, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.testing import hide_gpus
 from tests._checkpoints import make_quantized
-from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/packed.py"
 PACKED, PLAIN, QLORA = "stays packed", "dequantised", "QLoRA"

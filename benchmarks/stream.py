@@ -56,7 +56,7 @@ from benchmarks.measuring import (
 )
 from hf_fsdp_tools import from_pretrained, live_weights
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from tests._dist import hide_gpus
+from hf_fsdp_tools.testing import hide_gpus
 
 SCRIPT = "benchmarks/stream.py"
 BUCKETS, EVERYWHERE, CHANGED = "buckets", "buckets, all ranks", "changed only"

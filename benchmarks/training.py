@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.loading.models import make_checkpoint
 from benchmarks.measuring import OURS, Page, Row, about, add_page_options, in_turn, ratio, table_of
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests._dist import num_gpus, run_ranks
+from hf_fsdp_tools.testing import num_gpus, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "benchmarks/training.py"

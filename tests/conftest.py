@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests._cost import GB_PER_WORKER, Costs, in_order
-from tests._dist import hide_gpus
+from tests._dist import hide_gpus, start_ranks_warm
 
 hide_gpus()
 # The same examples each time, and no limits of time, for a busy machine is no defect; --hypothesis-profile=default has.
@@ -44,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config))
+    if config.getoption("markexpr") == "nightly":
+        start_ranks_warm(False)  # the suite does not depend on what the warm server leaves to its ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

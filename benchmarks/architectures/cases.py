@@ -27,7 +27,7 @@ from hf_fsdp_tools.proof.batches import WORDS
 from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
-from tests._dist import run_ranks
+from hf_fsdp_tools.testing import run_ranks
 
 WORLD = 2
 TIMEOUT_S = 180.0

@@ -33,7 +33,7 @@ from hf_fsdp_tools.modeling.packed_weight import PackedForm
 from hf_fsdp_tools.pretrained import from_pretrained
 from hf_fsdp_tools.proof.case import NotBuiltError, tiny_case
 from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, loss_of
-from tests._dist import run_ranks
+from hf_fsdp_tools.testing import run_ranks
 
 BLOCK = (8, 16)
 LAST_BIT = 1e-6

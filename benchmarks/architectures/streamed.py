@@ -26,8 +26,8 @@ from hf_fsdp_tools.sharding.placement import split_dim
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
 from hf_fsdp_tools.streaming.routes import Holders, spread_of
+from hf_fsdp_tools.testing import run_ranks
 from tests._checkpoints import stored_tensors
-from tests._dist import run_ranks
 
 PREFACE = """# Census of weights as a stream
 

@@ -33,7 +33,7 @@ from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from tests._dist import run_ranks
+from hf_fsdp_tools.testing import run_ranks
 
 _TIMEOUT_S = 900
 _STEPS = 4  # of a run on a device; by the last one, the allocator has all its segments
