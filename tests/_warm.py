@@ -1,6 +1,6 @@
-"""Imported by the fork server before it forks: a tiny model is loaded and trained on torch's fake process group, so that
-ranks inherit what the first call of everything costs (about half a second each). No thread, group or file is left, and
-torch's caches about sharding are emptied, whose keys hold the mesh."""
+"""Imported by the fork server before it forks: a tiny model is loaded and trained on torch's fake process group, so
+that ranks inherit what the first call of everything costs (about half a second each). No thread, group or file is left,
+and torch's caches about sharding are emptied, whose keys hold the mesh."""
 
 import gc
 import os
