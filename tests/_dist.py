@@ -23,12 +23,19 @@ _PRELOAD = [
     "pytest",
 ]
 _PRELOAD_WITHOUT_GPUS = ["peft", "tests._checkpoints", "tests._round_trip", "tests._training"]
+_PRELOAD_WITHOUT_GPUS += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
 
 
 def hide_gpus() -> None:
     """Let this process and its children see no GPU: what most tests expect is what happens on CPUs."""
     testing.hide_gpus()
-    multiprocessing.set_forkserver_preload(_PRELOAD + ([] if num_gpus() else _PRELOAD_WITHOUT_GPUS))
+    start_ranks_warm(True)
+
+
+def start_ranks_warm(is_warm: bool) -> None:
+    """Whether ranks are forked from a server that has trained already (`tests._warm`); before any is forked."""
+    others = [] if num_gpus() else [*_PRELOAD_WITHOUT_GPUS, *(["tests._warm"] if is_warm else [])]
+    multiprocessing.set_forkserver_preload(_PRELOAD + others)
 
 
 def free_port(address: str) -> int:

@@ -74,9 +74,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
         "plain": ["finetune", "--model_name_or_path", str(make_plain(folder / "bases" / "plain")), *ours, *data["text"]]
     }
     refused = {name: [*words, "--dequantize", "false"] for name, words in refused.items()}
-    done = launch_series(folder, runs, refused=refused)
-    assert done.code == 0, done.stderr[-4000:]
-    return done
+    return launch_series(folder, runs, refused=refused)
 
 
 def make_plain(folder: Path) -> Path:
