@@ -75,7 +75,7 @@ def main() -> Trainer:
     training.max_length = script.max_length
     if model_args.merge_adapters:
         raise ConfigError("--merge_adapters: merge later, hf-fsdp export BASE OUT --adapter ADAPTER.")
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "pairs")
     columns = [name for name in script.dataset_columns.split(",") if name]

@@ -361,7 +361,6 @@ class FSDPTrainerMixin(PushingMixin):
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
         with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
             self._saving = state
-            state.proved = self.accelerator.state.fsdp_plugin.proved
             state.needed.append(TRAINER_STATE_NAME)
             try:
                 super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one
