@@ -86,8 +86,6 @@ def main() -> Trainer:
         # an encoder with a decoder gives more than logits
         preprocess_logits_for_metrics=lambda out, labels: (out[0] if isinstance(out, tuple) else out).argmax(-1),
     )
-    # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
-    trainer.model_accepts_loss_kwargs = False
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint
