@@ -13,19 +13,22 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from drawing import (
+    ScalingCurve,
+    draw_comparison,
+    draw_scaling,
+    draw_schedule,
+    draw_units,
+    memory_timeline,
+    step_schedule,
+)
 from models import CONFIGS
 
 from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
-from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
+from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import Timeline, step_schedule
-from hf_fsdp_tools.planning.plan import WrapPlan
-from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
-from hf_fsdp_tools.plots.figure import COLORS, new_figure, save, styled
-from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
-from hf_fsdp_tools.plots.schedule import draw_schedule
-from hf_fsdp_tools.text import cut, show_bytes, show_count
+from hf_fsdp_tools.plots import draw_losses, save
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -63,7 +66,7 @@ SCALING = (
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, memory, schedule, scaling; all without a name")
+    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, schedule, scaling; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
     for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
@@ -77,25 +80,6 @@ def pictures_of_a_plan() -> Iterator[tuple[str, Any]]:
     """Yield the name and the picture of the units of DeepSeek-V3."""
     plan = make_wrap_plan(build_meta_model(CONFIGS["DeepSeek-V3"], dtype="bfloat16"))
     yield "plan", draw_units(plan)
-
-
-@styled
-def draw_units(plan: WrapPlan) -> Any:
-    """The units of a plan as bars, equal ones in one row."""
-    _, *rows = plan.table()
-    largest, total = plan.largest_unit, sum(unit.num_bytes for unit in plan.units)
-    title = f"{len(plan.units)} units; the largest gathers {show_bytes(largest.num_bytes)} of {show_bytes(total)}"
-    figure = new_figure(title, 0.8 + 0.3 * len(rows))
-    axes = figure.add_subplot(title=f"{plan.model_class}, {show_count(plan.num_params)} parameters", xticks=[])
-    axes.grid(False)
-    sizes = [units[0].num_bytes for units in plan.alike]
-    bars = axes.barh(range(len(rows)), sizes, height=0.5, color=COLORS["gathered parameters"])
-    axes.bar_label(bars, [f"{count} {size}, {why}" for _, count, _, size, _, why in rows], padding=4)
-    axes.set_yticks(range(len(rows)), [cut(name, 60) for name, *_ in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(right=2.2 * max(sizes))
-    axes.spines["bottom"].set_visible(False)
-    return figure
 
 
 def pictures_of_a_run() -> Iterator[tuple[str, Any]]:
@@ -116,11 +100,12 @@ def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
     step = "1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
     on_8 = f"Llama-3.1-8B on 8 × H100-80GB, {step}"
     forecasts = {name: forecast(8, wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
-    memory = {name: memory_of(each) for name, each in forecasts.items()}
-    lines = {name: over_time(each) for name, each in memory.items()}
-    limit = memory["hybrid"].limit_bytes
+    lines = {
+        name: memory_timeline(each.step.events, each.step.resident, each.timing.spans)
+        for name, each in forecasts.items()
+    }
+    limit = memory_of(forecasts["hybrid"]).limit_bytes
     yield "wrapping", draw_comparison(lines, model=on_8, limit_bytes=limit)
-    yield "memory", draw_memory(lines["hybrid"], model=on_8, limit_bytes=limit)
     wide = forecast(64, "hybrid")
     schedule = step_schedule(wide.step.events, wide.timing.spans)
     on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
@@ -135,11 +120,6 @@ def forecast(num_gpus: int, wrapping: Any) -> Forecast:
             num_gpus=num_gpus, gpu="h100-80gb", seq_len=8192, activation_checkpointing=True, wrapping=wrapping
         ),
     )
-
-
-def over_time(memory: MemoryEstimate) -> Timeline:
-    """The memory of a step over the time that it is estimated to take."""
-    return memory.timeline.in_seconds(memory.forecast.step.events, memory.forecast.timing.spans)
 
 
 def pictures_of_scaling() -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
     from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
     from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
-    from hf_fsdp_tools.integrations.memory_timeline import MemoryTimeline as MemoryTimeline
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
     from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin as FSDPTrainerMixin
@@ -70,7 +69,6 @@ _NAMES_OF = {
     "fsdp1.policy": ("hybrid_auto_wrap_policy",),
     "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
-    "integrations.memory_timeline": ("MemoryTimeline",),
     "integrations.plugin": ("HybridFSDPPlugin",),
     "integrations.state": ("make_accelerator",),
     "integrations.trainer": ("FSDPTrainerMixin",),

@@ -54,7 +54,7 @@ def main() -> Trainer:
     )
     for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "classes")
     data, held_out = scripting.load_splits(script, training, columns=[{"text", "label"}])
@@ -86,8 +86,6 @@ def main() -> Trainer:
         # an encoder with a decoder gives more than logits
         preprocess_logits_for_metrics=lambda out, labels: (out[0] if isinstance(out, tuple) else out).argmax(-1),
     )
-    # Such a head takes the mean over its own rows. The Trainer (5.23) would multiply it by the number of processes.
-    trainer.model_accepts_loss_kwargs = False
     scripting.train(trainer, training, model_args)
 
     # 5. A normal Hugging Face checkpoint

@@ -46,7 +46,7 @@ def main() -> Trainer:
         demo=DEMO,
         columns=("prompt",),
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "beginnings")
         training.teacher_model_name_or_path = str(Path(model_args.model_name_or_path).with_name("teacher"))

@@ -39,7 +39,7 @@ def main() -> Trainer:
         demo=DEMO,
         columns=("prompt", "chosen", "rejected"),
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "preferences")
     data, held_out = scripting.load_splits(script, training, columns=[{"chosen", "rejected"}])

@@ -19,21 +19,18 @@ belongs to it, and others that do not (`--dataset_columns query,answer` names th
 
 import warnings
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
-from unittest.mock import patch
+from functools import partial
 
 import datasets
-import transformers
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers import SentenceTransformerTrainingArguments as TrainingArguments
-from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import AutoModel
 from trl import ScriptArguments
 
-from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, make_accelerator, scripting
+from hf_fsdp_tools import ConfigError, make_accelerator, scripting
+from hf_fsdp_tools.integrations.embedders import EmbedderMixin, load_embedder
 
 DEFAULTS = {"output_dir": "outputs/embed", "lora_task_type": "FEATURE_EXTRACTION", "batch_sampler": "no_duplicates"}
 DEFAULTS |= {"dataloader_drop_last": True}
@@ -55,14 +52,8 @@ class DataArguments(ScriptArguments):
     temperature: float = field(default=0.05, metadata={"help": "By which cosines are divided in the loss."})
 
 
-class Trainer(FSDPTrainerMixin, SentenceTransformerTrainer):
+class Trainer(EmbedderMixin, SentenceTransformerTrainer):
     """sentence-transformers' trainer on our shards."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        inside = self.model[0].model  # into its shards; sentence-transformers would load all of it on each rank
-        if hasattr(inside, "peft_config"):
-            return transformers.Trainer._load_from_checkpoint(self, resume_from_checkpoint, inside)
-        return super()._load_from_checkpoint(resume_from_checkpoint, inside)
 
 
 def main() -> Trainer:
@@ -75,7 +66,7 @@ def main() -> Trainer:
     training.max_length = script.max_length
     if model_args.merge_adapters:
         raise ConfigError("--merge_adapters: merge later, hf-fsdp export BASE OUT --adapter ADAPTER.")
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "pairs")
     columns = [name for name in script.dataset_columns.split(",") if name]
@@ -89,7 +80,14 @@ def main() -> Trainer:
     scripting.check_before_loading(model_args, training, tokenizer, data, held_out, auto_class=AutoModel)
 
     # 3. The model, straight into shards, inside that of sentence-transformers
-    model = load_embedder(model_args, training, accelerator)
+    model = load_embedder(
+        partial(scripting.load_model, model_args, training, accelerator, auto_class=AutoModel),
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        device=str(accelerator.device),
+        is_adapted=model_args.use_peft,
+    )
+    model.max_seq_length = training.max_length
 
     # 4. Train
     trainer = Trainer(
@@ -100,7 +98,6 @@ def main() -> Trainer:
         loss=MultipleNegativesRankingLoss(model, scale=1 / script.temperature, gather_across_devices=True),
         evaluator=retrieval_of(held_out, columns) if held_out is not None else None,
     )
-    trainer.model_accepts_loss_kwargs = False  # the loss is a mean over its own rows
     scripting.train(trainer, training, model_args)
 
     # 5. A folder that SentenceTransformer opens
@@ -111,48 +108,6 @@ def main() -> Trainer:
     }
     scripting.finish(trainer, training, model_args, tokenizer, lines=lines)
     return trainer
-
-
-def load_embedder(
-    model_args: scripting.ModelArguments, training: TrainingArguments, accelerator: object
-) -> SentenceTransformer:
-    """A SentenceTransformer that makes its modules as always, and gets a sharded model where it would load one."""
-
-    def load(module: Transformer, name: str, task: str, config: object, *_: Any, **keywords: Any) -> Any:
-        place = {"subfolder": keywords["subfolder"]} if keywords.get("subfolder") else {}
-        return through_hooks(scripting.load_model(model_args, training, accelerator, auto_class=AutoModel, **place))
-
-    with patch.object(Transformer, "_load_model", load):
-        model = SentenceTransformer(
-            model_args.model_name_or_path, revision=model_args.model_revision, device=str(accelerator.device)
-        )
-    beside = [type(module).__name__ for module in list(model)[1:] if any(True for _ in module.parameters())]
-    if not isinstance(model[0], Transformer) or (beside and not model_args.use_peft):
-        raise ConfigError(
-            f"{model_args.model_name_or_path} has weights beside its transformer ({', '.join(beside) or 'a router'}), "
-            "which each process would train for itself. Train an adapter (--use_peft); they stay as they are then."
-        )
-    for module in list(model)[1:]:
-        module.requires_grad_(False)
-    model.max_seq_length = training.max_length
-    card = model.model_card_data
-    card.generate_widget_examples = False  # rank 0 writes the card alone, and cannot run the model
-    card.set_widget_examples = lambda dataset: None  # for which it would draw rows, and show a bar
-    return model
-
-
-def through_hooks(model: Any) -> Any:
-    """A sharded model whose `forward` calls the model: sentence-transformers calls it past the hooks that gather."""
-    plain, running = model.forward, []
-
-    @wraps(plain)
-    def forward(*args: Any, **keywords: Any) -> Any:
-        return plain(*args, **keywords) if running else model(*args, **keywords)
-
-    model.register_forward_pre_hook(lambda *_: running.append(True))
-    model.register_forward_hook(lambda *_: running.clear(), always_call=True)
-    model.forward = forward
-    return model
 
 
 def retrieval_of(rows: datasets.Dataset, columns: list[str]) -> InformationRetrievalEvaluator:

@@ -42,7 +42,7 @@ def main() -> None:
         demo=DEMO,
         columns=("text", "messages", "prompt", "completion"),
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     columns = [{training.dataset_text_field}, {"messages"}, {"prompt", "completion"}]

@@ -50,7 +50,7 @@ def main() -> Trainer:
         demo=DEMO,
         columns=("prompt",),
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     is_demo = model_args.model_name_or_path is None
     if is_demo:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "prompts")

@@ -49,7 +49,7 @@ def main() -> None:
     script, training, model_args = scripting.parse_arguments(
         ScriptArguments, SFTConfig, PretrainArguments, defaults=DEFAULTS, demo=DEMO, columns=("text",)
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "text")
     data, held_out = scripting.load_splits(script, training, columns=[{training.dataset_text_field}])

@@ -72,7 +72,7 @@ def main() -> Trainer:
     for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
     training.generation_max_length = training.generation_max_length or script.max_target_length + 1  # with the start
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "answers")
     data, held_out = scripting.load_splits(script, training, columns=[{"prompt", "completion"}])

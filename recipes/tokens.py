@@ -62,7 +62,7 @@ def main() -> Trainer:
     )
     for name in ("max_length", "trust_remote_code"):  # of TRL's arguments, not of transformers'
         setattr(training, name, getattr(script, name))
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "tags")
     columns = [{"tokens", "tags"}, {"tokens", "ner_tags"}]

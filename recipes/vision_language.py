@@ -58,7 +58,7 @@ def main() -> Trainer:
         demo=DEMO,
         columns=("image", "messages", "prompt", "completion"),
     )
-    accelerator = make_accelerator(training, proof=model_args.proof)
+    accelerator = make_accelerator(training)
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path, script.dataset_name = scripting.make_demo(accelerator, "images")
     columns = [{images, *text} for images in ("images", "image") for text in (("messages",), ("prompt", "completion"))]

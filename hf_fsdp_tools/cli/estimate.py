@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.options import (
@@ -17,7 +16,6 @@ from hf_fsdp_tools.cli.options import (
     progress,
     setup_of,
 )
-from hf_fsdp_tools.cli.units import check_picture, draw_estimate, show_units
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
 
@@ -55,30 +53,18 @@ def add_estimate(commands: Any) -> None:
     show("--price", type=amount, metavar="X", help="sets the price of one GPU for one hour, for the cost of --tokens")
     show("--explain", action="store_true", help="adds what takes most memory at the peak: module and operator of each")
     show("--compare", action="store_true", help="lays the plan, root-only wrapping and no wrapping beside each other")
-    about = "shows one step unit by unit instead: gathers, computation and reductions, hidden or exposed"
-    show("--units", action="store_true", help=about)
-    show("--output", type=Path, metavar="FILE", help="draws it: .png, .svg, .pdf, or without --units as a page .html")
-    about = "draws this recorded step (export_chrome_trace of torch.profiler) below that of --units"
-    show("--measured", type=Path, metavar="TRACE", help=about)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> None:
-    if options.units:
-        return show_units(options)
-    if options.measured is not None:
-        raise ConfigError("--measured is drawn below the step that --units shows: give --units too")
     if (options.price is not None) != (options.tokens is not None):
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
-    check_picture(options.output)
     setup, kwargs = setup_of(options), prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
 
-    is_page = options.output is not None and options.output.suffix == ".html"
-    compared = _WRAPPINGS if options.compare else {"root": ""} if is_page else {}
     estimates: dict[str, Estimate] = {}
     with progress() as say:
-        for wrapping in dict.fromkeys([setup.wrapping, *compared]):
+        for wrapping in dict.fromkeys([setup.wrapping, *(_WRAPPINGS if options.compare else ())]):
             say(f"a step of {options.model} without memory, {_WRAPPINGS[wrapping]} ...")
             estimates[wrapping] = _estimated(options, _wrapped(setup, wrapping), kwargs)
         first = estimates[setup.wrapping].memory
@@ -89,27 +75,19 @@ def _estimate(options: argparse.Namespace) -> None:
         if not (first.fits or options.json):
             say("looking for what fits ...")
             more = what_fits(options.model, first.setup, model_kwargs=kwargs)
-        if options.output:
-            say("drawing ...")
-            counts = _counts(setup) if is_page else ()
-            scaled = {count: _estimated(options, replace(setup, num_gpus=count), kwargs) for count in counts}
-            draw_estimate(options.output, {_WRAPPINGS[name]: each for name, each in estimates.items()}, scaled)
-    shown = estimates if options.compare else {setup.wrapping: estimates[setup.wrapping]}
     if options.json:
-        print(json.dumps(_value(options, shown), indent=1))
+        print(json.dumps(_value(options, estimates), indent=1))
         return
     print(within("\n".join([str(first), *_notes(first, whole_loss, more)]), 100))
     if options.explain:
         print("", *_explained(first), sep="\n")
     if options.compare:
-        print("", *_table(shown, options), sep="\n")
+        print("", *_table(estimates, options), sep="\n")
     else:
-        time = shown[setup.wrapping].time
+        time = estimates[setup.wrapping].time
         print(f"\n{within(time, 100)}")
         if options.tokens:
             print(f"  {_cost_words(time, options)}")
-    if options.output:
-        print(f"wrote {options.output}")
 
 
 def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
@@ -144,14 +122,6 @@ def _explained(memory: "MemoryEstimate") -> list[str]:
         each = f"{count} × {show_bytes(num_bytes // count)}"
         rows.append((show_bytes(num_bytes), share, each, unit or "(root)", source))
     return table(rows, right=(0, 1, 2))
-
-
-def _counts(setup: "TrainingSetup") -> Iterator[int]:
-    """Numbers of GPUs for the curve of scaling: doubled from one machine to 1,024 GPUs."""
-    count = setup.gpus_per_node * setup.dp_replicate_size
-    while count <= 1024:
-        yield count
-        count *= 2
 
 
 def _wrapped(setup: "TrainingSetup", wrapping: str) -> "TrainingSetup":

@@ -16,9 +16,6 @@ from hf_fsdp_tools.cli.options import decide
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
-_ALONE = ("dequantize",)
-"""Recipes that are one process, started as `python recipes/NAME.py`."""
-
 _HELP = """\
 usage: hf-fsdp {name} [OPTION OF `accelerate launch` ...] [OPTION OF THE RECIPE ...]
 
@@ -42,7 +39,7 @@ def shipped(folder: str) -> Path:
 
 def recipes() -> dict[str, Path]:
     """The recipes that `accelerate launch` starts, by name."""
-    return {path.stem: path for path in sorted(shipped("recipes").glob("[a-z]*.py")) if path.stem not in _ALONE}
+    return {path.stem: path for path in sorted(shipped("recipes").glob("[a-z]*.py"))}
 
 
 def add_recipes(commands: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, check_writable, count, prepare_model, write
+from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, count, prepare_model
 from hf_fsdp_tools.errors import ConfigError
 
 _MOST_PROCESSES = 4
@@ -29,8 +29,6 @@ def add_prove(commands: Any) -> None:
     add_class_and_json(parser.add_argument)
     about = "attends with this function of transformers (default: the model's own choice)"
     parser.add_argument("--attn-implementation", metavar="NAME", help=about)
-    about = "also writes the result as JSON, for `make_accelerator(proof=FILE)` and a recipe's --proof"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=about)
     layout = parser.add_argument_group("layout").add_argument
     layout("--config-file", metavar="FILE", help="takes the layout of this file for `accelerate launch`, made small")
     layout("--num-processes", type=count, metavar="N", help="runs N CPU ranks (default: the fewest that shard)")
@@ -42,7 +40,6 @@ def add_prove(commands: Any) -> None:
 
 
 def _prove(options: argparse.Namespace) -> int:
-    check_writable(options.output)
     given = _of_script(options.model) if options.model.endswith(".py") else {}
     options.model = given.get("model", options.model)
     keywords = prepare_model(options)
@@ -65,8 +62,6 @@ def _prove(options: argparse.Namespace) -> int:
         rows=given.get("train_dataset", ()),
         collator=given.get("data_collator"),
     )
-    if options.output:
-        write(options.output, proof.to_json() + "\n")
     print(proof.to_json() if options.json else proof)
     return int(not proof.is_proved)
 

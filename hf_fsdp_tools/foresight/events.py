@@ -4,7 +4,7 @@
 run of the model gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -255,3 +255,26 @@ class Trace:
     def num_params(self) -> int:
         """Parameters of the model, tied ones once, quantised ones as values."""
         return sum(each.numel if each.packed_values is None else each.packed_values for each in self.parameters)
+
+
+def states(
+    events: Sequence[Event], resident: Iterable[Alloc], kept: Iterable[int]
+) -> Iterator[tuple[str, Mapping[str, int], Mapping[int, Alloc]]]:
+    """Yield, after each event in `kept`, the unit that computes, the bytes by kind and the memory in use by its number
+    (changed in place later)."""
+    chosen, unit = set(kept), ""
+    blocks = {alloc.block: alloc for alloc in resident}
+    now: dict[str, int] = {}
+    for alloc in blocks.values():
+        now[alloc.kind] = now.get(alloc.kind, 0) + alloc.num_bytes
+    for i, event in enumerate(events):
+        if isinstance(event, Alloc):
+            blocks[event.block] = event
+            now[event.kind] = now.get(event.kind, 0) + event.num_bytes
+        elif isinstance(event, Free) and event.block in blocks:
+            block = blocks.pop(event.block)
+            now[block.kind] -= block.num_bytes
+        elif isinstance(event, Work) and event.stream == "compute":
+            unit = event.unit
+        if i in chosen:
+            yield unit, now, blocks

@@ -8,11 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from hf_fsdp_tools.foresight.allocator import Replay, replay
-from hf_fsdp_tools.foresight.events import Alloc, Work
+from hf_fsdp_tools.foresight.events import Alloc, Work, states
 from hf_fsdp_tools.foresight.forecast import Forecast, Source, step_of
 from hf_fsdp_tools.foresight.fsdp2.step import Step
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timeline import Timeline, memory_timeline, states
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
@@ -68,7 +67,6 @@ class MemoryEstimate:
     """Host memory of one process: under CPU offload shards, gradients, optimizer state; offloaded inputs of blocks."""
     notes: tuple[str, ...] = ()
     forecast: Forecast = field(repr=False, compare=False)
-    replay: Replay = field(repr=False, compare=False)
 
     @property
     def total(self) -> int:
@@ -110,14 +108,9 @@ class MemoryEstimate:
         ]
         return sorted(rows, key=lambda row: -row[0])[:most]
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        step = self.forecast.step
-        return memory_timeline(step.events, step.resident, reserved=self.replay.reserved)
-
     def to_json(self) -> str:
-        """This estimate as JSON text, without the timeline, which has a `to_json` of its own."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("forecast", "replay")}
+        """This estimate as JSON text."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "forecast"}
         own |= {"setup": asdict(self.setup), "total": self.total, "fits": self.fits, "spare_bytes": self.spare_bytes}
         return json.dumps(own, default=repr)
 
@@ -231,7 +224,6 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         host_bytes=step.host_bytes,
         notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
         forecast=forecast,
-        replay=used,
     )
 
 

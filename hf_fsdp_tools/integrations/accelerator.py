@@ -186,7 +186,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         saving = saving_state(target, STATE_GLOBS, blocking=blocking, checksums=checksums)
         with saving as state, using_format(plugin, None):
             write_state(self, state)
-            state.after, state.proved = delete_old, plugin.proved
+            state.after = delete_old
         naming.iteration += 1
         return url or folder
 

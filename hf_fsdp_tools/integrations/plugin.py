@@ -203,7 +203,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
     FSDP_ACTIVATION_CHECKPOINTING_SAVE_OPS."""
 
     def __post_init__(self) -> None:
-        self.proved: Mapping[str, Any] | None = None  # a proof of the layout, which `make_accelerator` takes
         self.is_explicit = True  # made by a script; False where variables or TrainingArguments alone made it
         self.takes_recipe = False  # whether the Accelerator's `AORecipeKwargs` say what FP8 means
         for name in sorted(os.environ):
@@ -260,11 +259,6 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             ConfigError: `ignored_modules` matches no module of the model.
         """
         assert self.policy is not None
-        if self.proved is not None and self.proved["model"]["class"] != type(model).__name__:
-            raise ConfigError(
-                f"The proof is of {self.proved['model']['class']}, and the model is a "
-                f"{type(model).__name__}. Prove this model (`hf-fsdp prove NAME --output FILE`), or leave proof out."
-            )
         policy = narrowed(self.policy, model) if self.translated else self.policy
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
 

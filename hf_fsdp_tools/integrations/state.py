@@ -43,7 +43,6 @@ from hf_fsdp_tools.integrations.training_arguments import (
     precision_of,
 )
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.proof.record import check_proved, read_proof
 from hf_fsdp_tools.sharding.float8 import Float8Policy, float8_config
 from hf_fsdp_tools.text import did_you_mean, quoted
 
@@ -52,7 +51,6 @@ def make_accelerator(
     args: Any = None,
     *,
     fsdp_plugin: HybridFSDPPlugin | None = None,
-    proof: str | os.PathLike[str] | None = None,
     **accelerate_kwargs: Any,
 ) -> Accelerator:
     """Make an `Accelerator` that runs FSDP2 on GPUs, on one GPU, or on CPUs (gloo), launched or alone.
@@ -72,8 +70,6 @@ def make_accelerator(
         args: the `TrainingArguments` of the Trainer that the model is for: `fsdp_config`, precision,
             `use_cpu`, `parallelism_config` and `ddp_timeout` hold for the model that is loaded with this Accelerator.
         fsdp_plugin: None makes one from the variables that `accelerate launch` sets, and from the arguments.
-        proof: a file of `hf-fsdp prove --output`, of this model and these axes; its checksum is written into the
-            manifest of every training state.
         accelerate_kwargs: passed to `Accelerator`. `cpu=True` runs on the CPU of a machine with GPUs. `dynamo_backend`
             or `dynamo_plugin` compile the plan's blocks in place. Without `dataloader_config`, loaders that shuffle
             do so by seed and epoch (`use_seedable_sampler`). An `InitProcessGroupKwargs` in `kwargs_handlers` gives
@@ -111,8 +107,6 @@ def make_accelerator(
         if fsdp_plugin is not None:
             agree_with_arguments(plugin_of(args), args, None, fsdp_plugin)
     plugin = fsdp_plugin or plugin_of(args)
-    if proof is not None:
-        plugin.proved = read_proof(proof)
     _refuse_other_float8(handlers)
     _read_arguments(accelerate_kwargs)
     start_state(
@@ -318,9 +312,6 @@ def _check_axes(config: Any, plugin: HybridFSDPPlugin) -> ParallelDims:
             dims = dims.resolve(dist.get_world_size())
     except MeshError as error:
         raise ConfigError(f"{error} Or leave the parallelism config out: one copy over all processes.") from None
-    if plugin.proved is not None:
-        sizes = {name: size for name, size in vars(dims).items() if name != "dp_shard_size"}
-        check_proved(plugin.proved, sizes | {"fsdp_version": plugin.fsdp_version})
     if shared and plugin.fsdp_version == 1:
         raise ConfigError(f"{shared[0]} above 1 needs FSDP2; the plugin has fsdp_version 1. Leave one of them out.")
     if dims.dp_replicate_size > 1 and dims.dp_shard_size == 1 < dist.get_world_size() and not shared:

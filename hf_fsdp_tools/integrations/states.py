@@ -40,8 +40,6 @@ class StateSave:
         """Written to between `begin` and `take_place`."""
         self.needed: list[str] = []
         """Names of the files of which the state must have all, as rank 0 knows them."""
-        self.proved: Mapping[str, Any] | None = None
-        """The proof of the layout, of which the manifest names the checksum."""
         self.after: Callable[[], None] = lambda: None
         """Run once the state is in its place: to delete old ones."""
         self.writes: list[Callable[[], int]] = []
@@ -108,8 +106,7 @@ class StateSave:
         with self.held:
             bytes_written = sum(write() for write in self.writes)
             with agreed(doing, self.folder), storage_errors("save to", self.folder):
-                proof = None if self.proved is None else self.proved["sha256"]
-                write_manifest(self.staging, self.needed, self.files, checksums=checksums, proof=proof)
+                write_manifest(self.staging, self.needed, self.files, checksums=checksums)
             self.take_place()
             with agreed("deleting old states", self.folder), storage_errors("save to", self.folder):
                 self.after()
@@ -144,9 +141,8 @@ class StoredStateSave(StateSave):
     def finish(self, doing: str, *, checksums: bool) -> SaveReport:
         """Put all files, and declare the state complete. Every rank must call."""
         with self.held:
-            proof = None if self.proved is None else self.proved["sha256"]
             sizes, num_bytes = put_state(
-                self.url, self.staging, self.needed, self.files, checksums=checksums, proof=proof, doing=doing
+                self.url, self.staging, self.needed, self.files, checksums=checksums, doing=doing
             )
         return self.report(files=tuple(sorted(sizes)), total_bytes=sum(sizes.values()), bytes_written=num_bytes)
 

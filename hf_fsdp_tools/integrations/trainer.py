@@ -82,6 +82,10 @@ from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.stores import local_folder
 from hf_fsdp_tools.streaming.muon_arguments import make_muon, wants_muon
 
+_OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""Losses of transformers (5.23) that are means over a rank's own rows. The Trainer takes them for means over the whole
+step, because these models take any keyword, and would multiply them by the number of processes."""
+
 _TO_FOLDERS = "The Trainer writes to folders and resumes from them,"
 
 
@@ -181,6 +185,9 @@ class FSDPTrainerMixin(PushingMixin):
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self), reference_copied(self):
             super().__init__(*args, **kwargs)
+        is_own = getattr(self, "loss_is_scaled_for_ga", None) is None  # a subclass with another loss sets it
+        if is_own and getattr(base_of(self.model), "loss_type", None) in _OVER_OWN_ROWS:
+            self.model_accepts_loss_kwargs = False
         guard_rewards(self)
         stream_to_vllm(self)
         if (is_gathered := getattr(self.args, "ds3_gather_for_generation", None)) is not None:
@@ -361,7 +368,6 @@ class FSDPTrainerMixin(PushingMixin):
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer_state.global_step}")
         with saving_state(folder, TRAINER_GLOBS, blocking=self.blocking, checksums=self.checksums) as state:
             self._saving = state
-            state.proved = self.accelerator.state.fsdp_plugin.proved
             state.needed.append(TRAINER_STATE_NAME)
             try:
                 super()._save_checkpoint(model, trial)  # of the old ones it finds none beside the hidden one

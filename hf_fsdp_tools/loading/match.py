@@ -77,7 +77,8 @@ def refuse_quantized(
     reason = _REASONS.get(method or "", "no rule is known that makes floats of some of its blocks by themselves")
     raise CheckpointError(
         f"The checkpoint {index.name!r} is {says}; it cannot be dequantised shard by shard: {reason}.\n{rows}\n"
-        "Make a plain checkpoint of it once by the library of its method: python recipes/dequantize.py CHECKPOINT OUT."
+        "Make a plain checkpoint of it once by the library of its method: load it with transformers' from_pretrained, "
+        "then call model.dequantize() and model.save_pretrained(OUT)."
     )
 
 

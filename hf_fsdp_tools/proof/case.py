@@ -15,7 +15,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.batches import WORDS, candidates, random_batch
 from hf_fsdp_tools.proof.compare import Case, forward, load_plain, loss_of
-from hf_fsdp_tools.proof.shrink import LEVELS, VOCABULARY, shrink
+from hf_fsdp_tools.proof.shrink import LEVELS, VOCABULARY, Sizes, shrink
 
 _MOST_PARAMETERS = 40_000_000
 _MOST_TOKENS = 48
@@ -43,13 +43,17 @@ def tiny_case(
     words: int = WORDS,
     is_training: bool = False,
     tp_size: int = 1,
+    sizes: Sizes | None = None,
 ) -> tuple[Case, dict[str, Any]]:
-    """A case with the first class that trains, its checkpoint written by transformers to `folder`; and facts of it."""
+    """A case with the first class that trains, its checkpoint written by transformers to `folder`; and facts of it.
+
+    `sizes` hold for types that `shrink` does not know.
+    """
     said: list[str] = []
     for model_class in model_classes:
         for level in LEVELS:
             try:
-                model = build(model_class, shrink(config, level, tp_size))
+                model = build(model_class, shrink(config, level, tp_size, sizes))
                 batches = list(candidates(model, words))
             except Exception as error:
                 said.append(f"{model_class.__name__} {level}: {_said(error)}")

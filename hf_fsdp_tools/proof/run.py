@@ -1,4 +1,4 @@
-"""The proof of a layout: what CPU ranks compute beside one process, as a value, a table and JSON with a checksum."""
+"""The proof of a layout: what CPU ranks compute beside one process, as a value, a table and JSON."""
 
 import json
 import math
@@ -25,7 +25,6 @@ from hf_fsdp_tools.distributed.mesh import ParallelDims, join_on_cpu
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.proof.case import given_batches, telling, tiny_case, with_adapter, with_kinds
 from hf_fsdp_tools.proof.compare import PRECISIONS, Found, examine, load_sharded, plain_figures, worst
-from hf_fsdp_tools.proof.record import checksum
 from hf_fsdp_tools.text import first_line, show_count, table
 
 WORDS = 13
@@ -74,16 +73,8 @@ class Proof:
         return bool(self.checks) and not self.problems
 
     def to_json(self) -> str:
-        """The whole result, with its checksum."""
-        return json.dumps(self._content() | {"sha256": self.sha256}, indent=1)
-
-    @property
-    def sha256(self) -> str:
-        """Of the result as JSON with sorted keys and without this checksum."""
-        return checksum(self._content())
-
-    def _content(self) -> Row:
-        return {"is_proved": self.is_proved, **vars(self)}
+        """The whole result."""
+        return json.dumps({"is_proved": self.is_proved, **vars(self)}, indent=1)
 
     def __str__(self) -> str:
         count = show_count(self.model["parameters"])
@@ -100,7 +91,7 @@ class Proof:
         ]
         lines += [f"{kind} rows were left out: {why}" for kind, why in self.left_out.items()]
         if self.is_proved:
-            return "\n".join([*lines, f"proved (sha256 {self.sha256[:16]})"])
+            return "\n".join([*lines, "proved"])
         lines += [f"differs  {problem}" for problem in self.problems]
         if self.first_module:
             lines.append(f"The first module that differs: {self.first_module}")

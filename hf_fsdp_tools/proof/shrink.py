@@ -1,13 +1,14 @@
 """Tiny configurations: the default configuration of a model type with sizes made small by rule.
 
 A rule is a pattern of names and the largest value that a size of such a name keeps. `SIZES` holds what the rules get
-wrong, by the type of the configuration or sub-configuration. Sub-configurations are shrunk alike, so that widths that
+wrong for text and vision-language models, by the type of the configuration or sub-configuration; for other kinds
+whoever shrinks them gives more. Sub-configurations are shrunk alike, so that widths that
 were equal stay equal.
 """
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LEVELS = ("tiny", "short", "default")
@@ -57,17 +58,10 @@ NOT_WIDTHS = re.compile(
 MULTIMODAL_ROPE = re.compile(
     r"(glm4v|glm46v|glm_ocr|glm_image|qwen2_vl|qwen2_5_vl|qwen2_5_omni)\w*_?text|qwen2_5_omni_talker|glm4v_moe_text"
 )
-RESNET = {
-    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1],
-    "layer_type": "basic",
-}  # fmt: skip
-LAST = {"backbone_config": RESNET | {"out_features": ["stage4"]}}
-LAST_THREE = {"backbone_config": RESNET | {"out_features": ["stage2", "stage3", "stage4"]}}
+Sizes = Mapping[str, dict[str, Any]]
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: Sizes = {
     "mamba2": {"num_heads": 8},
-    **dict.fromkeys(("detr", "conditional_detr", "dab-detr", "table-transformer"), LAST),
-    **dict.fromkeys(("deformable_detr", "rt_detr", "rt_detr_v2"), LAST_THREE),
     "bamba": {"attn_layer_indices": [1, 3]},
     "blip-2": {"image_token_index": 130},
     "dbrx": {"attn_config": {"clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
@@ -76,23 +70,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"num_experts_per_tok": 2},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2},
     "dots3_note_text tiny": {"head_dim": 32, "q_lora_rank": 16},
-    "hgnet_v2 tiny": {
-        "embedding_size": 16, "stem_channels": [3, 16, 16], "stage_in_channels": [16, 16, 32, 64],
-        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 64, 128],
-        "hidden_sizes": [16, 32, 64, 128],
-        "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2],
-    },
-    "d_fine tiny": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64], "hidden_expansion": 1.0},
-    "deimv2 tiny": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64]},
-    "efficientnet tiny": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
-    "align tiny": {"projection_dim": 80},
-    "align_vision_model tiny": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 80},
-    "mimi tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
-    "pocket_tts_audio_tokenizer tiny": {"upsample_groups": 64},
-    "pocket_tts_audio_tokenizer_decoder tiny": {"upsample_groups": 64},
-    "pocket_tts_audio_tokenizer_encoder tiny": {"upsample_groups": 64},
-    "mimi_decoder tiny": {"upsample_groups": 64, "vector_quantization_hidden_dimension": 32},
-    "mimi_encoder tiny": {"vector_quantization_hidden_dimension": 32},
     "ernie4_5_vl_moe_text tiny": {"moe_intermediate_size": [48, 32], "rope_parameters": {"mrope_section": [3, 3, 2]}},
     "hunyuan_vl_text tiny": {"rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
     "inkling2": {"quantization_config": None},
@@ -103,31 +80,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 129},
     "mistral4 tiny": {"head_dim": 32},
     "radio": {"summary_idxs": [0, 1]},
-    **{
-        f"vibevoice_{sense}_tokenizer{part}": {"num_filters": 2, "hidden_size": 16}
-        for sense in ("acoustic", "semantic")
-        for part in ("", "_encoder", "_decoder")
-    },
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
     "longcat_flash": {"zero_expert_num": 1},
     "mobilebert tiny": {"embedding_size": 32},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
-    "depth_pro": {"intermediate_hook_ids": [3, 1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "gemma3n_audio": {"input_feat_size": 128},
     "blt": {"encoder_hash_byte_group_vocab": 500},
-    "clvp_encoder tiny": {"num_attention_heads": 2},
-    "edgetam_vision_model": {"backbone_channel_list": [2048, 1024, 512, 256]},
     "glm5_next_text": {"index_topk": 16},
     "reformer tiny": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 8]},
     "xlnet tiny": {"d_head": 16},
-    "bit tiny": {"num_groups": 8},
-    "seggpt": {"merge_index": 0},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
-    "fun_asr_nano tiny": {"adaptor_config": {"intermediate_size": 16}},
-    "lw_detr_vit": {"image_size": 64, "num_windows": 4, "pretrain_image_size": 64},
-    "lw_detr": {"num_queries": 12, "group_detr": 2},
 }  # fmt: skip
 """Sizes of a configuration after shrinking, by its `model_type`, or by `model_type` and level."""
 
@@ -139,15 +103,15 @@ MOST_LAYERS = 4
 INDICES = re.compile(r".*(_index(es)?|_indices|_layer_ids|_layers|_idxs|_layer_indices|index_list)|out_indices")
 
 
-def shrink(config: Any, level: str, tp_size: int = 1) -> Any:
+def shrink(config: Any, level: str, tp_size: int = 1, sizes: Sizes | None = None) -> Any:
     """A configuration of the same class with smaller sizes, and heads and words that so many ranks divide where they
-    divide those of the given one, which is not changed."""
+    divide those of the given one, which is not changed. `sizes` hold for types that `SIZES` does not know."""
     if level == "default":
         return copy.deepcopy(config)
-    sizes = _shrink(config.to_dict(), level, _Tokens(), tp_size)
+    new = _shrink(config.to_dict(), level, _Tokens(), tp_size, {**(sizes or {}), **SIZES})
     for key in ("transformers_version", "architectures", "torch_dtype", "dtype"):
-        sizes.pop(key, None)
-    return type(config).from_dict(sizes)
+        new.pop(key, None)
+    return type(config).from_dict(new)
 
 
 class _Tokens(dict[int, int]):
@@ -158,7 +122,7 @@ class _Tokens(dict[int, int]):
         return self[old]
 
 
-def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens, tp_size: int) -> dict[str, Any]:
+def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens, tp_size: int, known: Sizes) -> dict[str, Any]:
     new: dict[str, Any] = {}
     kept = _kept_layers(sizes)
     layers = max((sizes[name] for name in LAYERS if type(sizes.get(name)) is int), default=0)
@@ -166,13 +130,13 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens, tp_size: int) ->
         if name == "per_layer_config" and value:
             by_layer = {int(index): item for index, item in value.items()}
             new[name] = {
-                i: _shrink(by_layer[old], level, tokens, tp_size)
+                i: _shrink(by_layer[old], level, tokens, tp_size, known)
                 for i, old in enumerate(kept)
                 if by_layer.get(old) is not None
             }
         elif isinstance(value, dict):
             is_config = "model_type" in value or name.endswith("config")
-            new[name] = _shrink(value, level, tokens, tp_size) if is_config else _rope(name, value, sizes, level)
+            new[name] = _shrink(value, level, tokens, tp_size, known) if is_config else _rope(name, value, sizes, level)
         elif TOKEN.fullmatch(name):
             new[name] = _token(value, tokens)
         elif isinstance(value, list | tuple) and value:
@@ -190,7 +154,7 @@ def _shrink(sizes: dict[str, Any], level: str, tokens: _Tokens, tp_size: int) ->
     if level == "tiny" and type(sizes.get("qk_head_dim")) is int:
         new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
     for key in (sizes.get("model_type"), f"{sizes.get('model_type')} {level}"):
-        _lay_over(new, SIZES.get(str(key), {}))
+        _lay_over(new, known.get(str(key), {}))
     return new
 
 

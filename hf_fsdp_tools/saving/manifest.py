@@ -42,9 +42,6 @@ class Manifest:
     sums: dict[str, str]
     """SHA-256 of files, as `sha256sum` prints it; empty unless it was asked for."""
 
-    proof: str | None = None
-    """SHA-256 of the proof of the layout that the state was trained with (`hf-fsdp prove`); None without one."""
-
     def damage(self, folder: Path) -> dict[str, str]:
         """What became of each file that is not as it was saved, by its path in the folder; contents are not read."""
         damage = {}
@@ -60,9 +57,7 @@ class Manifest:
         return damage
 
 
-def write_manifest(
-    folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False, proof: str | None = None
-) -> None:
+def write_manifest(folder: Path, needed: Iterable[str], patterns: Iterable[str], *, checksums: bool = False) -> None:
     """Declare a checkpoint complete: bring its files to disk, then write the list of them.
 
     Every rank must call, after its last write. The ranks exchange names and sums.
@@ -79,14 +74,13 @@ def write_manifest(
             files = {name: every[i % num_ranks][name] for i, name in enumerate(names)}
             for below in sorted({(folder / name).parent for name in names}):
                 sync(below)
-            write_durably(folder / MANIFEST, manifest_text(files, proof))
+            write_durably(folder / MANIFEST, manifest_text(files))
             sync(folder.parent)
 
 
-def manifest_text(files: Mapping[str, Mapping[str, Any]], proof: str | None) -> str:
+def manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:
     """The content of a manifest, of the entries of files."""
-    text = {"format": _FORMAT, "ranks": rank_and_size()[1], "files": files} | ({"proof": proof} if proof else {})
-    return json.dumps(text, indent=1) + "\n"
+    return json.dumps({"format": _FORMAT, "ranks": rank_and_size()[1], "files": files}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -108,7 +102,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(
         ranks=ranks,
         sizes={name: entry.get("bytes") for name, entry in files.items()},
-        proof=str(text["proof"]) if "proof" in text else None,
         sums={name: entry["sha256"] for name, entry in files.items() if "sha256" in entry},
     )
 

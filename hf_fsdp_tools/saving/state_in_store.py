@@ -42,14 +42,7 @@ def take_name(url: str, patterns: Collection[str]) -> None:
 
 
 def put_state(
-    url: str,
-    own: Path,
-    needed: Iterable[str],
-    patterns: Collection[str],
-    *,
-    checksums: bool,
-    proof: str | None,
-    doing: str,
+    url: str, own: Path, needed: Iterable[str], patterns: Collection[str], *, checksums: bool, doing: str
 ) -> tuple[dict[str, int], int]:
     """Put the files of each rank's own folder, then the manifest. Every rank must call.
 
@@ -81,7 +74,7 @@ def put_state(
     with agreed(doing, url):
         if rank == 0:
             _refuse_other_sizes(url, sizes)
-            _put_last(url, manifest_text({name: every[name][1] for name in listed_ones}, proof).encode())
+            _put_last(url, manifest_text({name: every[name][1] for name in listed_ones}).encode())
     return sizes, sum(sizes[name] for name in mine)
 
 

@@ -28,7 +28,7 @@ from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 @dataclass
 class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
-    """What is trained, and how long: TRL's own options and six more.
+    """What is trained, and how long: TRL's own options and five more.
 
     Example:
         >>> from dataclasses import dataclass
@@ -60,10 +60,6 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     ema_device: str | None = field(
         default=None, metadata={"help": "cpu keeps the averages of --ema_decay in host memory."}
-    )
-    proof: str | None = field(
-        default=None,
-        metadata={"help": "A file of `hf-fsdp prove --output`, whose checksum goes into the manifest of checkpoints."},
     )
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""

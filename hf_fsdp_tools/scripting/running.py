@@ -288,8 +288,7 @@ def _picture(trainer: Any, folder: Path) -> str:
     if not losses or find_spec("matplotlib") is None:
         return ""
     if trainer.accelerator.is_main_process:
-        from hf_fsdp_tools.plots.curves import draw_losses
-        from hf_fsdp_tools.plots.figure import save
+        from hf_fsdp_tools.plots import draw_losses, save
 
         args = trainer.args
         setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"

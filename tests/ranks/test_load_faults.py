@@ -202,7 +202,7 @@ def test_packed_values_are_refused_whatever_the_config_says(llama: Path, tmp_pat
     if says:
         model.config.quantization_config = {"quant_method": "some"}
     with pytest.raises(
-        CheckpointError, match=r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*recipes/dequantize\.py"
+        CheckpointError, match=r"up_proj\.\w+' holds \w+, expected .*up_proj\.weight'\n.*model\.dequantize\(\)"
     ) as e:
         load_weights(model, folder, ignore_mismatched_sizes=True)
     assert (

@@ -52,8 +52,8 @@ def own_optimizer(model: Any) -> Any:
 
 
 def trained(kind: type[Trainer], model: Any, folder: Path, optimizers: Any = None, **settings: Any) -> list[float]:
-    """Losses of five steps, then that of an evaluation."""
-    args = arguments(folder / "out", max_steps=5, **settings)
+    """Losses of two steps, then that of an evaluation."""
+    args = arguments(folder / "out", max_steps=2, **settings)
     more = {} if optimizers is None else {"optimizers": optimizers}
     trainer: Any = kind(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:8], **more)
     trainer.train()
@@ -233,7 +233,7 @@ def fsdp1_trains_on_cpus_by_the_launchers_variables(folder: Path) -> list[float]
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SYNC_MODULE_STATES": "true"}
     os.environ |= {"FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     os.environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
-    args = arguments(folder / "fsdp1", max_steps=5, save_strategy="no")
+    args = arguments(folder / "fsdp1", max_steps=2, save_strategy="no")
     # one rank of each machine says it
     said = (
         pytest.warns(UserWarning, match="sync_module_states is off on CPUs") if not dist.get_rank() else nullcontext()

@@ -100,12 +100,7 @@ def _trainer(task: str, model: Any, folder: Path, *, mixed: bool, extra: Any = N
     extra = ({"reward_funcs": _reward} if task == "grpo" else {}) | (extra or {})
     rows = load_from_disk(settings.pop("rows")) if "rows" in settings else _rows(task)
     args = _arguments(task, folder, **settings)
-    trainer = kind(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **extra)
-    if task == "classify":
-        # Heads that score sequences take a mean over their own rows, and the Trainer (5.23) multiplies it by the number
-        # of processes, as if it were a sum divided by the rows of all. TRL's trainers say the same for theirs.
-        trainer.model_accepts_loss_kwargs = False
-    return trainer
+    return kind(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), **extra)
 
 
 def _one_process(task: str, source: Path, folder: Path, extra: Any = None, **settings: Any) -> list[float]:

@@ -1,8 +1,9 @@
-"""Pictures show the memory and the schedule of a step where they are; a page needs neither network nor script."""
+"""Pictures show the memory and the streams of a step where they are, and are the same each time."""
 
-import re
+import runpy
 import sys
-from base64 import b64decode
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,44 +11,127 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.timeline import memory_timeline, step_schedule
+from hf_fsdp_tools.foresight.events import Alloc, Free, Work
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.plots.curves import ScalingCurve, draw_losses, draw_scaling
-from hf_fsdp_tools.plots.figure import page_text, save
-from hf_fsdp_tools.plots.memory import draw_comparison, draw_memory
-from hf_fsdp_tools.plots.schedule import draw_schedule
-from tests.unit.test_timeline import GB, a_step
+from hf_fsdp_tools.plots import draw_losses, save
+
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "docs" / "drawing.py")))
+GB = 10**9
+
+
+def a_step(units=3, held=10 * GB, gather_s=1.0, compute_s=2.0):
+    """Events of a step whose blocks are gathered one ahead, memory that is there before, times of the works."""
+    events, spans = [], []
+    clock = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
+    gathered, kept = {}, {}
+
+    def work(operation, unit, phase, seconds, stream="compute", after=0.0):
+        start = max(clock[stream], after)
+        clock[stream] = start + seconds
+        events.append(Work(operation, 0.0, 0.0, unit, phase, stream))
+        spans.append((start, clock[stream]))
+
+    def gather(unit, phase):
+        number = len(events) + 1000
+        events.append(Alloc(number, GB, "gathered parameters", unit, "all_gather"))
+        work("all_gather", unit, phase, gather_s, "all_gather")
+        gathered[unit] = number, clock["all_gather"]
+
+    def one_pass(order, phase):
+        gather(order[0], phase)
+        for unit, following in zip(order, [*order[1:], None], strict=True):
+            if following is not None:
+                gather(following, phase)
+            if phase == "forward":
+                kept[unit] = len(events) + 1000
+                events.append(Alloc(kept[unit], 2 * GB, "activations", unit))
+            number, ready = gathered.pop(unit)
+            work("matmul", unit, phase, compute_s, after=ready)
+            events.append(Free(number))
+            if phase == "backward":
+                events.append(Free(kept[unit]))
+                work("reduce_scatter", unit, phase, gather_s, "reduce_scatter", after=clock["compute"])
+
+    names = [f"model.layers.{i}" for i in range(units)]
+    one_pass(names, "forward")
+    events.append(Alloc(1, 26 * GB, "logits and loss", ""))
+    work("memory", "", "loss", 0.5)
+    events.append(Free(1))
+    one_pass(names[::-1], "backward")
+    work("memory", "", "optimizer", 0.5, after=max(clock.values()))
+    return events, [Alloc(-1, held, "parameters", "")], spans
+
 
 EVENTS, RESIDENT, SPANS = a_step(units=12)
-STEP = memory_timeline(EVENTS, RESIDENT, reserved=[70 * GB] * len(EVENTS)).in_seconds(EVENTS, SPANS)
-OTHER = memory_timeline(*a_step(units=12, held=30 * GB)[:2])
-SCHEDULE = step_schedule(EVENTS, SPANS)
+STEP = drawing.memory_timeline(EVENTS, RESIDENT, SPANS)
+HELD = a_step(units=12, held=30 * GB)
+OTHER = drawing.memory_timeline(*HELD)
+SCHEDULE = drawing.step_schedule(EVENTS, SPANS)
 UNIT = WrapUnit(modules=("layers.0",), reshard_after_forward=True, num_params=10, num_bytes=40, reason="block X")
 PLAN = WrapPlan(units=(UNIT,), replicated=(), model_class="ModelForX", num_params=10)
 CURVES = [
-    ScalingCurve(name="A, gpu one", num_gpus=(8, 64, 512), values=(None, 100.0, 99.0), published=((64, 104.0),)),
-    ScalingCurve(name="B, gpu two", num_gpus=(8, 64, 512), values=(200.0, 101.0, 98.0)),
-    ScalingCurve(name="C, on nothing", num_gpus=(8, 64, 512), values=(None, None, None)),
+    drawing.ScalingCurve(
+        name="A, gpu one", num_gpus=(8, 64, 512), values=(None, 100.0, 99.0), published=((64, 104.0),)
+    ),
+    drawing.ScalingCurve(name="B, gpu two", num_gpus=(8, 64, 512), values=(200.0, 101.0, 98.0)),
+    drawing.ScalingCurve(name="C, on nothing", num_gpus=(8, 64, 512), values=(None, None, None)),
 ]
 PICTURES = {
-    "memory": lambda: draw_memory(STEP, model="a model", limit_bytes=80 * GB),
-    "measured": lambda: draw_memory(OTHER, model="a model", measured=STEP, limit_bytes=900 * GB),
-    "comparison": lambda: draw_comparison({"root-only": OTHER, "hybrid": STEP}, model="m", limit_bytes=80 * GB),
-    "schedule": lambda: draw_schedule(SCHEDULE, model="a model", measured=SCHEDULE),
-    "scaling": lambda: draw_scaling(CURVES, setting="fp16"),
-    "losses": lambda: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s"),
+    "wrapping": lambda: drawing.draw_comparison({"root-only": OTHER, "hybrid": STEP}, model="m", limit_bytes=80 * GB),
+    "schedule": lambda: drawing.draw_schedule(SCHEDULE, model="a model"),
+    "scaling": lambda: drawing.draw_scaling(CURVES, setting="fp16"),
+    "plan": lambda: drawing.draw_units(PLAN),
+    "loss": lambda: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s"),
 }
+
+
+def test_memory_of_a_step_over_time():
+    events, resident, spans = a_step()
+    line = drawing.memory_timeline(events, resident, spans)
+    assert line.peak_bytes == 42 * GB and line.phases[line.peak] == "loss"
+    assert line.allocated[-1] == 10 * GB and list(line.seconds) == sorted(line.seconds)
+    assert set(line.phases) == {"forward", "loss", "backward", "optimizer"}
+    assert line.seconds[line.peak] == spans[5][1], "logits are made when the forward pass has computed"
+    # what was there before may be freed
+    freed = drawing.memory_timeline([Alloc(1, 5, "temporaries", ""), Free(7)], [Alloc(7, 100, "gradients", "")], [])
+    assert freed.allocated == (105, 5)
+
+
+def test_few_points_keep_the_peak_and_the_phases():
+    step = a_step(units=400)
+    line, full = (drawing.memory_timeline(*step, most_points=most) for most in (100, 10**6))
+    assert len(line.seconds) < 150 < len(full.seconds) == len(step[0]) and line.peak_bytes == full.peak_bytes
+    for phase in ("forward", "backward", "optimizer"):
+        few, every = (
+            [held for held, at in zip(one.allocated, one.phases, strict=True) if at == phase] for one in (line, full)
+        )
+        assert (max(few), min(few)) == (max(every), min(every)), phase
+    assert list(dict.fromkeys(line.phases)) == ["forward", "loss", "backward", "optimizer"]
+    assert drawing.extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
+
+
+def test_a_schedule_without_overlap_is_exposed_whole():
+    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather"), Work("matmul", 0, 0, "a", "forward")]
+    schedule = drawing.step_schedule(works, [(0.0, 3.0), (3.0, 4.0)])
+    assert schedule.exposed == ((0.0, 3.0),) and schedule.seconds == 4.0
+    hidden = drawing.step_schedule(works, [(1.0, 3.0), (0.0, 4.0)])
+    assert hidden.exposed == () and hidden.communication_seconds == 2.0
+    part = drawing.step_schedule([*works, works[1]], [(1.0, 6.0), (0.0, 2.0), (3.0, 5.0)])
+    assert part.exposed == ((2.0, 3.0), (5.0, 6.0))
+    # kernels of one unit become one bar, and pauses stay
+    works = [Work("matmul", 0, 0, "a", "forward")] * 3 + [Work("matmul", 0, 0, "b", "forward")]
+    schedule = drawing.step_schedule(works, [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0), (4.0, 5.0)])
+    assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
 
 
 @pytest.mark.parametrize(
     ("name", "finding"),
     [
-        ("memory", f"Peaks at {STEP.peak_bytes / 1e9:,.1f} GB in the loss; the allocator takes 70.0 GB of 80.0 GB"),
-        ("measured", f"({100 * (OTHER.peak_bytes / STEP.peak_bytes - 1):+.1f} %)"),
-        ("comparison", f"root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"),
+        ("wrapping", f"root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"),
         ("schedule", f"{SCHEDULE.exposed_seconds / SCHEDULE.seconds:.1%} of a step"),
-        ("scaling", "A, gpu one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
-        ("losses", "Loss of one: 8 at step 0, 2 at 9"),
+        ("scaling", "A, one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
+        ("plan", "1 units; the largest gathers 40 B of 40 B"),
+        ("loss", "Loss of one: 8 at step 0, 2 at 9"),
     ],
 )
 def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, finding, tmp_path):
@@ -58,61 +142,30 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
-def highest(area):
-    return max(area.get_paths()[0].vertices, key=lambda corner: corner[1])
-
-
-def test_a_measured_step_is_laid_over_the_prediction_unit_by_unit():
-    """The same step at another speed, which changes in the middle, falls on itself."""
-    middle = SPANS[len(SPANS) // 2][0]
-    slow = [(3 * min(s, middle) + max(s - middle, 0), 3 * min(e, middle) + max(e - middle, 0)) for s, e in SPANS]
-    measured = memory_timeline(EVENTS, RESIDENT).in_seconds(EVENTS, slow)
-    axes = draw_memory(STEP, model="m", measured=measured).axes[0]
-    line = next(line for line in axes.lines if line.get_label().startswith("measured"))
-    at = max(zip(line.get_xdata(), line.get_ydata(), strict=True), key=lambda point: point[1])
-    assert at == pytest.approx(tuple(highest(axes.collections[-1])), rel=0.02)
-
-
 def test_bars_of_a_schedule_lie_where_the_work_was():
-    figure = draw_schedule(SCHEDULE, model="m")
+    figure = drawing.draw_schedule(SCHEDULE, model="m")
     drawn = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
     for bar in (bar for bar in SCHEDULE.bars if bar.track == "communication"):
         assert any(abs(box.x0 - bar.start_s) < 1e-9 and box.y0 > 1 for box in drawn), bar
     assert len(figure.axes) == 3, "the whole step, and a few units of each pass from near"
 
 
+def test_the_same_step_at_another_speed_falls_on_itself():
+    """Phases begin at equal places in a comparison."""
+    slow = [(3 * start, 3 * end) for start, end in SPANS]
+    lines = {"root-only": drawing.memory_timeline(EVENTS, RESIDENT, slow), "hybrid": STEP}
+    drawn = drawing.draw_comparison(lines, model="m").axes[0].lines
+    one, two = (line for line in drawn if len(line.get_xdata()) == len(EVENTS))
+    assert list(one.get_xdata()) == pytest.approx(list(two.get_xdata()))
+
+
 def test_without_matplotlib_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'hf-fsdp-tools\[plots\]'"):
-        PICTURES["memory"]()
+        PICTURES["loss"]()
 
 
-def test_nothing_to_draw_is_refused():
-    for draw in (
-        lambda: draw_scaling(CURVES[2:], setting=""),
-        lambda: draw_schedule(step_schedule([], []), model=""),
-        lambda: draw_comparison({}, model=""),
-        lambda: draw_losses({"a": []}, setting=""),
-        lambda: save(PICTURES["memory"](), "c.gif"),
-    ):
+def test_nothing_to_draw_is_refused(tmp_path):
+    for draw in (lambda: draw_losses({"a": []}, setting=""), lambda: save(PICTURES["loss"](), tmp_path / "c.gif")):
         with pytest.raises(ConfigError):
             draw()
-
-
-def test_a_page_holds_all_and_needs_no_network():
-    text = page_text(
-        title="Fits & runs",
-        setting="a <model>",
-        numbers={"peak": "60.0 GB"},
-        breakdown={"activations": 3 * GB, "parameters": GB},
-        figures={"memory": PICTURES["memory"](), "schedule": PICTURES["schedule"]()},
-        plan=PLAN,
-        notes=["estimated"],
-    )
-    assert not re.search(r"<(script|link|iframe)|href=", text)
-    sources = re.findall(r'src="(.*?),(.*?)"', text)
-    assert len(sources) == text.count("<img") == 2
-    for kind, picture in sources:
-        assert kind == "data:image/svg+xml;base64" and ElementTree.fromstring(b64decode(picture)).tag.endswith("svg")
-    for word in ("60.0 GB", "activations", "layers.0", "block X", "Fits &amp; runs", "a &lt;model&gt;", "estimated"):
-        assert word in text

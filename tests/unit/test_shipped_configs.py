@@ -40,50 +40,68 @@ def test_a_file_says_how_it_is_made_and_started_and_means_what_it_says(path: Pat
         assert re.search(r"\d GB of \d+\.\d GB per GPU", comment["memory"]) and "tokens/s per GPU" in comment["speed"]
 
 
-def test_what_is_shipped_is_what_is_made_today(monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("name", ["cpu", pytest.param("1x24gb", marks=pytest.mark.nightly)])
+def test_what_is_shipped_is_what_is_made_today(name: str, monkeypatch: Any, capsys: Any) -> None:
     """By the script that writes the files, which prints how they differ; of one searched file and the simplest."""
     imitate_gpus(monkeypatch, 0)
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
-    monkeypatch.setattr(sys, "argv", ["make_configs.py", "--check", "cpu", "1x24gb"])
+    monkeypatch.setattr(sys, "argv", ["make_configs.py", "--check", name])
     from make_configs import main as make_configs
 
-    assert (make_configs(), capsys.readouterr().out) == (0, "2 files, 0 different\n")
+    assert (make_configs(), capsys.readouterr().out) == (0, "1 files, 0 different\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))
 def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """What the two files say together, the allocator's cache included; and the recipe takes all of it."""
+    """What the two files say together, the allocator's cache included."""
     imitate_gpus(monkeypatch, 0)
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
     monkeypatch.chdir(tmp_path)
     from models import CONFIGS
 
-    trl = pytest.importorskip("trl")
-    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
-
-    launch_file = path.with_name(path.name.replace(".run", ""))
-    assert not [each for each in FSDPConfig.check_file(launch_file) if each.severity == "error"]
-    run, launch = (yaml.safe_load(each.read_text()) for each in (path, launch_file))
-    sharding, gpus = launch["fsdp_config"], launch["num_processes"]
-    rows = gpus * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
-    assert (rows, run["max_length"], sharding["fsdp_offload_params"]) == (64, 4096, False)
+    run, launch = options_of(path)
+    sharding = launch["fsdp_config"]
     CONFIGS[run["model_name_or_path"].rpartition("/")[2]].save_pretrained(tmp_path / run["model_name_or_path"])
-    words = ["--gpu", "h100-80gb", "--num-processes", str(gpus), "--max-length", str(run["max_length"])]
+    words = ["--gpu", "h100-80gb", "--num-processes", str(launch["num_processes"])]
+    words += ["--max-length", str(run["max_length"])]
     words += ["--per-device-train-batch-size", str(run["per_device_train_batch_size"])]
     words += ["--gradient-accumulation-steps", str(run["gradient_accumulation_steps"])]
     words += ["--activation-checkpointing"] * sharding["fsdp_activation_checkpointing"]
     words += ["--activation-checkpointing-offload"] * sharding.get("fsdp_activation_checkpointing_offload", False)
-    assert "fsdp_activation_checkpointing_every_n_layers" not in sharding, "hf-fsdp estimate would need it"
     words += ["--no-reshard-after-forward"] * (not sharding["fsdp_reshard_after_forward"])
     words += ["--lora-r", str(run["lora_r"])] if run.get("use_peft") else []
-    assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
     assert main(["estimate", run["model_name_or_path"], *words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["total"] < memory["limit_bytes"]
-    monkeypatch.setattr(sys, "argv", ["finetune", "--config", str(path), "--dataset_name", "x", "--use_cpu", "true"])
-    _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
-    assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
-    assert model_args.model_name_or_path == run["model_name_or_path"] and training.warmup_steps == 10
+
+
+def options_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the options and the launch file for a model say."""
+    run, launch = (yaml.safe_load(each.read_text()) for each in (path, path.with_name(path.name.replace(".run", ""))))
+    return run, launch
+
+
+def test_a_recipe_takes_the_options_for_every_model(monkeypatch: Any) -> None:
+    imitate_gpus(monkeypatch, 0)
+    trl = pytest.importorskip("trl")
+    from hf_fsdp_tools.scripting import ModelArguments, parse_arguments
+
+    assert len(MODELS) == 13
+    for path in MODELS:
+        run, launch = options_of(path)
+        launch_file = path.with_name(path.name.replace(".run", ""))
+        assert not [each for each in FSDPConfig.check_file(launch_file) if each.severity == "error"], path
+        sharding = launch["fsdp_config"]
+        rows = launch["num_processes"] * run["per_device_train_batch_size"] * run["gradient_accumulation_steps"]
+        assert (rows, run["max_length"], sharding["fsdp_offload_params"]) == (64, 4096, False), path
+        assert "fsdp_activation_checkpointing_every_n_layers" not in sharding, "hf-fsdp estimate would need it"
+        assert "accelerator_config" not in run and "optim" not in run, "they change the memory"
+        words = ["finetune", "--config", str(path), "--dataset_name", "x", "--use_cpu", "true"]
+        monkeypatch.setattr(sys, "argv", words)
+        _, training, model_args = parse_arguments(trl.ScriptArguments, trl.SFTConfig, ModelArguments)
+        assert (training.learning_rate, training.max_length) == (run["learning_rate"], 4096)
+        assert model_args.model_name_or_path == run["model_name_or_path"] and training.warmup_steps == 10
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name.removesuffix(".run.yaml"))

@@ -12,7 +12,6 @@ import yaml
 from huggingface_hub import JobHardware
 
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.cli.templates import _FLAVORS, _SKYPILOT_NAMES
 from hf_fsdp_tools.foresight.timing.hardware import GPUS
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
@@ -163,8 +162,8 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_names_of_others_are_theirs() -> None:
-    assert {name for flavors in _FLAVORS.values() for name in flavors.values()} <= {each.value for each in JobHardware}
-    assert {*_FLAVORS, *_SKYPILOT_NAMES} <= set(GPUS)
+    flavors = {word.partition(":")[2] for gpu in GPUS.values() for word in gpu.hf_flavors.split()}
+    assert flavors and flavors <= {each.value for each in JobHardware}
 
 
 # ---- all of them ----

@@ -41,20 +41,10 @@ def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
 def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
     times = [all_gather(SMALL, group(num_gpus=ranks)) for ranks in (2, 8, 16, 128, 1024)]
     assert times == sorted(times) and len(set(times)) == len(times)
-    assert times[0] == pytest.approx(7.2e-6, rel=0.01), "6.6 µs and one step of 0.6 µs"
+    assert times[0] == pytest.approx(8.4e-6 + 3.4e-6, rel=0.01), "a start and one step"
     assert times[-1] > 1e-3, "a ring of 1,024 ranks has 1,023 steps"
     assert all_gather(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
-    # a small all-reduce over many machines takes a tree
-    many = group(num_gpus=1024)
-    assert all_reduce(SMALL, many) < all_gather(SMALL, many) / 5
-    assert all_reduce(SMALL, group(num_gpus=2048)) - all_reduce(SMALL, many) < 30e-6
-
-
-def test_one_rank_per_machine_has_a_logarithmic_gather() -> None:
-    alone = group(num_gpus=64, gpus_per_node=1, network_gbit_s=200)
-    assert alone.ranks_per_node == 1
-    assert all_gather(SMALL, alone) < 64 * 4e-6
-    assert all_gather(BIG, alone) == pytest.approx(63 / 64 * BIG / 25e9, rel=0.01), "large ones keep the ring"
+    assert all_gather(SMALL, group(num_gpus=16)) - times[1] > 14e-6, "a step between machines takes longer"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """What training reaches of a GPU's peaks, and how long one kernel, copy or collective runs by itself: a roofline.
 
-Of collectives the model is NCCL's own, by which it chooses an algorithm and a protocol (`ncclTopoTuneModel` in its
-`src/graph/tuning.cc`, as of 2025): seconds = latency + bytes / bandwidth, and the fastest choice counts. The terms of
-bandwidth are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005): over a ring of n ranks (n - 1) / n of the bytes pass each link once, or twice for an all-reduce.
-NCCL's collectives inside switches (NVLS, SHARP) are left out: they need buffers that FSDP2 does not register.
+A collective runs over a ring, as NCCL counts it (`ncclTopoTuneModel` in its `src/graph/tuning.cc`, as of 2025): seconds
+= latency + bytes / bandwidth, where (n - 1) / n of the bytes pass each link once, or twice for an all-reduce (Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). NCCL's other protocols
+and trees are for tensors that are smaller than FSDP2's: no published training shows them.
 """
 
 import math
@@ -113,30 +112,10 @@ _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
 on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
 
-_PROTOCOLS = ("LL", "LL128", "Simple")
-"""How NCCL marks data as complete: with each 8 bytes, with each 128 bytes, or by a fence."""
+_START_SECONDS = 8.4e-6  # Start of a collective (`baseLat` of NCCL's protocol for large tensors)
 
-_BASE_MICROSECONDS = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
-"""Start of a collective by protocol (`baseLat`)."""
-
-_STEP_MICROSECONDS = {
-    ("nvlink", "ring"): (0.6, 1.9, 3.4),
-    ("nvlink", "tree"): (0.6, 1.25, 4.0),
-    ("pcie", "ring"): (1.0, 2.5, 5.7),
-    ("pcie", "tree"): (1.0, 1.9, 4.0),
-    ("network", "ring"): (2.7, 4.0, 14.0),
-    ("network", "tree"): (5.0, 8.5, 14.0),
-}
-"""One step over a link by protocol (`hwLat`)."""
-
-_POST_MICROSECONDS = (1.0, 1.0, 3.0)
-"""What a step inside a machine takes at least where a ring leaves it, by protocol (`getNetOverhead`, Intel's CPUs)."""
-
-_RING_SHARE = (0.5, 0.92, 1.0)  # What the protocols leave of a ring's bandwidth
-
-_TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)  # What the protocols leave of a tree's bandwidth
-
-_LL_NETWORK_BANDWIDTH = 20e9  # Bytes per second of LL between machines at most (`llMaxBws`: 19 to 22.5 GB/s)
+_STEP_SECONDS = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6}
+"""One step of a ring over a link (`hwLat` of the same)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,42 +184,9 @@ def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> 
         return 0.0
     if operation == "all_to_all":
         return _direct(num_bytes, group)
-    if operation == "all_reduce":
-        return min(_ring(num_bytes, group, 2), _tree(num_bytes, group))
-    return min(_ring(num_bytes, group, 1), _pat(num_bytes, group))
-
-
-def _ring(num_bytes: float, group: Group, rounds: int) -> float:
-    """The fastest protocol's seconds over a ring: `rounds` times n - 1 steps, each with an n-th of the bytes."""
-    steps, nodes = group.ranks - 1, group.nodes
-    moved = rounds * steps / group.ranks * num_bytes
-    times = []
-    for protocol in range(len(_PROTOCOLS)):
-        inside = _STEP_MICROSECONDS[group.link, "ring"][protocol]
-        if nodes > 1:
-            inside = max(inside, _POST_MICROSECONDS[protocol])
-        # with one rank per machine nothing hides the network's latency, and NCCL takes a tree's
-        between = _STEP_MICROSECONDS["network", "tree" if group.ranks_per_node == 1 else "ring"][protocol]
-        latency = rounds * ((steps - nodes + 1) * inside + (nodes - 1) * between)
-        bandwidth = group.bandwidth * _RING_SHARE[protocol]
-        if protocol == 0 and nodes > 1:
-            bandwidth = min(bandwidth, _LL_NETWORK_BANDWIDTH)
-        times.append((_BASE_MICROSECONDS["ring"][protocol] + latency) * 1e-6 + moved / bandwidth)
-    return min(times)
-
-
-def _tree(num_bytes: float, group: Group) -> float:
-    """The fastest protocol's seconds of an all-reduce up and down a tree of machines, a chain inside each."""
-    times = []
-    for protocol in range(len(_PROTOCOLS)):
-        inside = (group.ranks_per_node - 1) * _STEP_MICROSECONDS[group.link, "tree"][protocol]
-        between = math.log2(group.nodes) * _STEP_MICROSECONDS["network", "tree"][protocol]
-        bandwidth = group.bandwidth * _TREE_SHARE[protocol]
-        if protocol == 0 and group.nodes > 1:
-            bandwidth = min(bandwidth, _LL_NETWORK_BANDWIDTH)
-        start = _BASE_MICROSECONDS["tree"][protocol]
-        times.append((start + 2 * (inside + between)) * 1e-6 + 2 * num_bytes / bandwidth)
-    return min(times)
+    rounds, steps, between = 2 if operation == "all_reduce" else 1, group.ranks - 1, group.nodes - 1
+    latency = (steps - between) * _STEP_SECONDS[group.link] + between * _STEP_SECONDS["network"]
+    return _START_SECONDS + rounds * (latency + steps / group.ranks * num_bytes / group.bandwidth)
 
 
 def _direct(num_bytes: float, group: Group) -> float:
@@ -249,18 +195,7 @@ def _direct(num_bytes: float, group: Group) -> float:
     inside, outside = group.ranks_per_node - 1, max(group.ranks - group.ranks_per_node, 0)
     part = num_bytes / group.ranks
     seconds = max(inside * part / group.link_bandwidth, outside * part * group.ranks_per_node / group.network_bandwidth)
-    latency = _STEP_MICROSECONDS["network" if outside else group.link, "ring"][2]
-    return (_BASE_MICROSECONDS["ring"][2] + latency) * 1e-6 + seconds
-
-
-def _pat(num_bytes: float, group: Group) -> float:
-    """Seconds of NCCL's logarithmic algorithm (PAT, since 2.23), which it has for one rank per machine."""
-    if group.ranks_per_node > 1:
-        return math.inf
-    step = _STEP_MICROSECONDS["network", "tree"][2]
-    latency = 8.0 + math.log2(group.nodes) * step / 3.5 + 2.8 * group.ranks
-    # NCCL takes the whole tensor, not (n - 1) / n of it
-    return latency * 1e-6 + num_bytes / (0.75 * group.bandwidth)
+    return _START_SECONDS + _STEP_SECONDS["network" if outside else group.link] + seconds
 
 
 # ---- one kernel, copy or collective ----

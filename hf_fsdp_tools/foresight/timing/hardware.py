@@ -34,6 +34,9 @@ class Gpu:
     host_bandwidth: float  # Between GPU and host memory in one direction (PCIe, or NVLink-C2C)
     host_memory_bandwidth: float  # Of host memory, per GPU of a usual machine: bounds an optimizer on the CPU
     source: str
+    skypilot: str = ""  # What `sky gpus list` calls it (its documentation, docs/source/compute/show-gpus-all.txt)
+    hf_flavors: str = ""
+    """Flavors of `hf jobs run --flavor` by number of GPUs, as "1:l4x1 4:l4x4". (huggingface_hub 2.4, `JobHardware`)"""
 
     def peak(self, dtype_bytes: int, precision: str = "bf16") -> float:
         """Peak flop/s of matmuls whose inputs have elements of `dtype_bytes`."""
@@ -80,7 +83,9 @@ def _read_gpus() -> Iterator[Gpu]:
                 network_gbit_s=float(row["network_gbit_s"]),
                 host_bandwidth=float(row["host_gb_s"]) * 1e9,
                 host_memory_bandwidth=float(row["host_memory_gb_s"]) * 1e9,
-                source=row["source"] or "",
+                source=row["source"],
+                skypilot=row["skypilot"],
+                hf_flavors=row["hf_flavors"],
             )
 
 

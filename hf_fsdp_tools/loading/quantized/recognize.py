@@ -25,7 +25,7 @@ _OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
 }
 """Of methods that quantise linear layers: rules by their formats, and the bits of integers."""
 
-_DO_ONCE = "make a plain checkpoint of it once (python recipes/dequantize.py CHECKPOINT OUT)"
+_DO_ONCE = "make a plain checkpoint of it once (transformers' model.dequantize() and save_pretrained)"
 BY_ACTIVATION = f"orders its columns by activation, so that no block of columns has one scale; {_DO_ONCE}"
 """What is said of columns that lie in groups of another order than the file's."""
 
