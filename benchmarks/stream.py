@@ -5,7 +5,6 @@
 
 buckets              `live_weights(model, dtype=torch.bfloat16).buckets()`, to rank 0
 buckets, all ranks   the same to every rank, as for a server on each GPU (vLLM's colocate mode)
-changed only         `.changes()` after one step of AdamW with a learning rate of 1e-6: each rank's own changes in bf16
 TRL                  TRL's own loop of a weight sync (`VLLMGeneration._iter_named_params`): `full_tensor()` of each
                      parameter on every rank, then cast to bf16 as its server would
 gather on rank 0     torch's `get_model_state_dict(full_state_dict=True, cpu_offload=True)`, then cast
@@ -59,9 +58,9 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._dist import hide_gpus
 
 SCRIPT = "benchmarks/stream.py"
-BUCKETS, EVERYWHERE, CHANGED = "buckets", "buckets, all ranks", "changed only"
+BUCKETS, EVERYWHERE = "buckets", "buckets, all ranks"
 TRL, GATHER = "TRL", "gather on rank 0"
-CONTESTANTS = (BUCKETS, EVERYWHERE, CHANGED, TRL, GATHER)
+CONTESTANTS = (BUCKETS, EVERYWHERE, TRL, GATHER)
 BUCKET_BYTES = 128 * 2**20
 _SIZES = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000,
@@ -108,7 +107,6 @@ def one_run(name: str, cell: dict[str, Any], folder: Path) -> tuple[dict[str, An
     arrive = {
         BUCKETS: partial(buckets, model, (0,)),
         EVERYWHERE: partial(buckets, model, None),
-        CHANGED: partial(changed, model),
         TRL: partial(by_trl, model),
         GATHER: partial(gathered, model),
     }[name]()
@@ -148,19 +146,6 @@ def buckets(model: nn.Module, to: tuple[int, ...] | None) -> Arrived:
             names += bucket
             num_bytes += sum(looked_at(tensor) for tensor in bucket.values())
         yield names, num_bytes, ""
-
-
-def changed(model: nn.Module) -> Arrived:
-    finder = live_weights(model, dtype=torch.bfloat16).changes()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    tokens = torch.arange(64, device=next(model.parameters()).device).reshape(1, 64)
-    while True:
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield [], 0, ""
-        num_bytes = sum(change.values.nbytes + 4 * change.indices.numel() for change in finder)
-        yield [], num_bytes, f"{finder.share:.1%} changed"
 
 
 def by_trl(model: nn.Module) -> Arrived:
