@@ -20,9 +20,9 @@ from hf_fsdp_tools import (
     live_weights,
     make_wrap_plan,
     save_pretrained,
-    wrap_fsdp1,
 )
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import note_of
