@@ -422,14 +422,17 @@ def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
     plain = getattr(optimizer, "optimizer", optimizer)
     held = dict(model.named_parameters())
     held |= {f"{names[p]}.{key}": value for p, state in plain.state.items() for key, value in state.items()}
-    whole = {}
-    for name, tensor in held.items():
-        boxes = [(box, memory_view(local_tensor(tensor), start, box.length)) for box, start in local_boxes_of(tensor)]
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, [(box, part.clone()) for box, part in boxes])
-        whole[name] = torch.full(tuple(tensor.shape), float("nan"))
-        for box, part in (each for rank in ranks for each in rank):
-            whole[name][box.slices] = part
+    own = {
+        name: [(box, memory_view(local_tensor(tensor), start, box.length)) for box, start in local_boxes_of(tensor)]
+        for name, tensor in held.items()
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: [(box, part.clone()) for box, part in each] for name, each in own.items()})
+    whole = {name: torch.full(tuple(tensor.shape), float("nan")) for name, tensor in held.items()}
+    for rank in ranks:
+        for name, boxes in rank.items():
+            for box, part in boxes:
+                whole[name][box.slices] = part
     return whole
 
 
