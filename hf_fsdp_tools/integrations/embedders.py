@@ -25,7 +25,7 @@ class EmbedderMixin(FSDPTrainerMixin):
         inside = self.model[0].model  # into its shards; sentence-transformers would load all of it on each rank
         if hasattr(inside, "peft_config"):
             return Trainer._load_from_checkpoint(self, resume_from_checkpoint, inside)  # type: ignore[no-any-return]
-        return super()._load_from_checkpoint(resume_from_checkpoint, inside)  # type: ignore[no-any-return]
+        return super()._load_from_checkpoint(resume_from_checkpoint, inside)
 
 
 def load_embedder(
@@ -75,7 +75,8 @@ def _loaded_by(load: Callable[..., Any]) -> Iterator[None]:
 
 def _through_hooks(model: Any) -> Any:
     """A sharded model whose `forward` calls the model: sentence-transformers calls it past the hooks that gather."""
-    plain, running = model.forward, []
+    plain: Any = model.forward
+    running: list[bool] = []
 
     @wraps(plain)
     def forward(*args: Any, **keywords: Any) -> Any:

@@ -45,6 +45,9 @@ def run(capsys, *words):
 
 EIGHT = {"num_gpus": 8, "seq_len": 2048}
 ON_EIGHT = ("--num-processes", "8", "--max-length", "2048")
+DEGREES = {name: 1 for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")}
+ONE_COPY = " ".join(f"--{name.replace('_', '-')} 1" for name in DEGREES)
+"""What a search need not try here: `test_recommend.py` shows the search."""
 
 
 def test_estimate_prints_what_the_functions_say(capsys, llama):
@@ -74,6 +77,7 @@ def test_estimate_prints_what_the_functions_say(capsys, llama):
 
 def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_same_of_it(capsys, llama):
     words = "--gpu h100-80gb --no-reshard-after-forward --per-device-train-batch-size 2 --mixed-precision fp16 --json"
+    words += f" --no-offload-params {ONE_COPY}"
     value = json.loads(run(capsys, "config", llama, *ON_EIGHT, *words.split())[1])
     found, setup = value["recommendation"], value["recommendation"]["setup"]
     assert (setup["batch_size"], setup["precision"]) == (2, "fp16")
@@ -89,7 +93,7 @@ def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_sa
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
     words = ["--gpu", "h100-80gb", "--num-processes", "16", "--per-device-train-batch-size", "1"]
     words += ["--max-length", "512", "--recipe", "pretrain", "--activation-checkpointing", "--no-reshard-after-forward"]
-    words += ["--optimizer", "adamw_8bit", "--lora-r", "8"]
+    words += ["--optimizer", "adamw_8bit", "--lora-r", "8", "--no-offload-params", *ONE_COPY.split()]
     value = json.loads(run(capsys, "config", llama, *words, "--json")[1])
     assert (value["config"]["num_machines"], value["recommendation"]["setup"]["gpus_per_node"]) == (2, 8)
     assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
@@ -138,8 +142,8 @@ def test_a_base_stays_quantised_where_it_is_asked_for_or_only_that_fits(capsys, 
     _, out, _ = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words)
     assert "LoRA (r 8) on all-linear of a base that stays quantised" in " ".join(out.split())
     tight = ["--gpu", "rtx-4090", "--num-processes", "2", "--max-length", "512", "--lora-r", "8", "--margin", "0.68"]
-    fixed = "--no-offload-params --activation-checkpointing --reshard-after-forward --dp-replicate-size 1 --cp-size 1"
-    fixed = [*fixed.split(), "--tp-size", "1", "--per-device-train-batch-size", "1"]
+    fixed = f"--no-offload-params --activation-checkpointing --reshard-after-forward {ONE_COPY}"
+    fixed = [*fixed.split(), "--per-device-train-batch-size", "1"]
     value = json.loads(run(capsys, "config", tmp_path, *tight, *fixed, "--json")[1])
     assert value["launch"].endswith(" --dequantize false")
     assert value["recommendation"]["reasons"]["dequantize"] == ["yes: fits at no setting"]
@@ -162,11 +166,11 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
 def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
-    words += " --no-reshard-after-forward --activation-checkpointing"
+    words += f" --no-reshard-after-forward --activation-checkpointing {ONE_COPY}"
     code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
     assert (code, err) == (0, "")
     fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "batch_size": 2}
-    fields |= {"reshard_after_forward": False, "activation_checkpointing": True}
+    fields |= {"reshard_after_forward": False, "activation_checkpointing": True, **DEGREES}
     found = recommend_config(llama, global_batch_size=8, **fields)
     setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
     assert written["fsdp_offload_params"] is setup.offload is written["fsdp_activation_checkpointing"] is True
@@ -192,6 +196,7 @@ def test_config_writes_the_options_of_a_recipe_too(capsys, llama, tmp_path, monk
     words += (
         " --no-reshard-after-forward --activation-checkpointing --no-sync-each-batch --gradient-accumulation-steps 4"
     )
+    words += f" --no-offload-params {ONE_COPY}"
     words += " --lora-r 8 --lora-target-modules q_proj,v_proj" if adapter else " --optimizer sgd_momentum"
     code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
     assert (code, err) == (0, "") and f"wrote   {run_path}" in out.splitlines()
@@ -219,6 +224,7 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
     imitate_gpus(monkeypatch, 4)
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
     words = ["--per-device-train-batch-size", "1", "--activation-checkpointing", "--no-reshard-after-forward", "--json"]
+    words += ["--no-offload-params", *ONE_COPY.split()]
     value = json.loads(run(capsys, "config", llama, *words)[1])
     setup = value["recommendation"]["setup"]
     assert (setup["gpu"], setup["num_gpus"], value["config"]["num_processes"]) == ("h100-80gb", 4, 4)
@@ -230,4 +236,4 @@ def test_config_looks_at_this_machine(capsys, llama, monkeypatch):
 def test_a_line_of_progress_on_a_terminal_alone(capsys, llama, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     err = run(capsys, "estimate", llama, *ON_EIGHT)[2]
-    assert "without memory ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err
+    assert "without memory, hybrid ..." in err and err.endswith("\r\x1b[2K") and "\n" not in err

@@ -69,12 +69,11 @@ OTHER = drawing.memory_timeline(*HELD)
 SCHEDULE = drawing.step_schedule(EVENTS, SPANS)
 UNIT = WrapUnit(modules=("layers.0",), reshard_after_forward=True, num_params=10, num_bytes=40, reason="block X")
 PLAN = WrapPlan(units=(UNIT,), replicated=(), model_class="ModelForX", num_params=10)
+GPUS = (8, 64, 512)
 CURVES = [
-    drawing.ScalingCurve(
-        name="A, gpu one", num_gpus=(8, 64, 512), values=(None, 100.0, 99.0), published=((64, 104.0),)
-    ),
-    drawing.ScalingCurve(name="B, gpu two", num_gpus=(8, 64, 512), values=(200.0, 101.0, 98.0)),
-    drawing.ScalingCurve(name="C, on nothing", num_gpus=(8, 64, 512), values=(None, None, None)),
+    drawing.ScalingCurve(name="A, gpu one", num_gpus=GPUS, values=(None, 100.0, 99.0), published=((64, 104.0),)),
+    drawing.ScalingCurve(name="B, gpu two", num_gpus=GPUS, values=(200.0, 101.0, 98.0)),
+    drawing.ScalingCurve(name="C, on nothing", num_gpus=GPUS, values=(None, None, None)),
 ]
 PICTURES = {
     "wrapping": lambda: drawing.draw_comparison({"root-only": OTHER, "hybrid": STEP}, model="m", limit_bytes=80 * GB),
@@ -129,7 +128,7 @@ def test_a_schedule_without_overlap_is_exposed_whole():
     [
         ("wrapping", f"root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"),
         ("schedule", f"{SCHEDULE.exposed_seconds / SCHEDULE.seconds:.1%} of a step"),
-        ("scaling", "A, one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
+        ("scaling", "A, gpu one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
         ("plan", "1 units; the largest gathers 40 B of 40 B"),
         ("loss", "Loss of one: 8 at step 0, 2 at 9"),
     ],
