@@ -35,13 +35,10 @@ class Manifest:
 
     ranks: int
     """How many ranks saved it."""
-
     sizes: dict[str, int | None]
     """Bytes of each file, by its path in the folder; None for JSON files, which people edit: only absence counts."""
-
     sums: dict[str, str]
     """SHA-256 of files, as `sha256sum` prints it; empty unless it was asked for."""
-
     proof: str | None = None
     """SHA-256 of the proof of the layout that the state was trained with (`hf-fsdp prove`); None without one."""
 
