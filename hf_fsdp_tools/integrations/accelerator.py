@@ -49,7 +49,7 @@ from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
-from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values
+from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
 
@@ -303,6 +303,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
+        step_kinds_apart()  # where ranks share layers or experts, its shards are of several meshes
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)

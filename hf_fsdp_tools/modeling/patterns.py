@@ -45,7 +45,7 @@ def matched(pattern: str, name: str, *, how: str = "match", where: object = "qua
 @contextmanager
 def matched_in(library: str, where: object) -> Iterator[None]:
     """A block in which the modules of an imported library, which reads patterns of a file, match by `matched`."""
-    bounded = {how: partial(_as_in_re, how, where) for how in ("match", "fullmatch", "search")}
+    bounded = {how: partial(matched, how=how, where=where) for how in ("match", "fullmatch", "search")}
     modules: list[Any] = [m for name, m in sys.modules.items() if name.startswith(f"{library}.")]
     modules = [module for module in modules if vars(module).get("re") is re]
     for module in modules:
@@ -55,7 +55,3 @@ def matched_in(library: str, where: object) -> Iterator[None]:
     finally:
         for module in modules:
             module.re = re
-
-
-def _as_in_re(how: str, where: object, pattern: str, name: str) -> Any:
-    return matched(pattern, name, how=how, where=where)

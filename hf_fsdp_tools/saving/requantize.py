@@ -180,9 +180,9 @@ def quantize(
     (high, wide), columns, most = block, matrix.shape[1], torch.finfo(values.dtype).max
     is_power = is_power or scales.dtype in _EXPONENTS
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for rows in matrix.split(max(1, _SLAB_VALUES // (columns * high)) * high):
+    for rows in torch.split(matrix, max(1, _SLAB_VALUES // (columns * high)) * high):
         blocks = functional.pad(rows.float(), (0, -columns % wide, 0, -len(rows) % high))
-        blocks = blocks.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+        blocks = blocks.view(-1, high, blocks.shape[1] // wide, wide)
         amax = blocks.abs().amax((1, 3))
         factors = torch.where(amax > most * torch.finfo(torch.float32).tiny, most / amax, 1.0)
         scale = 1.0 / factors

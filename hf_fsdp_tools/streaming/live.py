@@ -183,10 +183,8 @@ class LiveWeights:
             with agreed(doing):
                 if outside := [rank for rank in ranks if not 0 <= rank < size]:
                     raise ConfigError(f"rank {outside[0]} is to get weights; there are ranks 0 to {size - 1}.")
-                whole = {name: Box.whole(tensor.symbol.shape) for name, tensor in self.tensors.items()}
-                elements = {name: tensor.element for name, tensor in self.tensors.items()}
-                plan = plan_buckets(dict.fromkeys(ranks, whole), elements, spread, size, bucket_bytes)
-                self._plans = {(bucket_bytes, ranks): plan}
+                whole = {name: (Box.whole(t.symbol.shape), t.element) for name, t in self.tensors.items()}
+                self._plans = {(bucket_bytes, ranks): plan_buckets(ranks, whole, spread, size, bucket_bytes)}
         buckets = self._plans[bucket_bytes, ranks]
         on = torch.device(device) if device is not None else self.device
         for arrived in deliver(buckets, self.held(buckets), on, bucket_bytes, failed):

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, HybridFSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, make_rows
+from tests._training import ShardedTrainer, arguments, logged, make_rows, new_accelerator
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -434,6 +434,10 @@ def sharded_elsewhere(sources, out):
         for prepare in (accelerator.prepare, partial(_trainer, folder=out / "elsewhere")):
             with pytest.raises(ConfigError, match=r"sharded already, and not by hf_fsdp_tools.*from_pretrained\("):
                 prepare(model)
+    model = from_pretrained(sources["llama"], accelerator=new_accelerator())
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
+    with pytest.raises(ConfigError, match=r"sharded by FSDP2 already.*fsdp_version 2"):
+        accelerator.prepare(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 
 
 def accelerates_own_ways_of_saving(sources, out):
