@@ -98,14 +98,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout_s
         context = multiprocessing.get_context("spawn") if fresh else _CONTEXT
-        ranks = [
+        ranks: list[BaseProcess] = [
             context.Process(target=_rank_main, args=(call, folder, rank, world_size, timeout_s, visible), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         _wait(ranks, deadline, Path(folder))
-        failures = [_failure(Path(folder), rank, ranks[rank], timeout_s) for rank in range(world_size)]
+        failures = [_failure(Path(folder), rank, process, timeout_s) for rank, process in enumerate(ranks)]
         if any(failures):
             raise AssertionError("\n".join(filter(None, failures)))
         import torch
@@ -209,7 +209,7 @@ def _rank_main(call: bytes, folder: str, rank: int, world_size: int, timeout_s: 
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR1, stack)  # where a stuck rank is stuck
         try:
-            store = dist.FileStore(str(Path(folder, "store")), world_size)
+            store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]  # not in torch's list
             patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
             if visible != "":
                 torch.cuda.set_device(rank)

@@ -30,7 +30,7 @@ from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._training import arguments, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
-from tests.ranks.test_parallel import FOURS, PAIRS, apart, folder_of, rows
+from tests.ranks.test_parallel import FOURS, LORA, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -244,11 +244,18 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.shows("reads its own bytes", "save_pretrained", "HSDP", "tp", "ep")
 @fast_and_nightly(in_turn, [("qwen3_moe", dims) for dims in FOURS], DTYPES)
 def test_four_ranks_read_and_write_their_parts(tmp_path, combinations):
+    made = [(*kind, dtype) for kind, dtype in combinations]
+    run_ranks(files_and_bytes_do_not_know_of_it, 4, made, tmp_path)
+
+
+@pytest.mark.shows("bf16", "export", "generate", "HSDP")
+def test_four_ranks(tmp_path):
     cases = {
-        "files and bytes": partial(files_and_bytes_do_not_know_of_it, [(*kind, dtype) for kind, dtype in combinations]),
         "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", MIXED, None)]),
         "exported": partial(exported, ParallelDims(dp_replicate_size=2, ep_size=2)),
         "exported, tp and ep": partial(exported, MIXED[0]),
+        "generation": partial(copies_and_generation, ("llama",), [REPLICAS]),
+        "bf16": partial(in_bf16, ways=[("llama", REPLICAS, {}), ("llama", REPLICAS, LORA)]),
     }
     run_ranks(run_cases, 4, cases, tmp_path)
 

@@ -50,7 +50,10 @@ FOURS = [
     ParallelDims(ep_size=2, cp_size=2),
 ]
 KINDS = [("llama", PAIRS[0]), ("qwen3_moe", PAIRS[1]), ("deepseek_v3", PAIRS[0]), ("deepseek_v3", PAIRS[1])]
-KINDS += [("qwen3_moe", PAIRS[0]), ("gpt_oss", PAIRS[1]), ("mixtral", PAIRS[1])]
+KINDS += [("qwen3_moe", PAIRS[0]), ("gpt_oss", PAIRS[1]), ("mixtral", PAIRS[1]), ("llama", ParallelDims())]
+REPLICAS = ParallelDims(dp_replicate_size=2)
+KINDS_OF_FOUR = [*(("qwen3_moe", dims) for dims in (*FOURS, REPLICAS)), ("llama", REPLICAS)]
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"activation_checkpointing": True},
@@ -89,7 +92,7 @@ def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
-def layout_trains(kind, dims, parent, *, settings=STEPS[0], num_steps=2, **options):
+def layout_trains(kind, dims, parent, settings=STEPS[0], num_steps=2, **options):
     """Accumulation, clipping and steps of an optimizer; every weight after two steps."""
     step_kinds_apart()
     folder = folder_of(kind, parent)
@@ -351,7 +354,7 @@ def in_a_trainer(parent, sizes, ep_size=1):
     return [*history, trainer.evaluate()["eval_loss"]]
 
 
-@pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "tp", "ep")
+@pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")
 @pytest.mark.shows("activation checkpointing", "offload", "tp", "ep")
 @fast_and_nightly(in_turn, KINDS, list(OPTIONS), STEPS)
 def test_two_ranks_train_as_one_process(tmp_path, combinations):
@@ -359,17 +362,18 @@ def test_two_ranks_train_as_one_process(tmp_path, combinations):
 
 
 @pytest.mark.shows("clipping", "gradient accumulation", "cp")
-@pytest.mark.shows("activation checkpointing", "offload")
-@pytest.mark.shows("HSDP", "tp", "ep")
+@pytest.mark.shows("activation checkpointing", "clipping", "gradient accumulation", "HSDP", "offload")
+@pytest.mark.shows("HSDP", "offload", "tp", "ep")
 @pytest.mark.shows("tp", "ep")
 @pytest.mark.shows("cp", "tp", "ep")
-@fast_and_nightly(in_turn, [("qwen3_moe", dims) for dims in FOURS], list(OPTIONS), STEPS)
+@fast_and_nightly(in_turn, KINDS_OF_FOUR, list(OPTIONS), STEPS)
 def test_four_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 4, trainings(combinations, tmp_path))
 
 
 @pytest.mark.shows("clipping", "LoRA", "tp", "ep")
-@pytest.mark.shows("generate", "compile", "tp", "ep")
+@pytest.mark.shows("generate", "tp", "ep")
+@pytest.mark.shows("clipping", "compile", "tp", "ep")
 @pytest.mark.shows("LoRA", "tp", "ep")
 def test_what_else_is_done_by_two_ranks(tmp_path):
     compiled = {"num_steps": 1, "compile": {"backend": "aot_eager"}}
@@ -385,6 +389,13 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
         "compiled experts": partial(layout_trains, "qwen3_moe", PAIRS[1], tmp_path, **compiled),
     }
     run_ranks(run_cases, 2, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.shows("HSDP", "compile")
+@pytest.mark.shows("gradient accumulation", "compile")
+def test_compiled_replicas(tmp_path):
+    run_ranks(layout_trains, 4, "llama", REPLICAS, tmp_path, compile={"backend": "aot_eager"})
 
 
 @pytest.mark.parametrize("layouts", [FOURS[1:2], pytest.param(FOURS[2:4], marks=pytest.mark.nightly)])
