@@ -356,6 +356,7 @@ def in_a_trainer(parent, sizes, ep_size=1):
 
 @pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")
 @pytest.mark.shows("activation checkpointing", "offload", "tp", "ep")
+@pytest.mark.shows("offload", "tp", "ep")
 @fast_and_nightly(in_turn, KINDS, list(OPTIONS), STEPS)
 def test_two_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 2, trainings(combinations, tmp_path))
@@ -374,6 +375,7 @@ def test_four_ranks_train_as_one_process(tmp_path, combinations):
 @pytest.mark.shows("clipping", "LoRA", "tp", "ep")
 @pytest.mark.shows("generate", "tp", "ep")
 @pytest.mark.shows("clipping", "compile", "tp", "ep")
+@pytest.mark.shows("compile", "tp", "ep")
 @pytest.mark.shows("LoRA", "tp", "ep")
 def test_what_else_is_done_by_two_ranks(tmp_path):
     compiled = {"num_steps": 1, "compile": {"backend": "aot_eager"}}
