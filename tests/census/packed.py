@@ -30,6 +30,7 @@ from hf_fsdp_tools.proof.compare import PRECISIONS, Case, evaluate, forward, los
 from tests.census import trained
 from tests.census.defaults import build_config
 from tests.census.rows import Census, Row, is_causal, model_classes
+from tests.census.sizes import SIZES
 
 BLOCK = (8, 16)
 LAST_BIT = 1e-6
@@ -40,7 +41,7 @@ def quantised_case(model_type: str, folder: Path) -> Row:
     """Facts of a case, which is left in the folder with its quantised checkpoint."""
     config = build_config(model_type)
     try:
-        case, row = tiny_case(config, model_classes(model_type, config), folder / "checkpoint")
+        case, row = tiny_case(config, model_classes(model_type, config), folder / "checkpoint", sizes=SIZES)
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
     row["quantised"] = quantise(case)

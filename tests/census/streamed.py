@@ -16,13 +16,14 @@ from hf_fsdp_tools.streaming.routes import Holders, spread_of
 from tests._checkpoints import stored_tensors
 from tests.census.defaults import build_config, classes_by_default
 from tests.census.rows import Census, Row, model_classes
+from tests.census.sizes import SIZES
 
 
 def stored_case(model_type: str, folder: Path) -> Row:
     """Facts of a case, which is left in the folder; and whether any number of ranks makes up its tensors."""
     config = build_config(model_type)
     try:
-        case, row = tiny_case(config, model_classes(model_type, config), folder / "checkpoint")
+        case, row = tiny_case(config, model_classes(model_type, config), folder / "checkpoint", sizes=SIZES)
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
     torch.save(case, folder / "case.pt")

@@ -17,6 +17,7 @@ from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
 from tests.census.agree import examine_sharded
 from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
 from tests.census.rows import Census, Row, is_causal, model_classes
+from tests.census.sizes import SIZES
 
 ABOUT = """A tiny model of each type, its default configuration shrunk, is written by transformers, loaded by
 `from_pretrained` and compared with the plain model in one process by `hf_fsdp_tools/proof/compare.py`."""
@@ -79,6 +80,7 @@ def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRE
             words=ODD_WORDS if mesh else WORDS,
             is_training=bool(mesh),
             tp_size=dims.tp_size,
+            sizes=SIZES,
         )
     except NotBuiltError as error:
         return {"why": str(error)[:1500]}
