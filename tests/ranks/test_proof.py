@@ -208,8 +208,14 @@ def _run(capfd, *words):
     ("config", "words"),
     [
         ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1"]),
-        ({"model_type": "deepseek_v3"}, ["--lora", "--cp-size", "2", "--activation-checkpointing"]),
-        ({"model_type": "qwen3_moe"}, ["--lora", "--ep-size", "2", "--activation-checkpointing"]),
+        (
+            {"model_type": "deepseek_v3"},
+            ["--lora", "--cp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+        ),
+        (
+            {"model_type": "qwen3_moe"},
+            ["--lora", "--ep-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+        ),
         ({"model_type": "bert"}, ["--dp-replicate-size", "2"]),
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, ep 2", "HSDP"],
