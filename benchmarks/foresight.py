@@ -1,6 +1,6 @@
 """What is foreseen of trainings beside what they really take.
 
-    python benchmarks/foresight.py memory --records benchmarks/results/foresight_memory.jsonl          # CPUs, over gloo
+    python benchmarks/foresight.py memory --records FILE.jsonl                            # CPUs, over gloo
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
     python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
     python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
@@ -34,7 +34,7 @@ from benchmarks.foreseeing.published import START, Row, fit, read_rows
 from benchmarks.foreseeing.released import HEADS, RELEASED, foreseen_rows
 from benchmarks.measuring import table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
-from tests._dist import hide_gpus
+from hf_fsdp_tools.testing import hide_gpus
 
 _KEYS = ("case", "device", "size", "gpus")
 

@@ -10,8 +10,6 @@
 # memory   measured peaks of one rank of 8 and of 64 beside the predicted ones: `benchmarks/foresight.py memory`
 # load     loading beside the machine's limit and transformers: `benchmarks/load.py`
 # save     saving, likewise: `benchmarks/save.py`
-# packed   LoRA on bases that stay quantised, beside dequantised ones and QLoRA: `benchmarks/packed.py`
-# context  rows that GPUs share, beside Accelerate's: `benchmarks/context.py` (two GPUs or more)
 #
 # A step that fails ends no other; the exit code is 1 if any failed. Nothing is downloaded: models have random weights.
 set -uo pipefail
@@ -28,12 +26,10 @@ train() {
 }
 memory() { "$python" benchmarks/foresight.py memory --device cuda --gpus 8 64 --records "$out/memory.jsonl"; }
 load() { "$python" benchmarks/load.py --device cuda --models dense 8b --records "$out/load.jsonl"; }
-context() { "$python" benchmarks/context.py --device cuda --tokens 32768 --records "$out/context.jsonl"; }
-packed() { "$python" benchmarks/packed.py --device cuda --tokens 4096 --records "$out/packed.jsonl"; }
 save() { "$python" benchmarks/save.py --device cuda --models dense --records "$out/save.jsonl"; }
 
 failed=0
-for step in ${STEPS:-doctor tests train memory load save packed context}; do
+for step in ${STEPS:-doctor tests train memory load save}; do
     echo "== $step"
     "$step" 2>&1 | tee "$out/$step.txt" || failed=1
 done

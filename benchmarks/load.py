@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.loading.loaders import DTYPES, LOADERS, Job, measure, reference
 from benchmarks.loading.models import arguments, checkpoints, set_cache
 from benchmarks.measuring import Figures, Page, Row, about, measured, megabytes, ranks_of, table_of, times_of
-from tests._dist import hide_gpus, run_ranks
+from hf_fsdp_tools.testing import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/load.py"
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2", "gpt_oss")]

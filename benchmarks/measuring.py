@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_tools
-from tests._dist import num_gpus, run_ranks
+from hf_fsdp_tools.testing import num_gpus, run_ranks
 
 Figures = dict[str, Any]
 Row = dict[str, Any]

@@ -59,7 +59,7 @@ from benchmarks.measuring import (
     times_of,
 )
 from benchmarks.savers import SAVERS, STORED, Job, compare, measure
-from tests._dist import hide_gpus, run_ranks
+from hf_fsdp_tools.testing import hide_gpus, run_ranks
 
 SCRIPT = "benchmarks/save.py"
 PRELOAD = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "qwen3_moe", "gpt2")]

@@ -5,7 +5,6 @@
 
 buckets              `live_weights(model, dtype=torch.bfloat16).buckets()`, to rank 0
 buckets, all ranks   the same to every rank, as for a server on each GPU (vLLM's colocate mode)
-changed only         `.changes()` after one step of AdamW with a learning rate of 1e-6: each rank's own changes in bf16
 TRL                  TRL's own loop of a weight sync (`VLLMGeneration._iter_named_params`): `full_tensor()` of each
                      parameter on every rank, then cast to bf16 as its server would
 gather on rank 0     torch's `get_model_state_dict(full_state_dict=True, cpu_offload=True)`, then cast
@@ -56,12 +55,10 @@ from benchmarks.measuring import (
 )
 from hf_fsdp_tools import from_pretrained, live_weights
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from tests._dist import hide_gpus
+from hf_fsdp_tools.testing import hide_gpus
 
 SCRIPT = "benchmarks/stream.py"
-BUCKETS, EVERYWHERE, CHANGED = "buckets", "buckets, all ranks", "changed only"
-TRL, GATHER = "TRL", "gather on rank 0"
-CONTESTANTS = (BUCKETS, EVERYWHERE, CHANGED, TRL, GATHER)
+BUCKETS, EVERYWHERE, TRL, GATHER = CONTESTANTS = ("buckets", "buckets, all ranks", "TRL", "gather on rank 0")
 BUCKET_BYTES = 128 * 2**20
 _SIZES = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000,
@@ -108,7 +105,6 @@ def one_run(name: str, cell: dict[str, Any], folder: Path) -> tuple[dict[str, An
     arrive = {
         BUCKETS: partial(buckets, model, (0,)),
         EVERYWHERE: partial(buckets, model, None),
-        CHANGED: partial(changed, model),
         TRL: partial(by_trl, model),
         GATHER: partial(gathered, model),
     }[name]()
@@ -116,7 +112,7 @@ def one_run(name: str, cell: dict[str, Any], folder: Path) -> tuple[dict[str, An
         next(arrive)
         before, sent = begin(device), loopback_bytes()
         start = time.perf_counter()
-        names, num_bytes, note = next(arrive)
+        names, num_bytes = next(arrive)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -125,7 +121,7 @@ def one_run(name: str, cell: dict[str, Any], folder: Path) -> tuple[dict[str, An
     peak = after["device_peak"] - before["device"] if device.type == "cuda" else after["VmHWM"] - before["VmRSS"]
     figures = {"seconds": seconds, "sent": loopback_bytes() - sent, "peak": peak, "bytes": num_bytes}
     unknown = [name for name in names if name not in known]
-    return figures, note or f"{len(unknown)} of {len(names)}"
+    return figures, f"{len(unknown)} of {len(names)}"
 
 
 def loopback_bytes() -> int:
@@ -136,31 +132,18 @@ def loopback_bytes() -> int:
 
 # ---- contestants: each yields once before it is measured, and then what has arrived ----
 
-Arrived = Iterator[tuple[list[str], int, str]]
+Arrived = Iterator[tuple[list[str], int]]
 
 
 def buckets(model: nn.Module, to: tuple[int, ...] | None) -> Arrived:
     weights = live_weights(model, dtype=torch.bfloat16)
     while True:
-        yield [], 0, ""
+        yield [], 0
         names, num_bytes = [], 0
         for bucket in weights.buckets(BUCKET_BYTES, to=to):
             names += bucket
             num_bytes += sum(looked_at(tensor) for tensor in bucket.values())
-        yield names, num_bytes, ""
-
-
-def changed(model: nn.Module) -> Arrived:
-    finder = live_weights(model, dtype=torch.bfloat16).changes()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    tokens = torch.arange(64, device=next(model.parameters()).device).reshape(1, 64)
-    while True:
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield [], 0, ""
-        num_bytes = sum(change.values.nbytes + 4 * change.indices.numel() for change in finder)
-        yield [], num_bytes, f"{finder.share:.1%} changed"
+        yield names, num_bytes
 
 
 def by_trl(model: nn.Module) -> Arrived:
@@ -168,22 +151,22 @@ def by_trl(model: nn.Module) -> Arrived:
     sync.model, sync._dist = model, SimpleNamespace(is_fsdp=True, fsdp_version=2)
     sync.accelerator = SimpleNamespace(device=next(model.parameters()).device)
     while True:
-        yield [], 0, ""
+        yield [], 0
         names, num_bytes = [], 0
         for name, tensor in sync._iter_named_params():
             names.append(name)
             if dist.get_rank() == 0:
                 num_bytes += looked_at(tensor.to(torch.bfloat16))
-        yield names, num_bytes, ""
+        yield names, num_bytes
 
 
 def gathered(model: nn.Module) -> Arrived:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     while True:
-        yield [], 0, ""
+        yield [], 0
         state = get_model_state_dict(model, options=options)
         num_bytes = sum(looked_at(tensor.to(torch.bfloat16)) for tensor in state.values())
-        yield list(state), num_bytes, ""
+        yield list(state), num_bytes
 
 
 def looked_at(tensor: torch.Tensor) -> int:

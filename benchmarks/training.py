@@ -41,9 +41,20 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loading.models import make_checkpoint
-from benchmarks.measuring import OURS, Page, Row, about, add_page_options, in_turn, ratio, table_of
+from benchmarks.measuring import (
+    OURS,
+    Page,
+    Row,
+    about,
+    add_page_options,
+    add_rank_options,
+    in_turn,
+    ratio,
+    table_of,
+    with_ranks,
+)
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests._dist import num_gpus, run_ranks
+from hf_fsdp_tools.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "benchmarks/training.py"
@@ -56,16 +67,13 @@ SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
-    parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
+    add_rank_options(parser)
     parser.add_argument("--models", nargs="+", choices=["small", "1b", "8b"], help="small on CPUs, 1b on GPUs")
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--steps", type=int, default=12, help="of which the first four are not timed")
-    parser.add_argument("--runs", type=int, default=3)
     add_page_options(parser, "hf_fsdp_tools-training")
-    args = parser.parse_args()
+    args = with_ranks(parser.parse_args())
     on_gpu = args.device == "cuda"
-    args.ranks = args.ranks or (num_gpus() if on_gpu else 2)
     args.models = args.models or (["1b"] if on_gpu else ["small"])
     args.seq_len = 4096 if on_gpu else 512
     return args
@@ -77,13 +85,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folder = checkpoint(model, args)
         data = dataset(args, folder)
         for tuning in args.tuning:
-            cell = {
-                "model": model,
-                "tuning": tuning,
-                "seq_len": args.seq_len,
-                "ranks": args.ranks,
-                "device": args.device,
-            }
+            cell = {"model": model, "tuning": tuning, "seq_len": args.seq_len}
+            cell |= {"ranks": args.ranks, "device": args.device}
             rows: dict[str, Row] = {}
             for name in in_turn(CONTESTANTS, args.runs):
                 if "failed" in rows.get(name, {}):
@@ -91,11 +94,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 row = rows.setdefault(name, {"seconds": []})
                 row |= one(name, cell, folder, data, args)
                 row["seconds"] += [row["step"]] if "failed" not in row else []
-            yield {
-                "cell": cell,
-                "rows": {name: rows[name] for name in CONTESTANTS},
-                "about": about(SCRIPT, args.device),
-            }
+            shown = {name: rows[name] for name in CONTESTANTS}
+            yield {"cell": cell, "rows": shown, "about": about(SCRIPT, args.device)}
 
 
 def checkpoint(model: str, args: argparse.Namespace) -> Path:

@@ -9,7 +9,7 @@ output. Names of the hub stand for configurations in `models.py` of the same las
 
 Where it says `<!-- recorded: hf-fsdp finetune -->`, the output is the one that was recorded; `| head -n 5` or `| tail
 -n 5` after the command leaves its first or last lines. The losses of the run are kept beside it, for
-`make_pictures.py`. `<!-- file: NAME -->` stands before a file of the repository.
+`make_pictures.py`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from hf_fsdp_tools.cli.main import main as hf_fsdp
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "records"
-_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded|file): (?P<command>.+?) -->\n)```(text|bash)\n.*?```\n", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (?P<kind>prints|recorded): (?P<command>.+?) -->\n)```text\n.*?```\n", re.DOTALL)
 _PART = re.compile(r" \| (head|tail) -n (\d+)$")
 KEPT = ("step", "loss", "eval_loss", "learning_rate", "tokens_per_second")
 """What is kept of the log of a recorded run."""
@@ -61,9 +61,7 @@ def main() -> int:
 
 
 def block(kind: str, command: str) -> str:
-    """The block for one command, as it is typed, and what it prints or printed; or for a file."""
-    if kind == "file":
-        return f"```bash\n{(ROOT / command).read_text()}```\n"
+    """The block for one command, as it is typed, and what it prints or printed."""
     lines = (printed if kind == "prints" else recorded)(command)
     return "\n".join(["```text", f"$ {command}", *(line.rstrip() for line in lines), "```", ""])
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with the 
     from hf_fsdp_tools.foresight.recommend import recommend_config as recommend_config
     from hf_fsdp_tools.foresight.setup import TrainingSetup as TrainingSetup
     from hf_fsdp_tools.foresight.throughput import estimate_throughput as estimate_throughput
-    from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy as hybrid_auto_wrap_policy
-    from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1 as load_weights_fsdp1
-    from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1 as wrap_fsdp1
     from hf_fsdp_tools.integrations.config import FSDPConfig as FSDPConfig
     from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin as HybridFSDPPlugin
     from hf_fsdp_tools.integrations.state import make_accelerator as make_accelerator
@@ -66,8 +63,6 @@ _NAMES_OF = {
     "foresight.recommend": ("recommend_config",),
     "foresight.setup": ("TrainingSetup",),
     "foresight.throughput": ("estimate_throughput",),
-    "fsdp1.policy": ("hybrid_auto_wrap_policy",),
-    "fsdp1.wrap": ("load_weights_fsdp1", "wrap_fsdp1"),
     "integrations.config": ("FSDPConfig",),
     "integrations.plugin": ("HybridFSDPPlugin",),
     "integrations.state": ("make_accelerator",),

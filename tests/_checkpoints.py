@@ -25,11 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.architectures.defaults import build_config
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.shrink import shrink
+from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 
 _SIZES = {

@@ -1,6 +1,6 @@
 """Stand-ins for consumers of weights, by their published contracts: vLLM 0.33 (`distributed/weight_transfer/base.py`,
-`nccl_engine.py`, `sparse_nccl_engine.py`, `m2n_common.py`), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
-`weight_updater.py`, `tensor_bucket.py`) and verl 0.9 (`workers/engine/spec.py`, `utils.py`).
+`nccl_engine.py`), SGLang 0.5.23 (`http_server.py`, `io_struct.py`,
+`weight_updater.py`, `tensor_bucket.py`) and verl 0.9 (`workers/engine`).
 
 What a contract refuses, a stand-in refuses.
 """
@@ -29,28 +29,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Replicate:
-    pass
-
-
-@dataclass(frozen=True)
-class Shard:
-    dim: int
-
-
-@dataclass(frozen=True)
 class ParamMeta:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     owners: tuple[int, ...] | None = field(default=None, kw_only=True)
-    mesh_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
-    placements: tuple[Any, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         assert self.owners and len(set(self.owners)) == len(self.owners)
-        assert prod(self.mesh_shape or (len(self.owners),)) == len(self.owners)
-        assert self.placements is None or len(self.placements) == len(self.mesh_shape or (0,))
 
 
 class WeightSource:
@@ -62,38 +48,11 @@ class WeightSource:
 
 
 @dataclass
-class SparseWeightPatch:
-    name: str
-    indices: torch.Tensor
-    values: torch.Tensor
-    full_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BlockPlacement:
-    local_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    full_shape: tuple[int, ...]
-
-
-@dataclass
-class ShardSpec:
-    full_shape: tuple[int, ...]
-    place: Any = None
-    gather_group: Any = None
-    contributes: bool = True
-
-
-@dataclass
 class NCCLTrainerInitInfo:
     master_address: str
     master_port: int
     world_size: int
     rank: int = field(kw_only=True)
-
-
-class SparseNCCLTrainerInitInfo(NCCLTrainerInitInfo):
-    pass
 
 
 class FSDPEngineWithLMHead:
@@ -110,11 +69,9 @@ def _modules() -> dict[str, tuple[Any, ...]]:
     transfer = "vllm.distributed.weight_transfer"
     return {
         transfer: (HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory),
-        f"{transfer}.base": (WeightSource, ParamMeta, Shard, Replicate),
+        f"{transfer}.base": (WeightSource, ParamMeta),
         f"{transfer}.nccl_engine": (NCCLTrainerInitInfo,),
-        f"{transfer}.sparse_nccl_engine": (SparseWeightPatch, SparseNCCLTrainerInitInfo),
         "verl.workers.engine": (FSDPEngineWithLMHead,),
-        "verl.workers.engine.spec": (ShardSpec, BlockPlacement),
     }
 
 
@@ -139,16 +96,10 @@ class Engine:
     """As vLLM's trainer engine for NCCL: rank 0 sends each tensor, the other ranks take part in its passes."""
 
     def __init__(self, source: Any, rank: int, server: "VLLMServer") -> None:
-        assert source is None or all(m.owners[0] == 0 for m in source.metadata), "rank 0 is the one sender"
+        assert all(m.owners[0] == 0 for m in source.metadata), "rank 0 is the one sender"
         self.source, self.rank, self.server = source, rank, server
 
-    def send_weights(self, patches: list[Any] | None = None) -> None:
-        if patches is not None:
-            for each in patches:
-                assert each.indices.dtype == torch.int32 and each.indices.ndim == each.values.ndim == 1
-                assert len(each.indices) == len(each.values) > 0
-                self.server.tensors[each.name].view(-1)[each.indices.long()] = each.values
-            return
+    def send_weights(self) -> None:
         meta = iter(self.source.metadata)
         for name, tensor in self.source.iter_full():
             expected = next(meta)
@@ -182,22 +133,8 @@ class HTTPVLLMWeightSyncClient(VLLMServer):
 
 class WeightTransferTrainerFactory:
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: VLLMServer, source: Any = None) -> Engine:
-        assert (source is None) == isinstance(init_info, SparseNCCLTrainerInitInfo)
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: VLLMServer, source: Any) -> Engine:
         return Engine(source, init_info.rank, client)
-
-
-def local_piece(whole: torch.Tensor, meta: Any, rank: int) -> torch.Tensor:
-    """What a rank's piece is by what `meta` declares: `torch.chunk` along the mesh axis that cuts; even, for M2N."""
-    if meta.placements is None:
-        return whole
-    place = meta.owners.index(rank)
-    for size, placement in reversed(list(zip(meta.mesh_shape, meta.placements, strict=True))):
-        index, place = place % size, place // size
-        if type(placement).__name__ == "Shard":
-            assert whole.shape[placement.dim] % size == 0, "nccl_m2n divides evenly"
-            whole = whole.chunk(size, placement.dim)[index]
-    return whole
 
 
 # ---- SGLang ----
@@ -206,33 +143,27 @@ def local_piece(whole: torch.Tensor, meta: Any, rank: int) -> torch.Tensor:
 class SGLangServer:
     """A server on a thread of this process, with one worker that joins gloo groups as SGLang's does.
 
-    It knows the tensors `known`, by shape and dtype, and keeps what arrives. `fault` is what goes wrong with the second
-    bucket.
+    It knows the tensors `known`, by shape and dtype, and keeps what arrives. With a `fault`, the second bucket fails.
     """
 
-    def __init__(self, known: Mapping[str, torch.Tensor], **info: int) -> None:
+    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
         self.known = {name: (tuple(t.shape), t.dtype) for name, t in known.items()}
-        self.info = {"tp_size": 1, "pp_size": 1, "dp_size": 1} | info
         self.tensors: Tensors = {}
         self.asked: list[str] = []
-        self.fault, self.version = "", None
+        self.fault, self.version = False, None
         self.is_open, self.is_paused, self.groups = False, False, dict[str, Any]()
-        self.adapters: dict[str, str] = {}
-        self.over = threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 assert self.path == "/server_info"
-                self.answer(200, server.info)
+                self.answer(200, {"tp_size": 1})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.asked.append(self.path[1:])
                 try:
                     self.answer(200, getattr(server, self.path[1:])(**body) or {"status": "ok"})
-                except ConnectionError:
-                    self.connection.close()
                 except (ValueError, RuntimeError) as error:
                     self.answer(400, {"success": False, "message": str(error)})
                 except Exception as error:
@@ -254,7 +185,6 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def stop(self) -> None:
-        self.over.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -293,10 +223,6 @@ class SGLangServer:
         self.groups[group_name] = group
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
-    def destroy_weights_update_group(self, group_name: str) -> dict[str, Any]:
-        dist.destroy_process_group(self.groups.pop(group_name))
-        return {"success": True, "message": "Succeeded to destroy custom process group."}
-
     def update_weights_from_distributed(
         self,
         names: list[str],
@@ -310,13 +236,8 @@ class SGLangServer:
         assert self.is_paused and load_format == "flattened_bucket" and flush_cache
         if not self.is_open:
             raise ValueError("update_weights_from_distributed must run between begin and end_weight_update()")
-        if self.tensors and (fault := self.fault):
-            if fault == "silent":
-                self.over.wait(60)
-            if fault == "dies":
-                raise ConnectionError
-            if fault == "500":
-                raise KeyError("out of memory")
+        if self.tensors and self.fault:
+            raise KeyError("out of memory")
         self._receive(names, dtypes, shapes, group_name)
         self.version = weight_version
         return {"success": True, "message": "Succeeded to update parameter online."}
@@ -333,13 +254,3 @@ class SGLangServer:
             if self.known.get(name) != (tuple(shape), kind):
                 raise ValueError(f"Failed to update parameter online: {name}. Please discard the whole weights.")
             self.tensors[name] = part.clone().view(kind).reshape(shape)
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:
-        if lora_name in self.adapters:
-            raise ValueError(f"LoRA with name {lora_name} already exists")
-        self.adapters[lora_name] = lora_path
-        return {"success": True}
-
-    def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        del self.adapters[lora_name]
-        return {"success": True}

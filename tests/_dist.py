@@ -1,69 +1,41 @@
-"""Run one function on several real ranks: separate processes over a file store, no ports and no launcher.
+"""What only the tests of this package need of ranks; `hf_fsdp_tools.testing` launches them."""
 
-On the CPU (gloo), or, for a test that asks for it, each rank on a GPU of its own (NCCL, with gloo beside it).
-"""
-
-import faulthandler
-import gc
-import itertools
 import multiprocessing
 import os
-import pickle
-import signal
 import socket
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any, Literal
-from unittest.mock import patch
+from typing import Any
 
-LIMIT_S = 500.0
-"""How long ranks may take: less than pytest waits for a test, and several times what one busy core needs."""
+from hf_fsdp_tools import testing
+from hf_fsdp_tools.testing import LIMIT_S, num_gpus, run_cases, run_ranks
 
-_GRACE_S = 100.0  # how long the other ranks may go on after one has failed (assumed: enough to report their own error)
+__all__ = ["LIMIT_S", "free_port", "hide_gpus", "imitate_gpus", "num_gpus", "run_alone", "run_cases", "run_ranks"]
 
-# The fork server imports these once, so that each further rank starts in about 0.1 s instead of 5; the Trainer alone,
-# which imports pandas and datasets, takes 0.6 s. Where GPUs are, the second list is left to each rank: PEFT imports
-# bitsandbytes, which looks for GPUs, and CUDA that found none finds none after a fork.
+# The fork server imports these once; the Trainer alone, which imports pandas and datasets, takes 0.6 s. Where GPUs are,
+# the second list is left to each rank: PEFT imports bitsandbytes, which looks for GPUs, and CUDA that found none finds
+# none after a fork.
 _PRELOAD = [
-    "hf_fsdp_tools.distributed.cpu_backend",
-    "torch.distributed.fsdp",
-    "transformers.modeling_utils",
+    *testing.PRELOAD,
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "mixtral", "gpt2", "bert", "t5")),
     "pytest",
 ]
 _PRELOAD_WITHOUT_GPUS = ["peft", "tests._checkpoints", "tests._round_trip", "tests._training"]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOAD)
-
-_deadline = float("inf")  # of this rank, on the clock of `time.monotonic`
-_meetings = itertools.count()  # of this rank: as many on every rank
-
-_gpus: dict[str, Any] = {"count": 0, "visible": None}  # of this machine, as they were before `hide_gpus`
+_PRELOAD_WITHOUT_GPUS += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
 
 
 def hide_gpus() -> None:
     """Let this process and its children see no GPU: what most tests expect is what happens on CPUs."""
-    import torch
-
-    _gpus.update(count=torch.cuda.device_count(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if not num_gpus():
-        _CONTEXT.set_forkserver_preload(_PRELOAD + _PRELOAD_WITHOUT_GPUS)
+    testing.hide_gpus()
+    start_ranks_warm(True)
 
 
-def num_gpus() -> int:
-    """How many ranks with `device="cuda"` there can be."""
-    count: int = _gpus["count"]
-    return count
+def start_ranks_warm(is_warm: bool) -> None:
+    """Whether ranks are forked from a server that has trained already (`tests._warm`); before any is forked."""
+    others = [] if num_gpus() else [*_PRELOAD_WITHOUT_GPUS, *(["tests._warm"] if is_warm else [])]
+    multiprocessing.set_forkserver_preload(_PRELOAD + others)
 
 
 def free_port(address: str) -> int:
@@ -86,43 +58,6 @@ def imitate_gpus(monkeypatch: Any, count: int, *, bf16: bool = True) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = LIMIT_S,
-    fresh: bool = False,
-    device: Literal["cpu", "cuda"] = "cpu",
-) -> list[Any]:
-    """Each rank's return value of `fn(*args)`, in rank order.
-
-    `fn` is a module-level function, its arguments and result picklable, tensors on the CPU. Its default process group
-    is up (gloo; with `device="cuda"` also NCCL, and the rank's GPU is the current device), RANK, LOCAL_RANK, WORLD_SIZE
-    and LOCAL_WORLD_SIZE are set, and torch runs one thread. `fresh` ranks import everything anew (5 s), for what
-    libraries read from the environment at import. An AssertionError holds the traceback of every rank that failed.
-    """
-    gpus = dict(_gpus) if device == "cuda" else None
-    # The rank unpickles it itself, once it sees its GPUs: importing the test's module may import bitsandbytes, which
-    # looks for GPUs, and PyTorch counts them once.
-    call = pickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        deadline = time.monotonic() + timeout_s
-        context = multiprocessing.get_context("spawn") if fresh else _CONTEXT
-        ranks = [
-            context.Process(target=_rank_main, args=(call, rank, world_size, folder, timeout_s, gpus), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        _wait(ranks, deadline, Path(folder))
-        failures = [_failure(Path(folder), rank, ranks[rank], timeout_s) for rank in range(world_size)]
-        if any(failures):
-            raise AssertionError("\n".join(filter(None, failures)))
-        import torch
-
-        return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
-
-
 def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_s: float = LIMIT_S) -> list[Any]:
     """`fn(item, *args)` of each item, in order: in processes that are alone in their world, two of them at a time."""
     halves = [items[0::2], items[1::2]]
@@ -134,122 +69,3 @@ def run_alone(fn: Callable[..., Any], items: Sequence[Any], *args: Any, timeout_
 
 def _each(fn: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...]) -> list[Any]:
     return [fn(item, *args) for item in items]
-
-
-def run_cases(cases: Iterable[Callable[..., Any]] | Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
-    """What each case returned, by name; every case is run on every rank. Itself a function for `run_ranks`.
-
-    A case that fails does not stop the others: all that failed are reported, by name. All ranks meet after each case,
-    and those after a case from which a rank does not come back are not begun. What a case sets in the environment, and
-    Accelerate's state, end with it.
-    """
-    import pytest
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    named = cases if isinstance(cases, Mapping) else {case.__name__.replace("_", " "): case for case in cases}
-    store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    results: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    for name, case in named.items():
-        try:
-            with patch.dict(os.environ):
-                results[name] = case(*args)
-        except (Exception, pytest.fail.Exception):  # `pytest.raises` that sees nothing raised fails with the latter
-            failed[name] = traceback.format_exc()
-        _forget_accelerate()
-        meeting = f"after case {next(_meetings)}"
-        store.set(f"{meeting} {rank}", "here")
-        try:
-            others = [f"{meeting} {other}" for other in range(world_size)]
-            store.wait(others, timedelta(seconds=min(200.0, max(_deadline - time.monotonic() - _GRACE_S, 1.0))))
-        except RuntimeError:  # a FileStore raises no DistStoreError when the time is over
-            failed[name] = failed.get(name, "") + "Another rank has not come back from it; no further case was begun.\n"
-            break
-    if failed:
-        said = "".join(f"--- case {name!r}:\n{what}\n" for name, what in failed.items())
-        raise AssertionError(f"{len(failed)} of {len(named)} cases failed\n{said}")
-    return results
-
-
-def _forget_accelerate() -> None:
-    """The next Accelerator is made as in a new process; it would share its state with the last one."""
-    if (state := sys.modules.get("accelerate.state")) is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-
-
-def _wait(ranks: list[BaseProcess], deadline: float, folder: Path) -> None:
-    """Return when all have ended; kill what is left at the deadline, or a little after the first failure."""
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-        if any(process.exitcode not in (None, 0) for process in ranks):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        time.sleep(0.01)
-    stuck = {folder / f"{rank}.stack": process for rank, process in enumerate(ranks) if process.is_alive()}
-    for process in stuck.values():
-        os.kill(process.pid or 0, signal.SIGUSR1)  # it writes down where it is
-    before, written = None, [0 for _ in stuck]
-    end_s = time.monotonic() + 10
-    while (before != written or 0 in written) and time.monotonic() < end_s and stuck:
-        time.sleep(0.5)
-        before, written = written, [file.stat().st_size if file.exists() else 0 for file in stuck]
-    for process in stuck.values():
-        process.kill()
-    for process in ranks:
-        process.join()
-
-
-def _failure(folder: Path, rank: int, process: BaseProcess, timeout_s: float) -> str:
-    """What to say about a rank that did not return; empty for one that did."""
-    if (folder / f"{rank}.result").exists() and process.exitcode == 0:
-        return ""
-    error = folder / f"{rank}.error"
-    if error.exists():
-        return f"--- rank {rank} raised:\n{error.read_text()}"
-    stack = folder / f"{rank}.stack"
-    where = stack.read_text() if stack.exists() else ""
-    if process.exitcode in (-signal.SIGKILL, -signal.SIGUSR1):
-        return f"--- rank {rank} was killed: still running at {timeout_s} s, or after another rank failed\n{where}"
-    return f"--- rank {rank} died with exit code {process.exitcode}\n{where}"
-
-
-def _rank_main(
-    call: bytes, rank: int, world_size: int, folder: str, timeout_s: float, gpus: dict[str, Any] | None
-) -> None:
-    """The life of one rank: group up, call (a pickled function and its arguments), result or traceback to a file, group
-    down."""
-    global _deadline
-    _deadline = time.monotonic() + timeout_s
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the first call to CUDA, which reads it
-    if gpus is not None and gpus["visible"] is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    elif gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus["visible"]
-    import torch
-    import torch.distributed as dist
-
-    from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
-
-    torch.set_num_threads(1)
-    with open(Path(folder, f"{rank}.stack"), "w") as stack:
-        faulthandler.enable(stack)
-        faulthandler.register(signal.SIGUSR1, stack)  # where a stuck rank is stuck
-        try:
-            store = dist.FileStore(str(Path(folder, "store")), world_size)
-            patience = timedelta(seconds=timeout_s + 30)  # the parent's timeout comes first and says more
-            if gpus is not None:
-                torch.cuda.set_device(rank)
-            fn, args = pickle.loads(call)
-            gc.freeze()  # `gc.collect()`, which a Trainer calls often, need not look through imports: 0.2 s each time
-            backend = "gloo" if gpus is None else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-            add_cpu_backend()
-            result = fn(*args)
-            dist.barrier()  # nobody leaves while another still talks to it
-            torch.save(result, Path(folder, f"{rank}.result"))
-            dist.destroy_process_group()
-        except BaseException:
-            Path(folder, f"{rank}.error").write_text(traceback.format_exc())
-            os._exit(1)  # not sys.exit: threads of a half-finished collective would keep the process alive

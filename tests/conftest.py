@@ -9,10 +9,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import hypothesis
+import psutil
 import pytest
 
-from tests._dist import hide_gpus
+from tests._cost import GB_PER_WORKER, Costs, in_order
+from tests._dist import hide_gpus, start_ranks_warm
 
+pytest_plugins = ["tests.support"]
 hide_gpus()
 # The same examples each time, and no limits of time, for a busy machine is no defect; --hypothesis-profile=default has.
 hypothesis.settings.register_profile(
@@ -32,6 +35,27 @@ _home = tempfile.TemporaryDirectory(prefix="hf-home-")  # nobody's caches, where
 os.environ["HF_HOME"] = _home.name
 for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this machine
     os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--durations-to", metavar="FILE", help="write the CPU seconds of each file, for tests/durations.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs(config))
+    if config.getoption("markexpr") == "nightly":
+        start_ranks_warm(False)  # the suite does not depend on what the warm server leaves to its ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    in_order(items)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: as many as there are cores and memory for."""
+    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // (GB_PER_WORKER * 2**30)))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import importlib
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,7 @@ PACKAGE = Path(hf_fsdp_tools.__file__).parent
 ROOMS = (
     "text", "errors", "stores", "hub", "accelerator", "distributed", "modeling", "planning", "sharding", "foresight",
     "plots", "background", "loading", "streaming", "saving", "fsdp1", "diagnostics", "pretrained", "proof",
-    "integrations",
-    "scripting", "cli", "__main__",
+    "integrations", "scripting", "cli", "testing", "__main__",
 )  # fmt: skip
 """In the order in which they may import: each only rooms above it."""
 
@@ -34,35 +34,37 @@ NEVER = (
 
 
 BUDGET = {
-    "": (115, 105, 1, 0),
+    "": (110, 100, 1, 0),
     "__main__": (10, 10, 1, 0),
     "accelerator": (160, 120, 1, 0),
     "background": (170, 130, 1, 1),
     "cli": (1565, 1445, 11, 0),
-    "diagnostics": (1000, 880, 5, 1),
+    "diagnostics": (995, 880, 5, 1),
     "distributed": (1720, 1400, 8, 2),
-    "errors": (150, 60, 1, 5),
+    "errors": (145, 60, 1, 5),
     "foresight": (6210, 5445, 26, 4),
-    "fsdp1": (450, 350, 4, 3),
-    "hub": (175, 155, 1, 0),
-    "integrations": (5430, 4600, 25, 4),
-    "loading": (6310, 5340, 30, 3),
-    "modeling": (3050, 2595, 15, 1),
-    "planning": (1530, 1240, 9, 4),
+    "fsdp1": (455, 350, 4, 0),
+    "hub": (175, 150, 1, 0),
+    "integrations": (5390, 4565, 25, 4),
+    "loading": (6280, 5315, 30, 3),
+    "modeling": (2885, 2450, 15, 1),
+    "planning": (1525, 1240, 9, 4),
     "plots": (120, 105, 1, 0),
-    "pretrained": (380, 270, 1, 2),
-    "proof": (1590, 1420, 7, 0),
-    "saving": (3335, 2825, 16, 2),
+    "pretrained": (380, 265, 1, 2),
+    "proof": (1585, 1420, 7, 0),
+    "saving": (3330, 2810, 16, 2),
     "scripting": (2610, 2085, 13, 14),
-    "sharding": (5930, 4970, 25, 8),
+    "sharding": (5680, 4760, 24, 8),
     "stores": (440, 385, 1, 0),
-    "streaming": (2315, 1875, 15, 2),
+    "streaming": (1730, 1400, 11, 2),
+    "testing": (230, 190, 1, 0),
     "text": (150, 130, 1, 0),
 }
 """What a room may hold at most: lines, lines without docstrings, files, public names. A change that needs more says in
-its commit what else shrank, or why the budget rises."""
+its commit what else shrank, or why the budget rises. Lines may be as many as the next 50 above the number."""
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -105,12 +107,15 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int, int, int]]:
     return {room: (size[0], size[1], size[2], size[3]) for room, size in found.items()}
 
 
-@pytest.mark.parametrize("room", sorted(sizes()))
-def test_a_room_keeps_its_budget(room):
-    for what, size, most in zip(
-        ("lines", "lines without docstrings", "files", "public names"), sizes()[room], BUDGET[room], strict=True
-    ):
-        assert size <= most, f"{room or 'the front door'} has {size} {what}; its budget is {most}"
+def test_a_room_keeps_its_budget():
+    """Of lines, as many as the budget rounded up to the next 50, so that not each change edits the table."""
+    for room, found in sizes().items():
+        lines, code, *others = BUDGET[room]
+        budget = (-(-lines // 50) * 50, -(-code // 50) * 50, *others)
+        for what, size, most in zip(
+            ("lines", "lines without docstrings", "files", "public names"), found, budget, strict=True
+        ):
+            assert size <= most, f"{room or 'the front door'} has {size} {what}; its budget is {most}"
 
 
 def print_sizes(root: Path) -> None:
@@ -129,9 +134,15 @@ def print_sizes(root: Path) -> None:
     print(f"files outside of fsdp1 that name it: {sum('fsdp1' in path.read_text().lower() for path in others)}")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Modules of the package that a file imports, anywhere in it, except for type checking only."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text())  # a tree of its own, for it is changed
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
@@ -144,13 +155,13 @@ def test_these_are_the_rooms():
     assert {room_of(name) for name in modules()} - {""} == set(ROOMS)
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_a_room_imports_only_rooms_above_it(name):
-    own = room_of(name)
-    for other in {room_of(module) for module in imports(modules()[name])} - {own}:
-        assert own == "" or ROOMS.index(other) < ROOMS.index(own), f"{name} imports {other}, which is not above it"
-        is_launcher = (name, other) == ("cli.launch", "integrations")  # whose parser is Accelerate's
-        assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
+def test_a_room_imports_only_rooms_above_it():
+    for name, path in modules().items():
+        own = room_of(name)
+        for other in {room_of(module) for module in imports(path)} - {own}:
+            assert own == "" or ROOMS.index(other) < ROOMS.index(own), f"{name} imports {other}, which is not above it"
+            is_launcher = (name, other) == ("cli.launch", "integrations")  # whose parser is Accelerate's
+            assert (own, other) not in NEVER and (other != "integrations" or is_launcher), f"{name} imports {other}"
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -171,7 +182,7 @@ def test_no_module_imports_itself_in_a_circle():
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if modules()[name].name == "__init__.py" and name])
 def test_a_room_says_in_one_sentence_what_it_owns(name):
     tree = ast.parse(modules()[name].read_text())
-    assert len(tree.body) == 1 or name == "scripting", f"{name} holds more than its docstring"
+    assert len(tree.body) == 1 or name in ("fsdp1", "scripting"), f"{name} holds more than its docstring"
     assert re.fullmatch(r"[^.]+(\.\w+[^.]*)*\.", ast.get_docstring(tree) or ""), f"{name}: not one sentence"
 
 
@@ -181,7 +192,7 @@ OF_PEFT += ("proof.compare",)
 
 def test_only_integrations_imports_accelerate_and_the_trainer():
     for name, path in modules().items():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
         roots |= {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
         assert ("accelerate" in roots) <= name.startswith("integrations"), name
@@ -191,9 +202,18 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         assert ("peft" in roots) <= (name in OF_PEFT), name
 
 
+def test_benchmarks_do_not_import_tests_and_tests_import_of_them_what_was_foreseen_alone():
+    root = PACKAGE.parent
+    for folder, other in (("benchmarks", "tests"), ("tests", r"benchmarks(?!\.foreseeing)")):
+        texts = {path: path.read_text() for path in (root / folder).rglob("*.py")}
+        assert not [
+            path for path, text in texts.items() if re.search(rf"^ *(from|import) {other}\b", text, re.MULTILINE)
+        ]
+
+
 def test_the_environment_is_read_in_two_places():
     readers = {room_of(name) for name, path in modules().items() if re.search(r"os\.environ|getenv", path.read_text())}
-    assert readers <= {"distributed", "integrations", "scripting"}  # the last sets `env` of a recipe's file
+    assert readers <= {"distributed", "integrations", "scripting", "testing"}  # the last two set it
 
 
 def test_the_front_door_lists_real_names():
@@ -271,10 +291,11 @@ NOT_ONLY_FSDPS = {"_modules"}
 """Names that `nn.Module` has too."""
 
 
+@cache
 def private_names(path: Path) -> set[str]:
     """Every name that the code of a file uses; what docstrings say does not count."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute):
             names.add(node.attr)
         elif isinstance(node, ast.Name):

@@ -171,7 +171,6 @@ class Case:
         return TrainingSetup(**self.settings, num_gpus=num_gpus, batch_size=dims.batch_size, seq_len=dims.seq_len)
 
 
-_FOREACH = dict(optimizer="adamw_foreach", max_grad_norm=None)
 CASES = (
     Case(name="dense", config=_llama),
     Case(name="dense, fp32", config=_llama, settings=dict(precision="fp32")),

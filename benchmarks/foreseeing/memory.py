@@ -15,7 +15,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
-from tests._dist import run_ranks
+from hf_fsdp_tools.testing import run_ranks
 
 _TIMEOUT_S = 900
 _STEPS = 4  # of a run on a device; by the last one, the allocator has all its segments
@@ -75,7 +75,7 @@ def counted_on_cuda(name: str, size: str, num_gpus: int) -> dict[str, Any]:
         if step == _STEPS - 1:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-        training.step(lambda phase: nullcontext())
+        training.step()
     torch.cuda.synchronize()
     return {
         "held": held,
@@ -165,11 +165,6 @@ class Allocation:
         """Whether gloo, or the CPU's kernel that joins gradients, took it for itself."""
         return any(name.startswith(_SCRATCH) for name in self.above)
 
-    @property
-    def phase(self) -> str:
-        """The innermost mark of the training loop."""
-        return next((name.removeprefix(_MARK) for name in reversed(self.above) if name.startswith(_MARK)), "")
-
 
 def measured_on_cpus(name: str, size: str) -> dict[str, Any]:
     """What a rank of a case takes, in bytes; a function for `run_ranks`."""
@@ -183,7 +178,7 @@ def measured_on_cpus(name: str, size: str) -> dict[str, Any]:
             gc.collect()
             sizes.clear()
             with record_function(f"{_MARK}step {step}"):
-                training.step(lambda phase: record_function(f"{_MARK}{phase}"))
+                training.step()
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     return count(log_of(profiler)) | {"parameters": parameters, "collectives": sizes}
 
@@ -235,13 +230,10 @@ def count(log: list[Allocation]) -> dict[str, Any]:
     first = next(i for i, found in enumerate(log) if f"{_MARK}step {_STEPS_ON_CPUS - 1}" in found.above)
     live: dict[int, bool] = {}  # address -> whether it is scratch
     taken: Counter[str] = Counter()
-    events: list[tuple[int, int, str, str]] = []
-    peaks: dict[str, int] = {}
-    total = held = 0
-    phase = ""
+    events: list[tuple[int, int]] = []
+    total = held = peak = 0
     for i, found in enumerate(log):
         held = total if i == first else held
-        phase = found.phase or phase
         if found.num_bytes > 0:
             is_scratch = live[found.address] = found.is_scratch
         elif found.address in live:
@@ -254,14 +246,10 @@ def count(log: list[Allocation]) -> dict[str, Any]:
             continue
         total += found.num_bytes
         if i >= first:
-            peaks[phase] = max(peaks.get(phase, 0), total)
-            events.append((found.num_bytes, found.address, phase, _told(found)))
-    return {"held": held, "peak": max(peaks.values()), "peaks": peaks, "scratch": dict(taken), "events": events}
+            peak = max(peak, total)
+            events.append((found.num_bytes, found.address))
+    return {"held": held, "peak": peak, "scratch": dict(taken), "events": events}
 
 
 def _collective(found: Allocation) -> str:
     return next(name for name in reversed(found.above) if name.startswith(_SCRATCH))
-
-
-def _told(found: Allocation) -> str:
-    return " / ".join([name for name in found.above if not name.startswith(_MARK)][-4:])

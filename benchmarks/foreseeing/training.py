@@ -37,24 +37,18 @@ class Training:
         plain, _ = build(case.config(SIZES[size]), self.setup, auto_class=case.auto_class)
         self.batch = _batch(base, self.setup, images_of(plain, self.setup), device)
 
-    def step(self, phase: Any) -> None:
+    def step(self) -> None:
         """One optimizer step."""
         count = self.setup.gradient_accumulation_steps
         for _ in range(count):
-            with phase("forward"):
-                loss = self.model(**self.batch).loss / count
-            with phase("backward"):
-                loss.backward()
-            del loss
+            (self.model(**self.batch).loss / count).backward()
         if self.setup.max_grad_norm is not None:
-            with phase("clip"):
-                if self.setup.tp_size == self.setup.ep_size == 1:
-                    torch.nn.utils.clip_grad_norm_(self.trained, self.setup.max_grad_norm)
-                else:  # gradients of several meshes, as the Accelerator clips them
-                    clip_norm(self.trained, self.setup.max_grad_norm, 2.0, self.device)
-        with phase("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self.setup.tp_size == self.setup.ep_size == 1:
+                torch.nn.utils.clip_grad_norm_(self.trained, self.setup.max_grad_norm)
+            else:  # gradients of several meshes, as the Accelerator clips them
+                clip_norm(self.trained, self.setup.max_grad_norm, 2.0, self.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _model(case: Case, size: Size, setup: TrainingSetup, device: torch.device) -> nn.Module:

@@ -15,7 +15,7 @@ from benchmarks.loading.loaders import DTYPES
 from benchmarks.measuring import add_page_options
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
-from tests._dist import num_gpus, run_ranks
+from hf_fsdp_tools.testing import num_gpus, run_ranks
 
 KINDS = ("dense", "moe", "tied", "gpt2", "fp8", "mxfp4", "1b", "8b")
 

@@ -34,7 +34,7 @@ def add_export(commands: Any) -> None:
     add("folder", type=Path, metavar="OUT", help="writes this folder; what is there stays until all is written")
     add("--adapter", metavar="NAME", help="merges this adapter: a folder with adapter_config.json, or a hub name")
     add("--dtype", metavar="DTYPE", help="casts the weights, such as to bfloat16 (default: as they are)")
-    add("--keep-stored-format", action="store_true", help="merges into FP8, MXFP4, int4, … and quantises again")
+    add("--keep-stored-format", action="store_true", help="merges into a base in fine-grained FP8, and quantises again")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="limits a weight file (default: %(default)s)")
     add("--no-heads", action="store_false", dest="carry_heads", help="leaves out heads that transformers ignores (MTP)")
     add("--config", metavar="NAME", help="takes the model's config from there, if it is not beside the weights")

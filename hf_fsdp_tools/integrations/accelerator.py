@@ -38,9 +38,9 @@ from hf_fsdp_tools.integrations.model import (
     hand_over,
     prepare_for_training,
     refuse_parts,
+    refuse_sharded_elsewhere,
     refuse_under_version1,
     shard_in_place,
-    take_up_as_made,
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
@@ -303,7 +303,7 @@ def _prepare_object(accelerator: Accelerator, obj: Any) -> Any:
     if isinstance(obj, torch.utils.data.DataLoader):
         return accelerator.prepare_data_loader(obj)
     if isinstance(obj, torch.optim.Optimizer):
-        step_kinds_apart()  # models that other code sharded have whole parameters too
+        step_kinds_apart()  # where ranks share layers or experts, its shards are of several meshes
         return accelerator.prepare_optimizer(obj, device_placement=False)
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return accelerator.prepare_scheduler(obj)
@@ -315,7 +315,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         return
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     with agreed(f"preparing {type(model).__name__}"):
-        take_up_as_made(model)
+        refuse_sharded_elsewhere(model)
     if len(ranks := set(all_ranks(sharded, "preparing the model"))) > 1:
         raise ConfigError(
             f"{type(model).__name__} is sharded on some ranks and plain on others. Make it the same way on every rank."

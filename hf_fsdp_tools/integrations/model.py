@@ -8,27 +8,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from accelerate import Accelerator
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import DynamoBackend
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import mesh_of
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.conversion import moved_by_native_loading
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
-from hf_fsdp_tools.sharding.native import take_up
 from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.replicated import is_averaged
 from hf_fsdp_tools.sharding.shard import (
@@ -165,38 +161,12 @@ def _digest(tensor: torch.Tensor) -> str:
 # ---- before training ----
 
 
-def take_up_as_made(model: nn.Module) -> None:
-    """Take up a model that transformers (`DistributedConfig`) or a script sharded with FSDP2, as it was made.
-
-    What this package cannot go on with is refused: layers or experts that transformers divided. A warning on rank 0
-    names weights that transformers' own loading has got wrong. Every rank must call; nothing is communicated.
-    """
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    if not sharded or sharding_of(model) is not None:
-        return
-    base = base_of(model)
-    config = getattr(getattr(base, "config", None), "distributed_config", None)
-    other = [name for name in ("tp_size", "ep_size", "pp_size") if (getattr(config, name, None) or 1) > 1]
-    if other or not any(isinstance(module, FSDPModule) for module in model.modules()):
+def refuse_sharded_elsewhere(model: nn.Module) -> None:
+    """Refuse a model that transformers (`DistributedConfig`) or a script has sharded; nothing is communicated."""
+    if sharding_of(model) is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
-            f"{type(model).__name__} is sharded already, and not by FSDP2 alone "
-            f"({', '.join(other) or 'no FSDP2 module'}). Load it with from_pretrained(..., accelerator=accelerator), "
-            "or with DistributedConfig(fsdp_size=…) only."
-        )
-    taken_up = take_up(base)
-    alone = [n for n, p in model.named_parameters() if config and p.requires_grad and not isinstance(p, DTensor)]
-    if alone and taken_up is None:
-        raise ConfigError(
-            f"{len(alone)} trainable parameter(s) were added after transformers sharded the model ({listed(alone)}): "
-            "each rank would train its own. Load it with from_pretrained(..., accelerator=accelerator); prepare() then "
-            "shards additions."
-        )
-    if taken_up is not None and rank_and_size()[0] == 0 and (moved := moved_by_native_loading(base)):
-        warnings.warn(
-            f"transformers {transformers.__version__} loads {len(moved)} parameters of {type(base).__name__} wrongly "
-            f"into shards ({listed(moved)}): it converts parts as if they were whole. Call load_weights(model, name) "
-            "of hf_fsdp_tools after from_pretrained, which reads the right bytes into the same shards.",
-            stacklevel=5,
+            f"{type(model).__name__} is sharded already, and not by hf_fsdp_tools. Load it with "
+            "hf_fsdp_tools.from_pretrained(..., accelerator=accelerator), or pass the plain model."
         )
 
 
@@ -217,8 +187,7 @@ def check_managed(model: nn.Module) -> None:
     """
     _check_loaded(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     sharding = sharding_of(model)
-    if sharding is None:
-        return  # sharded by other code, which answers for it
+    assert sharding is not None, "sharded here or refused before"
     names = {name for name, _ in (sharded_module(model) or model).named_modules(remove_duplicate=False)}
     if gone := [name for unit in sharding.plan.units for name in unit.modules if name not in names]:
         raise ConfigError(
@@ -273,13 +242,10 @@ def check_precision(model: nn.Module, accelerator: Accelerator) -> None:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if sharding.mp_policy.param_dtype is None and dtypes == {wanted} and mixed_precision != "fp8":
         return  # pure low precision, on purpose
-    cure = "Pass accelerator= (or the same mp_policy) to from_pretrained"
-    if sharding.is_as_made:
-        cure = f"Load it with DistributedConfig(fsdp_mixed_precision=True), or leave {mixed_precision} out"
     raise ConfigError(
         f"The Accelerator computes in {mixed_precision}, but the model was sharded to compute in "
-        f"{sharding.mp_policy.param_dtype or 'the dtype of its weights'}. {cure}; for a Trainer, make the Accelerator "
-        "of its arguments: make_accelerator(arguments)."
+        f"{sharding.mp_policy.param_dtype or 'the dtype of its weights'}. Pass accelerator= (or the same mp_policy) to "
+        "from_pretrained; for a Trainer, make the Accelerator of its arguments: make_accelerator(arguments)."
     )
 
 

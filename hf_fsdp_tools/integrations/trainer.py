@@ -40,7 +40,7 @@ from hf_fsdp_tools.integrations.frozen import (
     shard_frozen,
 )
 from hf_fsdp_tools.integrations.hooks import check_hooks
-from hf_fsdp_tools.integrations.model import take_up_as_made
+from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
 from hf_fsdp_tools.integrations.rewards import guard_rewards
@@ -219,7 +219,7 @@ class FSDPTrainerMixin(PushingMixin):
                 "many forward passes as its own rows need. Leave it out, or use use_vllm=True."
             )
         if isinstance(model, nn.Module):
-            take_up_as_made(model)
+            refuse_sharded_elsewhere(model)
         plugin, precision = plugin_of(args), precision_of(args, model)
         agree_with_arguments(plugin, args, model)
         start_state(
@@ -246,10 +246,6 @@ class FSDPTrainerMixin(PushingMixin):
     def get_cp_size(self) -> int:
         """1: to the Trainer, no rank has a part of a batch."""
         return 1
-
-    is_distributed_loading_by_transformers = property(lambda self: False, lambda self, loaded: None)
-    """Always False, so that a model that transformers sharded while loading (`DistributedConfig`) is prepared and saved
-    like any other, which the Trainer alone cannot do."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Reshard units that a step left gathered when it ran out of memory (`auto_find_batch_size`).

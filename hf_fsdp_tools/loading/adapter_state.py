@@ -15,6 +15,7 @@ from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.patterns import matched_in
 from hf_fsdp_tools.sharding.adapters import add_adapter, open_adapter_config
 from hf_fsdp_tools.text import listed, listed_lines, quoted
 
@@ -54,7 +55,8 @@ def restore_adapter(model: nn.Module, state: AdapterState, *, is_trainable: bool
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and (state.holds_base or start == "eva"):
         config.init_lora_weights = True  # the state holds the values, and the base as PEFT had changed it
-    adapted = add_adapter(model, config)
+    with matched_in("peft", name):
+        adapted = add_adapter(model, config)
     with agreed("matching the adapter with the state", name):
         loaded = _match(adapted, state.index)
     fill_shards(adapted, state.index, loaded, doing=doing, progress=False)

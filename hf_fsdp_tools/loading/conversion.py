@@ -3,7 +3,6 @@
 This is the only file that touches transformers' conversion interface (checked with 5.17 and 5.23).
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -31,7 +28,6 @@ from hf_fsdp_tools.loading.formats.stored import Stored
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.four_bits import beside_4bit
 from hf_fsdp_tools.modeling.module_tree import original_classes
-from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.text import listed
 
@@ -274,30 +270,3 @@ def revert_group(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[st
     with original_classes(model), torch.no_grad():
         reverted: dict[str, Any] = revert_weight_conversion(model, dict(state))
     return reverted
-
-
-def moved_by_native_loading(model: nn.Module) -> list[str]:
-    """The parameters into whose shards transformers' own loading (`DistributedConfig`) has put values of others.
-
-    transformers (5.23) cuts each stored tensor as the parameter is cut, along dimension 0, and then runs the conversion
-    on the parts (`DtensorShardOperation`). Right are stacks of experts, whatever is done to their other dimensions;
-    wrong is what moves along dimension 0. None where `load_weights` has filled the model since. Nothing is read.
-    """
-    if not getattr(model, "is_distributed_loading_by_transformers", False) or note_of(model).is_loaded:
-        return []
-    moving = [
-        (re.compile("|".join(target.replace("*", ".*").replace(r"\1", ".*") for target in each.target_patterns)), each)
-        for each in getattr(model, "_weight_conversions", None) or ()
-        if isinstance(each, WeightConverter) and not all(map(_keeps_rows, each.operations))
-    ]
-    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    return [
-        name
-        for name in sharded
-        if any(targets.search(name) and (getattr(each, "scope_prefix", None) or "") in name for targets, each in moving)
-    ]
-
-
-def _keeps_rows(operation: Any) -> bool:
-    """Whether a conversion of parts along dimension 0 is the same as the part of the conversion of the whole."""
-    return isinstance(operation, MergeModulelist) or getattr(operation, "dim", 0) not in (0, None)

@@ -38,7 +38,7 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import forget_quantization
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.module_tree import slots
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.fsdp2_internals import is_offloaded, reshard_units
@@ -184,7 +184,6 @@ def load_weights(
                 index.refuse_changed()
             initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
             set_conversions(model, match.load_map)
-            add_to_note(model, is_loaded=True)
             if not packed_parameters(model):
                 forget_quantization(model)
             if added_tokens is not None:

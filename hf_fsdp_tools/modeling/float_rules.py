@@ -95,17 +95,6 @@ def _of_bitsandbytes(
     return floats
 
 
-WORDS: Mapping[str, tuple[Sequence[int], int]] = MappingProxyType(
-    {
-        "awq int4": ((0, 16, 4, 20, 8, 24, 12, 28), 0),
-        "gptq int4": (range(0, 32, 4), 0x11111111),
-        "gptq int8": (range(0, 32, 8), 0x01010101),
-        "packed int4": (range(0, 32, 4), 0),
-        "packed int8": (range(0, 32, 8), 0),
-    }
-)
-"""Of rules for integers in words: the bits at which these begin, and what is added to words of zero points."""
-
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "fp4": partial(_of_bitsandbytes, kind="fp4"),
@@ -114,7 +103,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "nvfp4": _nvfp4,
         "scaled": _scaled,
         "scaled in fp32": _scaled_in_fp32,
-        **{name: partial(_packed, at=at, plus=plus) for name, (at, plus) in WORDS.items()},
+        "awq int4": partial(_packed, at=(0, 16, 4, 20, 8, 24, 12, 28)),
+        "gptq int4": partial(_packed, at=range(0, 32, 4), plus=0x11111111),
+        "gptq int8": partial(_packed, at=range(0, 32, 8), plus=0x01010101),
+        "packed int4": partial(_packed, at=range(0, 32, 4)),
+        "packed int8": partial(_packed, at=range(0, 32, 8)),
     }
 )
 """Rules by the names that `QuantizedTensor` has for them."""

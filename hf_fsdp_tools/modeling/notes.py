@@ -42,9 +42,6 @@ class Note:
     heads: Any = None
     """Of a model that was loaded: the `Heads` of its checkpoint that it has no modules for; saves copy them."""
 
-    is_loaded: bool = False
-    """Whether `load_weights` has filled the model."""
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
         return replace(
             self, hooks=(), rows=None

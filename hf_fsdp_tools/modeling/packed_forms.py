@@ -3,7 +3,6 @@
 `loading.quantized.recognize` says the same of the tensors themselves; a test holds the two together.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import nn
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.float_rules import RULES
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart
+from hf_fsdp_tools.modeling.patterns import matched
 from hf_fsdp_tools.text import first_line, listed
 
 
@@ -78,9 +78,9 @@ def stored_forms(model: nn.Module) -> Forms:
         raise _refused(f"weights of {method}")
     try:
         found, floating = _found(model, _METHODS[method](model, config))
-    except ConfigError:
+    except FSDPToolsError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"dequantize=False: the quantization_config of {method} cannot be read ({type(error).__name__}: "
             f"{first_line(error)}). Use the config.json that belongs to the checkpoint."
@@ -180,7 +180,7 @@ def _is_named(fqn: str, names: Sequence[str]) -> bool:
     """Whether one of these is the name, its end, or a pattern of it or of a module above, as transformers has it; of
     which older versions (5.17) take "mlp.gate" for "mlp.gate_proj"."""
     ends = r"(?:(?<=\.)|(?=\.|$))"
-    return any(re.match(f"(?:{each}){ends}", fqn) or fqn.endswith(each) for each in names)
+    return any(fqn.endswith(each) or matched(f"(?:{each}){ends}", fqn) for each in names)
 
 
 def _fp8(model: nn.Module, config: Mapping[str, Any]) -> _Choice:
@@ -311,7 +311,7 @@ def _of_group(config: Mapping[str, Any], group: Mapping[str, Any], weights: Mapp
 def _matches(name: str, kinds: Collection[str], targets: Collection[str]) -> bool:
     """Whether targets of compressed-tensors name a layer, by its name, a pattern or its class."""
     patterns = (target.removeprefix("re:") for target in targets if target.startswith("re:"))
-    return name in targets or not {*kinds}.isdisjoint(targets) or any(re.match(each, name) for each in patterns)
+    return name in targets or not {*kinds}.isdisjoint(targets) or any(matched(each, name) for each in patterns)
 
 
 _METHODS: Mapping[str, Callable[[nn.Module, Mapping[str, Any]], _Choice]] = {

@@ -105,8 +105,8 @@ def export_checkpoint(
         dtype: of floating-point tensors in the files, after merging; None keeps each tensor's own.
         max_shard_size: largest weight file, in bytes or as "5GB".
         carry_heads: copy heads of the state or base that the model's class ignores, as `save_pretrained` does.
-        keep_stored_format: with `adapter`, of a quantised base: what the adapter changes is merged as without, and
-            quantised again by the rule that its format publishes; `report.requantized` says the error of each. All else
+        keep_stored_format: with `adapter`, of a base in fine-grained FP8: what the adapter changes is merged as
+            without, and quantised again as transformers does it; `report.requantized` says the error of each. All else
             is copied byte for byte, with the quantisation config.
         allow_pickle: read legacy `.bin` files, such as Accelerate's of FULL_STATE_DICT; no code of the file is run.
         trust_remote_code: run model code that comes with the config.
@@ -120,7 +120,7 @@ def export_checkpoint(
         CheckpointError: state, base or adapter is absent or damaged, or does not fit the model; the folder holds
             something else, or cannot be written. The same on every rank; what was saved there before is unchanged.
         ConfigError: the state is an adapter, or the adapter is none; PEFT cannot merge it (prompt methods, a base in 4
-            bits); `keep_stored_format` without an adapter, with a dtype, or for a base that is not quantised.
+            bits); `keep_stored_format` without an adapter, with a dtype, or for a base that is not stored in FP8.
 
     Example:
         >>> report = export_checkpoint("checkpoint", "in-bfloat16", dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.stores import Upload, files_at, open_store, store_errors
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
-from hf_fsdp_tools.streaming.routes import Bucket, most_of
+from hf_fsdp_tools.streaming.routes import Bucket, joined
 from hf_fsdp_tools.text import listed
 
 _WRITING = "writing the checkpoint"
@@ -243,22 +244,16 @@ def _slabs_of(layout: Layout, files: Iterable[str], num_bytes: int) -> Iterator[
 def _buckets(weights: LiveWeights, slabs: Sequence[Sequence[Slab]], num_bytes: int) -> list[Bucket]:
     """The buckets in which slabs go to the ranks that write them, all ranks side by side. Every rank must call."""
     spread = weights.spread()
-    buckets, filled = [Bucket()], dict[int, int]()
-    for i in range(max(map(len, slabs))):
-        for rank, own in enumerate(slabs):
-            if i >= len(own) or (name := own[i][1]) not in weights.tensors:
-                continue
-            one = Bucket()
-            one.add(rank, str(i), name, own[i][2], weights.tensors[name].element, spread(name))
-            costs = one.bytes_of()
-            total = {each: filled.get(each, 0) + costs.get(each, 0) for each in (*filled, *costs)}
-            if most_of(total) > num_bytes:
-                buckets.append(Bucket())
-                total = costs
-            filled = total
-            buckets[-1].arrivals[rank] |= one.arrivals[rank]
-            buckets[-1].routes += one.routes
-    return buckets
+
+    def one_by_one() -> Iterator[Bucket]:
+        for i, of_ranks in enumerate(zip_longest(*slabs)):
+            for rank, slab in enumerate(of_ranks):
+                if slab is not None and (name := slab[1]) in weights.tensors:
+                    one = Bucket()
+                    one.add(rank, str(i), name, slab[2], weights.tensors[name].element, spread(name))
+                    yield one
+
+    return joined(one_by_one(), num_bytes) or [Bucket()]  # heads are written beside what arrives
 
 
 def _read_head(layout: Layout, place: Place, slab: Box) -> torch.Tensor:

@@ -34,7 +34,6 @@ class Place(SavedTensor):
 
     file: Path
     """Its file, relative to the folder in which the checkpoint is made."""
-
     offset: int
     """Position of its first byte in the file."""
 
@@ -60,19 +59,14 @@ class Layout:
 
     places: Mapping[str, Place]
     """Hub key to place."""
-
     carried: Mapping[str, Place]
     """The same of heads that are copied from files; their places are made of stored elements."""
-
     heads: tuple[Heads, CheckpointIndex] | None
     """Where these are stored."""
-
     headers: Mapping[str, bytes]
     """File to everything before its data."""
-
     sizes: Mapping[str, int]
     """File to its full length in bytes."""
-
     num_parameters: int
     """Elements of the model's parameters, and of what is carried."""
 

@@ -35,10 +35,8 @@ class Manifest:
 
     ranks: int
     """How many ranks saved it."""
-
     sizes: dict[str, int | None]
     """Bytes of each file, by its path in the folder; None for JSON files, which people edit: only absence counts."""
-
     sums: dict[str, str]
     """SHA-256 of files, as `sha256sum` prints it; empty unless it was asked for."""
 

@@ -43,7 +43,6 @@ class SavedNames:
 
     weights: dict[str, str]
     """Weight file in the hidden folder to its name in the folder."""
-
     others: tuple[str, ...]
 
 
@@ -191,38 +190,27 @@ class SaveReport:
 
     folder: str
     """The folder of the checkpoint."""
-
     files: tuple[str, ...] = ()
     """Names of the weight files, in order; of a training state, of all files. Empty until a save in the background is
     done."""
-
     total_bytes: int = 0
     """Bytes of tensor data in all files; of a training state, of the files as they are."""
-
     bytes_written: int = 0
     """Bytes of tensor data that this rank wrote."""
-
     gathered_bytes: int = 0
     """The part of `total_bytes` that rank 0 gathered before writing, because it cannot be written shard by shard."""
-
     write_calls: int = 0
     """System calls of this rank that wrote data."""
-
     seconds: float = 0.0
     """Seconds from the call until the checkpoint was there for everyone, on this rank."""
-
     copied_bytes: int = 0
     """Bytes of host memory that the copy took from which this rank wrote in the background; 0 for a blocking save."""
-
     pause_seconds: float | None = None
     """Seconds from call to return of a save in the background; None for a blocking one, which returns at its end."""
-
     others: tuple[str, ...] = ()
     """Names of the other files of the checkpoint: config, index, tokenizer, model code."""
-
     commit_url: str = ""
     """Page of the commit on the hub; empty where nothing was uploaded."""
-
     requantized: Mapping[str, float] = field(default_factory=dict)
     """Of weights that `keep_stored_format` quantised again, by the name of the plain weight: the norm of what this
     changed over that of the merged weight. Of those that the adapter left as they were, nothing."""

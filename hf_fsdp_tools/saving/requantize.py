@@ -1,4 +1,4 @@
-"""An adapter merged into a base that keeps its stored format: what it changes is quantised again, the rest copied."""
+"""An adapter merged into a base in fine-grained FP8: what it changes is quantised again, the rest copied."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch.nn import functional
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import map_saving, persistent_tensors
@@ -17,11 +18,16 @@ from hf_fsdp_tools.loading.io.transfer import QuantizedPart, transfer_of
 from hf_fsdp_tools.loading.quantized.dequantize import dequantize
 from hf_fsdp_tools.loading.regions import View, row_major_strides
 from hf_fsdp_tools.loading.symbolic import PieceTensor
-from hf_fsdp_tools.modeling.quantize_rules import quantize
 from hf_fsdp_tools.saving.layout import Layout, Place, lay_out
 from hf_fsdp_tools.saving.material import Material
 from hf_fsdp_tools.streaming.outgoing import SavedTensor
 from hf_fsdp_tools.text import listed
+
+_SLAB_VALUES = 2**22
+"""Values that are quantised at a time. (assumed)"""
+
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes of scales that are stored as exponents."""
 
 
 def keep_format(
@@ -32,8 +38,8 @@ def keep_format(
     `stored` has the base's tensors as they are. No rank communicates.
 
     Raises:
-        ConfigError: nothing is quantised; a quantised tensor would have another shape; the model's class saves what the
-            adapter touches under other names.
+        ConfigError: nothing is quantised; what the adapter changes is stored in another format than FP8, or would have
+            another shape; the model's class saves it under other names.
     """
     match, state, saved = material.match, persistent_tensors(material.model), map_saving(material.model)
     tensors, groups = match.index.tensors, match.load_map.groups
@@ -53,6 +59,12 @@ def keep_format(
 
     written = {key: tensor for key, tensor in saved.items() if is_written(key, tensor.sources)}
     quantized = {key: t for key in written if isinstance(t := tensors.get(key), QuantizedTensor)}
+    if other := [k for k, t in quantized.items() if t.rule != "scaled in fp32" or not t.values.dtype.is_floating_point]:
+        raise ConfigError(
+            f"{stored.name!r} does not hold {listed(other)} as fine-grained FP8, the one format into which an adapter "
+            "is merged back. Merge into floats, without keep_stored_format (--keep-stored-format); then quantise those "
+            "with the library of the format, which takes data for it."
+        )
     if wrong := [key for key, tensor in quantized.items() if tensor.shape != written[key].shape]:
         raise ConfigError(
             f"{listed(wrong)} of {stored.name!r} cannot stay quantised: with the adapter they have another shape. "
@@ -96,16 +108,11 @@ def keep_format(
 
 
 class Requantizer:
-    """Quantises merged tensors by the rules of their format, and compares what was written with them."""
+    """Quantises merged tensors to FP8, and compares what was written with them."""
 
     def __init__(self, material: Material, places: Mapping[str, Place]) -> None:
         self._tensors, self._places = material.match.index.tensors, places
-        method, config = getattr(material.match.dequantized, "method", None), material.quantization or {}
-        self._options = {
-            "is_compressed": method == "compressed-tensors",
-            "is_symmetric": method == "gptq" and bool(config.get("sym")),
-            "is_power": config.get("scale_fmt") == "ue8m0",
-        }
+        self._is_power = (material.quantization or {}).get("scale_fmt") == "ue8m0"
         self._written: list[tuple[QuantizedTensor, torch.Tensor]] = []
         self.errors: dict[str, float] = {}
         """Of this rank, by the name of the plain weight: the norm of what quantising changed over that of the merged
@@ -121,13 +128,14 @@ class Requantizer:
                 continue
             if not bool(torch.isfinite(floats).all()):
                 raise CheckpointError(f"{key!r} holds values that are infinite or NaN with the adapter merged into it.")
-            keys = {"packed": tensor.values, **{name: grid.stored for name, grid in tensor.scales.items()}}
-            parts = {name: _read(part, reader) for name, part in keys.items()}
-            if not all(torch.equal(_floats(tensor, floats.dtype, reader, n), floats[:n]) for n in (1, len(floats))):
-                matrix = (floats.transpose(-2, -1) if tensor.is_transposed else floats).reshape(-1, tensor.columns)
-                parts = quantize(matrix, tensor.rule, parts, tensor.scales["scale"].block, **self._options)
+            grid = tensor.scales["scale"]
+            parts = (tensor.values, grid.stored)
+            if all(torch.equal(_floats(tensor, floats.dtype, reader, n), floats[:n]) for n in (1, len(floats))):
+                results = [_read(part, reader) for part in parts]
+            else:
+                results = quantize(floats.flatten(0, -2), grid.block, *parts, is_power=self._is_power)
                 self._written.append((tensor, floats))
-            found |= {keys[name].key: part for name, part in parts.items()}
+            found |= {part.key: result for part, result in zip(parts, results, strict=True)}
         return found
 
     def compare(self, folder: Path, reader: Reader) -> None:
@@ -158,3 +166,35 @@ def _floats(tensor: QuantizedTensor, dtype: torch.dtype, reader: Reader, first: 
     view = View(offset=0, length=length, strides=tensor.strides)
     dequantize([QuantizedPart(tensor=tensor, view=view, memory=memory)], reader, staging_bytes=STAGING_BYTES)
     return memory
+
+
+def quantize(
+    matrix: torch.Tensor, block: tuple[int, int], values: StoredTensor, scales: StoredTensor, *, is_power: bool = False
+) -> list[torch.Tensor]:
+    """FP8 values and scales of a matrix, as transformers' `Fp8Quantize` makes them (5.23), in stored dtypes and shapes.
+
+    All is computed in float32, in slabs of rows; scales are rounded to their dtype before values are divided by them.
+    `block`: the rows and columns that share a scale. `is_power`: scales are powers of two, rounded up, whatever their
+    dtype; they are where they are stored as exponents.
+    """
+    (high, wide), columns, most = block, matrix.shape[1], torch.finfo(values.dtype).max
+    is_power = is_power or scales.dtype in _EXPONENTS
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rows in torch.split(matrix, max(1, _SLAB_VALUES // (columns * high)) * high):
+        blocks = functional.pad(rows.float(), (0, -columns % wide, 0, -len(rows) % high))
+        blocks = blocks.view(-1, high, blocks.shape[1] // wide, wide)
+        amax = blocks.abs().amax((1, 3))
+        factors = torch.where(amax > most * torch.finfo(torch.float32).tiny, most / amax, 1.0)
+        scale = 1.0 / factors
+        if is_power:
+            mantissa, exponent = torch.frexp(scale)
+            scale = (exponent + 127 - (mantissa == 0.5).int() << 23).view(torch.float32)
+        else:
+            scale = scale.to(scales.dtype).clamp(min=torch.finfo(scales.dtype).tiny).float()
+        if is_power or scales.dtype != torch.float32:
+            factors = 1.0 / scale
+        scaled = (blocks * factors[:, None, :, None]).flatten(0, 1).flatten(1)[: len(rows), :columns]
+        found.append((scaled.clamp(-most, most).to(values.dtype).view(torch.uint8), scale))
+    packed, scale = (torch.cat(slabs) for slabs in zip(*found, strict=True))
+    stored = scale.to(torch.float8_e8m0fnu).view(scales.dtype) if scales.dtype in _EXPONENTS else scale.to(scales.dtype)
+    return [packed.view(values.dtype).reshape(values.shape), stored.reshape(scales.shape)]

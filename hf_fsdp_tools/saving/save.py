@@ -127,34 +127,22 @@ def save_pretrained(
         True
     """
     start_s = time.perf_counter()
-    dtype = as_dtype(dtype)
-    same_on_all_ranks(
-        "saving the model",
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        staging_bytes=staging_bytes,
-        merge_adapters=merge_adapters,
-        blocking=blocking,
-        carry_heads=carry_heads,
-        push_to_hub=push_to_hub,
-        hub_arguments={**hub_arguments, "token": None},
-    )
+    options: dict[str, Any] = {
+        "dtype": as_dtype(dtype),
+        "max_shard_size": max_shard_size,
+        "staging_bytes": staging_bytes,
+        "merge_adapters": merge_adapters,
+        "blocking": blocking,
+        "carry_heads": carry_heads,
+    }
+    to_hub = {**hub_arguments, "push_to_hub": push_to_hub, "token": None}
+    same_on_all_ranks("saving the model", **options, to_hub=to_hub)
     url = as_url(folder)
     if url is not None and push_to_hub:
         raise ConfigError(f"push_to_hub uploads from a folder, and {url!r} is none. Save to a folder, or leave it out.")
     target = hub_target(Path(folder), push_to_hub, hub_arguments)
-    begun = begin_save(
-        model,
-        url or Path(fspath(folder).removeprefix("file://")),
-        tokenizer=tokenizer,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        staging_bytes=staging_bytes,
-        merge_adapters=merge_adapters,
-        blocking=blocking,
-        carry_heads=carry_heads,
-        model_card=model_card,
-    )
+    place = url or Path(fspath(folder).removeprefix("file://"))
+    begun = begin_save(model, place, tokenizer=tokenizer, model_card=model_card, **options)
     if isinstance(begun, SaveReport):
         return push_saved(model, begun, target)
     if blocking:
@@ -252,19 +240,14 @@ class BegunSave:
     hidden: HiddenFolder
     layout: Layout
     names: SavedNames
-
     files: list[Path]
     """To which this rank writes."""
-
     write: Callable[[], TransferStats]
     """Writes all of this rank but what is gathered. No rank communicates."""
-
     gather: Callable[[Callable[[Transfer], None]], None] | None = None
     """Hands rank 0 what writes each gathered tensor. Every rank must call; None where nothing is left to gather."""
-
     gathered_bytes: int = 0
     staging_bytes: int = STAGING_BYTES
-
     copies: HostCopies | None = None
     """From which it is written; None for the model itself."""
 

@@ -14,13 +14,13 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
 from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
-from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
 from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
+from hf_fsdp_tools.streaming.outgoing import chosen_by_peft
 
 
 def save_adapter(
@@ -76,14 +76,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     must call, in a block of `agreed`: rank 0 decides for all, as PEFT may ask the hub which vocabulary the base has.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    chosen: set[str] = set()
-    if rank_and_size()[0] == 0:
-        with library_errors("PEFT cannot say what belongs to the adapter", UNCHANGED):
-            ids = set(map(id, tensors_by_peft(model, state).values()))
-        chosen = {name for name, tensor in state.items() if id(tensor) in ids}
-    chosen = all_ranks(chosen, "asking PEFT what belongs to the adapter")[0]
-    own = own_tensors(model, state)
-    return {name: tensor for name, tensor in state.items() if name in own or name in chosen}
+    needed = {*chosen_by_peft(model, state).values(), *own_tensors(model, state)}
+    return {name: tensor for name, tensor in state.items() if name in needed}
 
 
 def own_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:

@@ -4,7 +4,6 @@ The order is the same for this package, a user's script and a trainer of TRL: th
 small whole tensors to it, and `shard_added` shards them.
 """
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.packed import listed_as_parameters
+from hf_fsdp_tools.modeling.patterns import matched_in
 from hf_fsdp_tools.modeling.pickles import load_pickled, read_json_object
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.allocate import renew
@@ -34,9 +34,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """In the order in which PEFT looks for them."""
-
-_PATTERNS = re.compile(r"\w+_pattern|\w+_modules|modules_to_save|target_parameters")
-"""Entries of `adapter_config.json` that PEFT (0.21) matches as regular expressions; of dictionaries, the keys."""
 
 _SIZES = ("encoder_hidden_size", "init_r", "n_frequency", "num_layers", "num_virtual_tokens", "r", "token_dim")
 """Entries that are dimensions of tensors which PEFT (0.21) makes."""
@@ -62,14 +59,9 @@ def open_adapter(peft: Any, name: str, hub_kwargs: dict[str, Any]) -> tuple[str,
 
 def open_adapter_config(peft: Any, folder: Path) -> Any:
     """PEFT's config of the adapter in a folder; None where it has none. No rank communicates."""
-    written = read_adapter_config(folder)
-    if written is None:
+    if read_adapter_config(folder) is None:
         return None
-    file = folder / ADAPTER_CONFIG
-    for key, value in written.items():
-        if _PATTERNS.fullmatch(key):
-            refuse_endless_patterns(file, value if isinstance(value, (list, dict)) else [value])
-    with library_errors(f"{file}: cannot be used by PEFT", _COPY):
+    with library_errors(f"{folder / ADAPTER_CONFIG}: cannot be used by PEFT", _COPY):
         return peft.PeftConfig.from_pretrained(str(folder))
 
 
@@ -108,56 +100,6 @@ def _check_weights(peft: Any, folder: Path, written: Mapping[str, Any]) -> None:
             f"{folder / ADAPTER_CONFIG}: a dimension is {quoted(large[0])}, and {weights.name} holds {held:,} values. "
             f"{_COPY}"
         )
-
-
-# ---- patterns ----
-
-_MOST_REPEATS, _MOST_CHOICES = 4, 8
-"""Of one pattern; a match then takes at most seconds. (assumed)"""
-
-
-def refuse_endless_patterns(file: Path, patterns: Iterable[Any]) -> None:
-    """Refuse regular expressions of a file that can take endless time with some name, as `(a+)+b` does with `aaa…`.
-
-    Nothing ends such a match within a process. Taken are plain names, and patterns with few choices and no repeats of
-    choices.
-    """
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not any(sign in pattern for sign in "*+?{(|["):
-            continue
-        try:
-            re.compile(pattern)
-            choices = _choices(re._parser.parse(pattern))  # type: ignore[attr-defined]
-            if choices.count("repeat") > _MOST_REPEATS or len(choices) > _MOST_CHOICES:
-                raise re.error("it has too many choices")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(
-                f"{file}: {quoted(pattern)} is no regular expression that can be used: {first_line(error)}. Write the "
-                "names of the modules there instead."
-            ) from error
-
-
-def _choices(parsed: Iterable[Any]) -> list[str]:
-    """The repeats and branches of a parsed pattern among which a match may have to choose; of a branch, the most."""
-    choices: list[str] = []
-    for operation, argument in parsed:
-        kind = str(operation)
-        if kind == "SUBPATTERN":
-            choices += _choices(argument[-1])
-        elif kind == "BRANCH":
-            choices += ["branch", *max(map(_choices, argument[1]), key=len)]
-        elif kind in ("ASSERT", "ASSERT_NOT"):
-            inside = _choices(argument[1])
-            choices += inside if len(inside) > 1 else []
-        elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, content = argument
-            inside = _choices(content)
-            if least > _MOST_CHOICES or (most > 1 and inside):
-                raise re.error("it repeats what has choices")
-            choices += ["repeat", *inside]
-        elif kind not in ("ANY", "AT", "IN", "LITERAL", "NOT_LITERAL"):
-            raise re.error(f"{kind} is not supported")
-    return choices
 
 
 # ---- configs from the caller ----
@@ -287,7 +229,8 @@ def load_adapter(
     same_on_all_ranks("adding an adapter", peft_config=config, is_trainable=is_trainable)
     refuse_for_shards(config, model)
     with _undone_if_it_fails(model):
-        with _made_alike(config), errors_of_peft(config):
+        file = Path(folder) / ADAPTER_CONFIG
+        with _made_alike(config), errors_of_peft(config), matched_in("peft", file):
             adapted = peft.PeftModel.from_pretrained(
                 model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
             )

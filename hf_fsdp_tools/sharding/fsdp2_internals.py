@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -89,58 +87,6 @@ def bytes_sharded() -> Iterator[None]:
         yield
     finally:
         torchs.nn = nn
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UnitAsMade:
-    """One unit as `fully_shard` was told to make it."""
-
-    modules: tuple[nn.Module, ...]
-    reshard_after_forward: bool | int | None
-    """As in `fully_shard`."""
-    mesh: DeviceMesh | None
-    """One axis, or (replicate, shard); None where parameters share a mesh with other kinds of parallelism."""
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    parameters: tuple[tuple[nn.Parameter, tuple[nn.Module, ...]], ...]
-    """Its shards, each with the modules of the unit that register it."""
-
-
-def units_as_made(root: FSDPModule) -> list[UnitAsMade]:
-    """The units below a root; one without parameters of its own has the mesh and the offload of the others."""
-    assert isinstance(root, nn.Module)
-    reshard_units(root)
-    first = _groups(root)[0]
-    units = []
-    for state in _states(root):
-        group = next(iter(_groups_of(state)), first)
-        after, info = group.post_forward_mesh_info, group.mesh_info
-        is_auto = state._auto_reshard_after_forward
-        reshards = None if is_auto else False if after is None else True if after == info else after.shard_mesh_size
-        is_plain = getattr(info, "dp_mesh_dims", None) is None and isinstance(info, FSDPMeshInfo)
-        units.append(
-            UnitAsMade(
-                modules=tuple(state._modules),
-                reshard_after_forward=reshards,
-                mesh=info.mesh if is_plain else None,
-                mp_policy=state._mp_policy,
-                offload_policy=group.offload_policy,
-                parameters=tuple(
-                    (shard, tuple(module for module, _ in places))
-                    for shard, places in parameters_of_unit(state._modules[0])
-                ),
-            )
-        )
-    return units
-
-
-def unpin_on_cpu(model: nn.Module) -> None:
-    """Let offloaded shards of a model whose mesh is of CPUs be in memory that is not pinned."""
-    for group in _groups(model):
-        if group.device.type == "cpu" and isinstance(group.offload_policy, CPUOffloadPolicy):
-            group.offload_policy = CPUOffloadPolicy(pin_memory=False)
-            for entry in group.fsdp_params:
-                entry.pin_memory = False
 
 
 def count_units(model: nn.Module) -> int:
@@ -448,10 +394,6 @@ def copy_released(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     twin: nn.Module = object.__new__(own_class(module))
     memo[id(module)] = twin
-    for shard in module.parameters():  # which torch cannot copy where transformers has made them, as views
-        if isinstance(shard, DTensor) and id(shard) not in memo:
-            memo[id(shard)] = nn.Parameter(shard.detach().clone(), requires_grad=shard.requires_grad)
-            memo[id(shard)].__dict__.update(shard.__dict__)
     fresh = nn.Module().__dict__
     own = {key for key in module.__dict__ if key not in fresh} | {"_parameters", "_buffers", "_modules", "training"}
     for key in [*own]:

@@ -52,7 +52,7 @@ _MISFITS = {
     "glm5_next_text": "a projection of its attention gets a part of its input",
     "t5gemma2_decoder": "its embeddings are written to in place",
 }
-"""Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`benchmarks/census.py`)."""
+"""Types whose tensor-parallel plans compute something else or fail, of transformers 5.23 (`tests/census`)."""
 
 
 def parallelize_model(

@@ -70,8 +70,6 @@ class Sharding:
     """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
-    is_as_made: bool = False
-    """Whether other code has sharded it (see `take_up`): along dimension 0, with inputs cast by FSDP2 itself."""
     axes: Axes = None  # type: ignore[assignment]  # see `__post_init__`
     """What the axes of the whole mesh are for; without one, all of `mesh` is for shards."""
 
@@ -301,8 +299,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
     # FSDP2 would cast what enters the root; `add_hooks` casts what enters the modules that compute with weights.
-    is_as_made = sharding.is_as_made
-    mp_policy = sharding.mp_policy if is_as_made else replace(sharding.mp_policy, cast_forward_inputs=False)
+    mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
         is_shared = note_of(members[0]).is_dispatched
@@ -315,7 +312,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=mp_policy,
                 offload_policy=sharding.offload_policy,
-                shard_placement_fn=None if is_as_made else partial(choose_placement, ranks=mesh.size(-1)),
+                shard_placement_fn=partial(choose_placement, ranks=mesh.size(-1)),
                 ignored_params=replicated or None,
             )
         if is_shared:  # the gradients of its experts hold the tokens of all ranks, not of those of `mesh` alone
@@ -326,25 +323,17 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
     average_gradients(replicated, sharding.mesh.get_all_groups())
-    complete_sharding(model, sharding, tree)
-
-
-def complete_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> None:
-    """Give a model with all its units what this package adds to FSDP2. Nothing is communicated."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    experts = dict(runners_of_experts(tree))
     for module in model.modules():
         if note_of(module).packed:
             add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
     mark_for_transformers(model)
-    is_cast_here = sharding.mp_policy.cast_forward_inputs and not sharding.is_as_made
     add_hooks(
         model,
-        param_dtype=sharding.mp_policy.param_dtype if is_cast_here else None,
+        param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
         output_dtype=sharding.mp_policy.output_dtype,
         device_type=sharding.mesh.device_type,
         kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
-        experts=experts,
+        experts=dict(runners_of_experts(tree)),
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
     add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))

@@ -59,7 +59,7 @@ def parts_of(
     """Yield the name of each tensor that is not computed, and this rank's parts of it.
 
     `state` has the model tensors that they are made of. A shard that other ranks hold too is left to the first mesh
-    (`replica_of`), and belongs to each of its replicas (`share`); with `every_replica`, to whoever has it. No rank
+    (`replica_of`), and belongs to each of its replicas (`shares`); with `every_replica`, to whoever has it. No rank
     communicates, and nothing is copied, unless a rank holds several ranges of one dimension.
     """
 

@@ -1,4 +1,4 @@
-"""The weights of a model under the names of its checkpoint while it trains: own parts, changes, whole in buckets."""
+"""The weights of a model under the names of its checkpoint while it trains: whole in buckets, or own parts."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,13 +15,12 @@ from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.streaming.changes import Changes
 from hf_fsdp_tools.streaming.exchange import Held, deliver
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import Merging, with_merged
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
-from hf_fsdp_tools.streaming.routes import Bucket, Holders, Wants, holders_of, plan_buckets, spread_of
-from hf_fsdp_tools.text import did_you_mean, listed
+from hf_fsdp_tools.streaming.routes import Bucket, Holders, holders_of, plan_buckets, spread_of
+from hf_fsdp_tools.text import listed
 
 BUCKET_BYTES = 2**30
 """Bytes of a bucket unless the caller says how many, as of a buffer of vLLM's packed transfer. (assumed)"""
@@ -90,7 +89,7 @@ class LiveWeights:
         same_on_all_ranks(
             doing, dtype=dtype, merge_adapters=merge_adapters, tensors=hashlib.sha256(names.encode()).hexdigest()
         )
-        self._plans: dict[object, list[Bucket]] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], list[Bucket]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -105,20 +104,9 @@ class LiveWeights:
         The parts of all ranks make up each tensor exactly once; replicas of a shard have a share each. Nothing is
         communicated or copied, unless adapters are merged: then every rank must iterate to the end.
         """
-        for _, parts in self._own():
-            yield from parts
-
-    def changes(self) -> Changes:
-        """What finds the elements of this rank's parts that change from now on; see `Changes`.
-
-        As `parts`, also in each pass over the result.
-        """
-        return Changes(lambda: ((name, self.tensors[name], parts) for name, parts in self._own()))
-
-    def _own(self) -> Iterator[tuple[str, list[Part]]]:
         for name, state in zip(self.tensors, self._states([[name] for name in self.tensors]), strict=True):
             for _, parts in parts_of({name: self.tensors[name]}, state):
-                yield name, list(shares(parts))
+                yield from shares(parts)
 
     def of_a_model(self, consumer: str) -> "LiveWeights":
         """These weights, for a consumer that loads the tensors of a model.
@@ -133,7 +121,7 @@ class LiveWeights:
             )
         return self
 
-    # ---- whole tensors, and boxes that other ranks ask for ----
+    # ---- whole tensors ----
 
     def buckets(
         self,
@@ -151,25 +139,14 @@ class LiveWeights:
             device: of the tensors; by default that of the model's mesh.
 
         Every rank must iterate to the end, whatever happens to it; `send` sees to that. Shards go from a rank that
-        holds them straight to each that asks, in the dtype asked for. Of tensors that stay quantised, the bytes are
-        given as the checkpoint has them.
+        holds them straight to each of `to`, in the dtype asked for. Of tensors that stay quantised, the bytes are given
+        as the checkpoint has them.
 
         Raises:
             ConfigError: a tensor is larger than `bucket_bytes`; arguments differ between ranks.
             RanksError: a rank does not come to the next bucket.
         """
-        for arrived in self.exchange(self._whole(to), bucket_bytes, device=device):
-            yield {name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()}
-
-    def exchange(
-        self, wants: Wants, bucket_bytes: int = BUCKET_BYTES, *, device: torch.device | str | None = None
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the boxes of tensors that this rank wants, by name, a bucket at a time; as `buckets`.
-
-        `wants` has the box of each tensor that each rank is to get, the same on every rank: the layout of a server that
-        is tensor or expert parallel.
-        """
-        yield from self._deliveries(wants, bucket_bytes, device, lambda: None)
+        yield from self._deliveries(to, bucket_bytes, device, lambda: None)
 
     def send(
         self,
@@ -183,51 +160,39 @@ class LiveWeights:
 
         Every rank must call. The rank that failed, and all others, are in step again when this raises.
         """
-        wants, failure = self._whole(to), list[Exception]()
-        for arrived in self._deliveries(wants, bucket_bytes, device, lambda: failure[0] if failure else None):
+        failure: list[Exception] = []
+        for bucket in self._deliveries(to, bucket_bytes, device, lambda: failure[0] if failure else None):
             try:
-                if rank_and_size()[0] in wants and not failure:
-                    use({name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()})
+                if (to is None or rank_and_size()[0] in to) and not failure:
+                    use(bucket)
             except Exception as error:  # raised on all ranks where they meet next
                 failure.append(error)
 
-    def _whole(self, to: Collection[int] | None) -> Wants:
-        ranks = range(rank_and_size()[1]) if to is None else sorted(to)
-        whole = {name: Box.whole(tensor.symbol.shape) for name, tensor in self.tensors.items()}
-        return {rank: whole for rank in ranks}
-
     def _deliveries(
         self,
-        wants: Wants,
+        to: Collection[int] | None,
         bucket_bytes: int,
         device: torch.device | str | None,
         failed: Callable[[], Exception | None],
     ) -> Iterator[dict[str, torch.Tensor]]:
         doing, size = "planning what is sent", rank_and_size()[1]
-        unique = {id(boxes): boxes for boxes in wants.values()}
-        asked = [(rank, list(unique).index(id(boxes))) for rank, boxes in sorted(wants.items())]
-        digest = hashlib.sha256(repr((bucket_bytes, asked, list(unique.values()))).encode()).hexdigest()
-        same_on_all_ranks(doing, bucket_bytes=bucket_bytes, wants=digest)
-        if digest not in self._plans:
+        ranks = tuple(range(size) if to is None else sorted(set(to)))
+        same_on_all_ranks(doing, bucket_bytes=bucket_bytes, to=ranks)
+        if (bucket_bytes, ranks) not in self._plans:
             spread = self.spread()
             with agreed(doing):
-                if outside := [rank for rank in wants if not 0 <= rank < size]:
+                if outside := [rank for rank in ranks if not 0 <= rank < size]:
                     raise ConfigError(f"rank {outside[0]} is to get weights; there are ranks 0 to {size - 1}.")
-                if unknown := sorted(set[str]().union(*unique.values()) - self.tensors.keys()):
-                    near = did_you_mean(unknown[0], self.tensors, otherwise=".")
-                    raise ConfigError(f"The checkpoint has no tensor {unknown[0]!r}{near}")
-                elements = {name: tensor.element for name, tensor in self.tensors.items()}
-                self._plans = {digest: plan_buckets(wants, elements, spread, size, bucket_bytes)}
-        buckets = self._plans[digest]
+                whole = {name: (Box.whole(t.symbol.shape), t.element) for name, t in self.tensors.items()}
+                self._plans = {(bucket_bytes, ranks): plan_buckets(ranks, whole, spread, size, bucket_bytes)}
+        buckets = self._plans[bucket_bytes, ranks]
         on = torch.device(device) if device is not None else self.device
-        yield from deliver(buckets, self.held(buckets), on, bucket_bytes, failed)
+        for arrived in deliver(buckets, self.held(buckets), on, bucket_bytes, failed):
+            yield {name: self.tensors[name].as_stored(tensor) for name, tensor in arrived.items()}
 
     def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
         """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
-        return self.held_of([list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets])
-
-    def held_of(self, steps: Sequence[Collection[str]]) -> Iterator[Held]:
-        """This rank's parts of the tensors of each step; as `held`."""
+        steps = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
         for names, state in zip(steps, self._states(steps), strict=True):
             yield dict(parts_of({name: self.tensors[name] for name in names}, state, every_replica=True))
 

@@ -98,7 +98,7 @@ def mergeable(model: nn.Module) -> Adapted:
     if packed_parameters(base):
         raise ConfigError(
             "Adapters are merged into floats, and this base stays quantised. Save the adapter, and merge it then: "
-            "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint), into floats or with --keep-stored-format."
+            "hf-fsdp export BASE OUT --adapter ADAPTER (export_checkpoint); FP8 stays FP8 with --keep-stored-format."
         )
     wrappers = list(_outermost(base))
     if not wrappers:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.conversion import map_saving
 from hf_fsdp_tools.loading.regions import Piece, View, slice_view
@@ -66,12 +67,21 @@ def outgoing_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict
 
 def _of_adapters(model: nn.Module) -> dict[str, PieceTensor]:
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    found: dict[str, str] = {}
-    if rank_and_size()[0] == 0:  # which decides for all: PEFT may ask the hub whether the base has the same vocabulary
-        keys = {id(tensor): key for key, tensor in state.items()}
-        found = {name: keys[id(tensor)] for name, tensor in tensors_by_peft(model, state).items()}
-    found = all_ranks(found, "asking PEFT what belongs to the adapter")[0]
+    found = chosen_by_peft(model, state)
     return {name: PieceTensor.named(key, state[key].shape, state[key].dtype) for name, key in found.items()}
+
+
+def chosen_by_peft(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The keys of the tensors that PEFT writes of a model's state, by the names under which it writes them.
+
+    Every rank must call. Rank 0 decides for all, as PEFT may ask the hub which vocabulary the base has.
+    """
+    found: dict[str, str] = {}
+    if rank_and_size()[0] == 0:
+        keys = {id(tensor): key for key, tensor in state.items()}
+        with library_errors("PEFT cannot say what belongs to the adapter", "What was saved before is unchanged."):
+            found = {name: keys[id(tensor)] for name, tensor in tensors_by_peft(model, state).items()}
+    return all_ranks(found, "asking PEFT what belongs to the adapter")[0]
 
 
 def boxes_of_piece(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -16,10 +16,6 @@ from hf_fsdp_tools.text import show_bytes
 
 Holders = list[tuple[Box, tuple[int, ...]]]
 """Boxes of a tensor, disjoint and complete, each with the ranks that hold it."""
-
-Wants = Mapping[int, Mapping[str, Box]]
-"""The box of each tensor that a rank is to get, by rank and name."""
-
 
 EVERY = -1
 """In the place of a rank: all of them."""
@@ -118,45 +114,52 @@ def spread_of(tensor: SavedTensor, shapes: Mapping[str, tuple[int, ...]], held: 
 
 
 def plan_buckets(
-    wants: Wants,
-    dtypes: Mapping[str, torch.dtype],
+    to: Sequence[int],
+    tensors: Mapping[str, tuple[Box, torch.dtype]],
     spread: Callable[[str], Holders],
     num_ranks: int,
     bucket_bytes: int,
 ) -> list[Bucket]:
-    """The buckets in which the ranks get what they want, the same wherever it is computed.
+    """The buckets in which the ranks `to` get whole tensors, the same wherever it is computed.
 
-    Tensors go out in the order of `dtypes`, those in which they travel. Where all ranks want the same, each box is
-    broadcast. A bucket takes half of the bound, so that the next one can travel while it is used, or one larger tensor.
+    Tensors go out in their order, in the dtypes given. Where all ranks get them, each box is broadcast. A bucket takes
+    half of the bound, so that the next one can travel while it is used, or one larger tensor.
 
     Raises:
         ConfigError: a tensor does not fit into a bucket.
     """
-    if len(wants) == num_ranks > 1 and len({id(boxes) for boxes in wants.values()}) == 1:
-        wants = {EVERY: next(iter(wants.values()))}
+    if len(to) == num_ranks > 1:
+        to = (EVERY,)
+
+    def one_by_one() -> Iterator[Bucket]:
+        for name, (whole, dtype) in tensors.items():
+            one = Bucket()
+            for rank in to:
+                one.add(rank, name, name, whole, dtype, spread(name))
+            if (most := most_of(one.bytes_of())) > bucket_bytes:
+                raise ConfigError(
+                    f"bucket_bytes={bucket_bytes} does not hold {name!r}, for which a rank needs {most}: give "
+                    f"bucket_bytes={most} ({show_bytes(most)}) at least."
+                )
+            yield one
+
+    return joined(one_by_one(), bucket_bytes // 2)
+
+
+def joined(parts: Iterable[Bucket], num_bytes: int) -> list[Bucket]:
+    """Buckets put together, in their order, while no rank needs more than these bytes."""
     buckets: list[Bucket] = []
     filled: dict[int, int] = {}
-    for name, dtype in dtypes.items():
-        one = Bucket()
-        for to, boxes in wants.items():
-            if (want := boxes.get(name)) is not None:
-                one.add(to, name, name, want, dtype, spread(name))
-        if not one.arrivals:
-            continue
-        costs = one.bytes_of()
-        if (most := most_of(costs)) > bucket_bytes:
-            raise ConfigError(
-                f"bucket_bytes={bucket_bytes} does not hold {name!r}, for which a rank needs {most}: give "
-                f"bucket_bytes={most} ({show_bytes(most)}) at least."
-            )
+    for part in parts:
+        costs = part.bytes_of()
         total = {rank: filled.get(rank, 0) + costs.get(rank, 0) for rank in (*filled, *costs)}
-        if not buckets or most_of(total) > bucket_bytes // 2:
+        if not buckets or most_of(total) > num_bytes:
             buckets.append(Bucket())
             total = costs
         filled = total
-        for rank, arrivals in one.arrivals.items():
+        for rank, arrivals in part.arrivals.items():
             buckets[-1].arrivals[rank] |= arrivals
-        buckets[-1].routes += one.routes
+        buckets[-1].routes += part.routes
     return buckets
 
 

@@ -174,6 +174,7 @@ def _every_case(folders, output):
     )
 
 
+@pytest.mark.shows("save_pretrained", "LoRA")
 def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(folders, tmp_path):
     run_ranks(_every_case, 2, folders, tmp_path / "out")
 
@@ -266,6 +267,7 @@ def _one_run(host, road, precision, folders, output):
     return host(road, folders[dtype], dtype, precision, *given)
 
 
+@pytest.mark.shows("bf16", "losses of one process", "LoRA")
 def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
     """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients
     as for large ones, so weights agree to 1e-5. bf16: FSDP casts frozen and trained weights where autocast casts the
@@ -367,6 +369,7 @@ def _four_ranks(folder, output):
     return again(input_ids=IDS).logits.detach()
 
 
+@pytest.mark.shows("LoRA", "HSDP")
 def test_a_saved_adapter_is_read_into_shards_and_hsdp_gives_the_same(tmp_path):
     folder = make_checkpoint("llama", tmp_path / "base")
     for logits in run_ranks(_four_ranks, 4, folder, tmp_path / "out"):

@@ -140,6 +140,7 @@ def on_one_rank(make: Any, out: Path, saved: dict[str, torch.Tensor]) -> None:
     loop.train()
 
 
+@pytest.mark.shows("resumed states", "QLoRA", "stays quantised")
 def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path) -> None:
     ways = _ways(root)
     bases = {name: Path(getattr(make, "args", [root / "llama"])[0]) for name, make in ways.items()}

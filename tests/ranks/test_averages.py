@@ -176,6 +176,7 @@ def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.T
     return made.noted
 
 
+@pytest.mark.shows("moving averages", "FSDP2", "HSDP", "LoRA")
 def test_averages_on_shards_are_those_of_one_process_bit_for_bit(folders, tmp_path):
     ways = {way: partial(averaged, way) for way in WAYS}
     results = {

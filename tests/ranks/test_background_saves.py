@@ -29,8 +29,8 @@ from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretra
 from hf_fsdp_tools.distributed import liveness
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
+from hf_fsdp_tools.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.saving import copies, publish
@@ -256,6 +256,7 @@ def each_in_its_folder(source: Path, root: Path) -> None:
     run_cases({case.__name__: lambda case=case: case(source, root / case.__name__) for case in CASES})  # type: ignore[misc]
 
 
+@pytest.mark.shows("save in the background", "FSDP2")
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     for kind in ("llama", "mixtral"):
         make_checkpoint(kind, tmp_path / "source" / kind)

@@ -31,6 +31,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.sharding import context_parallel
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -94,11 +95,10 @@ def sharded_copy(kind: str, dims: ParallelDims, **options: Any) -> Any:
     return shard_model(model, make_wrap_plan(model), mesh=dims.build_mesh("cpu"), **options)
 
 
-def rows_are_shared(kinds, cp_size, replicate=1, which=("whole", "packed", "padded"), **options):
+def rows_are_shared(kinds, dims, which=("whole", "packed", "padded"), **options):
     """Loss, gradients, evaluation and outputs without labels, for whole, packed and padded rows."""
-    dims = ParallelDims(cp_size=cp_size, dp_replicate_size=replicate)
-    replicas = dist.get_world_size() // cp_size
-    own = dist.get_rank() // cp_size
+    replicas = dist.get_world_size() // dims.cp_size
+    own = dist.get_rank() // dims.cp_size
     for kind in kinds:
         model = sharded_copy(kind, dims, **options)
         for rows in which:
@@ -287,17 +287,23 @@ def different_rows_are_one_error():
         model(**rows_of("whole", dist.get_rank()))
 
 
-def test_ranks_that_share_rows_compute_what_one_process_does(tmp_path):
-    metrics = metrics_are_those_of_one_process if COUNTS_ROWS_ONCE else old_trainers_are_refused
+LAYOUTS = [ParallelDims(cp_size=2), ParallelDims(cp_size=4), ParallelDims(cp_size=2, dp_replicate_size=2)]
+
+
+@fast_and_nightly(in_turn, list(KINDS), LAYOUTS, [False, True])
+@pytest.mark.shows("activation checkpointing", "losses of one process", "cp")
+@pytest.mark.shows("HSDP", "cp")
+def test_ranks_that_share_rows_compute_what_one_process_does(combinations):
     cases = {
-        "metrics": partial(metrics, str(tmp_path)),
-        "two share, two batches": partial(rows_are_shared, tuple(KINDS), 2),
-        "four share": partial(rows_are_shared, ("llama",), 4),
-        "replicated shards": partial(rows_are_shared, ("llama", "qwen3_moe"), 2, 2),
-        "recomputed": partial(rows_are_shared, ("llama", "gemma3_text"), 2, activation_checkpointing=True),
-        "compiled": partial(rows_are_shared, ("llama",), 2, compile={"backend": "aot_eager"}),
+        f"{kind}, {dims}, {recomputed}": partial(rows_are_shared, [kind], dims, activation_checkpointing=recomputed)
+        for kind, dims, recomputed in combinations
     }
     run_ranks(run_cases, 4, cases)
+
+
+def test_a_trainer_counts_each_shared_row_once(tmp_path):
+    metrics = metrics_are_those_of_one_process if COUNTS_ROWS_ONCE else old_trainers_are_refused
+    run_ranks(metrics, 4, str(tmp_path))
 
 
 def steps(folder: str, cp_size: int, first: int) -> list[float]:
@@ -321,6 +327,7 @@ def steps(folder: str, cp_size: int, first: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.shows("resumed states", "cp")
 def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, after):
     plain("llama").save_pretrained(tmp_path / "checkpoint")
     whole = run_ranks(steps, before, str(tmp_path), before, 0)
@@ -329,6 +336,10 @@ def test_a_state_goes_on_with_another_number_of_ranks_per_row(tmp_path, before, 
     assert resumed[0] == [pytest.approx(whole[0][1], rel=1e-5)]
 
 
+@pytest.mark.shows("bf16", "generate", "save_pretrained", "cp")
+@pytest.mark.shows("LoRA", "cp")
+@pytest.mark.shows("packed rows", "cp")
+@pytest.mark.shows("compile", "cp")
 def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
     cases = {
         "bf16 and adapters": partial(bf16_and_adapters, 2),
@@ -339,5 +350,6 @@ def test_what_else_is_done_with_a_model_whose_rows_are_shared(tmp_path):
         "refusals": what_cannot_share_rows_is_refused,
         "different rows": different_rows_are_one_error,
         "memory": memory_falls_with_the_ranks,
+        "compiled": partial(rows_are_shared, ("llama",), LAYOUTS[0], ("packed",), compile={"backend": "aot_eager"}),
     }
     run_ranks(run_cases, 2, cases)

@@ -23,12 +23,11 @@ from hf_fsdp_tools import (
     build_meta_model,
     from_pretrained,
     load_weights,
-    load_weights_fsdp1,
     make_wrap_plan,
     save_pretrained,
     shard_model,
-    wrap_fsdp1,
 )
+from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from tests._checkpoints import (
     ORDERED,

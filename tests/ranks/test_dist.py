@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
-from tests import _dist
+from hf_fsdp_tools import testing
+from hf_fsdp_tools.errors import ConfigError
 from tests._dist import run_cases, run_ranks
 
 
@@ -46,17 +47,22 @@ def stays_away() -> None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.wait(["away"])
-        _dist._GRACE_S = 2 * _dist.LIMIT_S
+        testing._GRACE_S = 2 * testing.LIMIT_S
         pytest.fail("rank 0 fails")
     store.set("away", "")
-    time.sleep(2 * _dist.LIMIT_S)
+    time.sleep(2 * testing.LIMIT_S)
 
 
 def test_a_rank_that_does_not_come_back_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests._dist._GRACE_S", 0.5)
+    monkeypatch.setattr("hf_fsdp_tools.testing._GRACE_S", 0.5)
     with pytest.raises(AssertionError) as caught:
         run_ranks(run_cases, 2, [stays_away, last])
     first, second = str(caught.value).split("--- rank 1 was killed")
     assert "1 of 2 cases failed\n--- case 'stays away':\n" in first and "rank 0 fails" in first
     assert "Another rank has not come back from it; no further case was begun" in first
     assert "in stays_away" in second, "where it is"
+
+
+def test_ranks_on_gpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"this machine shows {testing.num_gpus()}$"):
+        run_ranks(last, testing.num_gpus() + 1, [], device="cuda")

@@ -427,6 +427,8 @@ CASES = (
 )
 
 
+@pytest.mark.shows("FP8 (emulated)", "FSDP2", "LoRA", "offload", "compile", "cp")
+@pytest.mark.shows("FP8 (emulated)", "QLoRA", "tp", refused=True)
 def test_two_ranks(folder: Path) -> None:
     run_ranks(run_cases, 2, CASES, folder)
 
@@ -452,6 +454,7 @@ def _gradients(folder: Path, copies: int, columns: bool) -> tuple[dict[str, torc
 
 
 @pytest.mark.parametrize(("size", "copies", "columns"), [(3, 1, False), (3, 1, True), (4, 2, False)])
+@pytest.mark.shows("FP8 (emulated)", "HSDP")
 def test_uneven_shards_and_copies(folder: Path, size: int, copies: int, columns: bool) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""
     model = by_torchao()
@@ -559,6 +562,7 @@ def _words(folder: Path) -> None:
             make_accelerator(args)
 
 
+@pytest.mark.shows("FP8 (emulated)", "FSDP1", refused=True)
 def test_words_that_are_refused(tmp_path: Path) -> None:
     run_ranks(_words, 1, tmp_path)
 

@@ -1,7 +1,6 @@
 """What is foreseen of a training's memory is what the training takes: each allocation of real ranks is counted."""
 
 from collections import Counter
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -55,13 +54,14 @@ class Exchanges(TorchDispatchMode):
 def exchanged(name: str) -> Counter[tuple[str, float]]:
     """What this rank sends in one step, by operation and bytes."""
     training = Training(case_named(name), "tiny", num_gpus=2, device=torch.device("cpu"))
-    training.step(lambda phase: nullcontext())
+    training.step()
     with Exchanges() as exchanges:
-        training.step(lambda phase: nullcontext())
+        training.step()
     return exchanges.found
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.shows("memory estimate", "FSDP2")
 def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
     held, peak = requested(foreseen_on_cpus(case_named(name), "tiny", 2))
     for rank in real:
@@ -82,6 +82,7 @@ def test_what_blocks_keep_that_are_computed_again_is_foreseen(real, name):
 
 
 @pytest.mark.parametrize("name", STAYING)
+@pytest.mark.shows("memory estimate", "stays quantised")
 def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
@@ -94,7 +95,7 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
     taken = sum(event.num_bytes for event in step.events if isinstance(event, Alloc))
     state = torch.get_rng_state().nbytes
     for rank in real:
-        events = [(size, address) for size, address, *_ in rank[name]["events"]]
+        events = rank[name]["events"]
         states = {address for size, address in events if size == state}
         assert len([size for size, _ in events if size == state]) == 2 * SIZES["tiny"].layers
         changes = [size for size, address in events if abs(size) != state or address not in states]
@@ -110,6 +111,7 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
         assert sent == [work.num_bytes for work in works]
 
 
+@pytest.mark.shows("memory estimate", "cp")
 def test_what_ranks_that_share_rows_take_is_foreseen(real):
     """gloo lets go of what they exchange some time later, so that the peak has some hidden states more."""
     step = foreseen_on_cpus(case_named(SHARED), "tiny", 2)
@@ -131,6 +133,7 @@ def test_what_ranks_that_share_rows_exchange_is_foreseen():
 
 
 @pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.shows("memory estimate", "tp", "ep")
 def test_what_ranks_that_share_layers_or_experts_take_and_exchange_is_foreseen(real, name):
     """Bytes, of layers exactly; memory but for indices of tokens, and what autograd's DTensors hold a moment longer."""
     step = foreseen_on_cpus(case_named(name), "tiny", 2)

@@ -11,19 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import save_fsdp_model
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import from_pretrained, make_accelerator
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
@@ -205,54 +200,3 @@ def test_dcp_folders_of_every_kind_at_another_number_of_ranks(folders: dict[str,
     for results in run_ranks(run_cases, 2, WAYS, folders, tmp_path):
         ratios = [ratio for some in results.values() for ratio in some or ()]
         assert len(ratios) == 10 and max(ratios) <= 1.01, ratios
-
-
-# ---- tensor parallel and FSDP together ----
-
-
-def parallel_model(folder: Path, mesh: DeviceMesh) -> PreTrainedModel:
-    """Llama on meta under torch's own tensor parallelism, then FSDP2: placements that neither has alone."""
-    model = build_meta_model(folder)
-    styles = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for i in range(len(model.model.layers)):
-        block = f"model.layers.{i}"
-        styles |= {f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        styles |= {f"{block}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-        styles |= {f"{block}.self_attn.o_proj": RowwiseParallel(), f"{block}.mlp.down_proj": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], styles)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model
-
-
-def load_parallel(folder: Path, target: Path) -> tuple[float, set[str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallel_model(folder, mesh)
-    report = load_weights(model, folder)
-    reference = plain_model("llama", folder)
-    placements = set()
-    for key, tensor in model.state_dict().items():
-        placements.add(str(tensor.placements) if isinstance(tensor, DTensor) else "plain")
-        for box, start in local_boxes_of(tensor):
-            mine = memory_view(local_tensor(tensor), start, box.length)
-            part = tuple(slice(s, s + n) for s, n in zip(box.start, box.length, strict=True))
-            assert torch.equal(mine, reference.state_dict()[key][part]), (key, tensor.placements)
-        assert torch.equal(full(tensor), reference.state_dict()[key]), (key, tensor.placements)
-    save_pretrained(model, target)
-    dcp.save(model.state_dict(), checkpoint_id=target / "dcp")
-    again = parallel_model(folder, mesh)
-    load_weights(again, target / "dcp")
-    assert all(torch.equal(full(again.state_dict()[key]), full(t)) for key, t in model.state_dict().items())
-    return report.read_ratio, placements
-
-
-def test_tensor_parallel_with_fsdp_loads_and_saves(folders: dict[str, Path], tmp_path: Path) -> None:
-    for ratio, placements in run_ranks(load_parallel, 4, folders["llama"], tmp_path):
-        assert ratio < 2, "short runs of tiny matrices: gaps below a page are read through"
-        assert any("_StridedShard" in p for p in placements) and any("dim=1" in p or "S(1)" in p for p in placements)
-    saved, expected = (plain_model("llama", f).state_dict() for f in (tmp_path, folders["llama"]))
-    assert all(torch.equal(saved[key], tensor) for key, tensor in expected.items())

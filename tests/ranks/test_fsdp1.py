@@ -25,10 +25,8 @@ from transformers import (
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, WrapPlanError
-from hf_fsdp_tools.fsdp1 import wrap
+from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy, load_weights_fsdp1, wrap, wrap_fsdp1
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1.wrap import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.modeling.initialize import initialize_missing
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
@@ -249,6 +247,7 @@ def _loads_and_saves(folder, use_orig_params):
 
 
 @pytest.mark.parametrize(("ranks", "use_orig_params"), [(2, True), (3, False)])
+@pytest.mark.shows("reads its own bytes", "save_pretrained", "FSDP1")
 def test_checkpoints_go_straight_into_flat_shards_and_back(folders, tmp_path, ranks, use_orig_params):
     for kind, folder in folders.items():
         (tmp_path / kind).symlink_to(folder)
@@ -281,6 +280,8 @@ def hybrid_shards_load_train_and_save(folder):
     assert sum(wrote) == written.total_bytes and wrote[2] == wrote[3] == 0
 
 
+@pytest.mark.shows("losses of one process", "FSDP1")
+@pytest.mark.shows("LoRA", "FSDP1")
 def test_two_ranks_compute_as_the_plain_model_and_refuse_alike():
     cases = {
         f"{case.__name__} {original}": partial(case, original)

@@ -136,5 +136,6 @@ CASES = (
 )
 
 
+@pytest.mark.shows("generate", "FSDP2", "LoRA")
 def test_generation_on_shards(folders, tmp_path):
     run_ranks(run_cases, 2, CASES, folders["llama"])

@@ -119,6 +119,7 @@ def _adapted_and_offloaded(folder: Path, out: Path) -> list[float]:
 
 
 @on_each
+@pytest.mark.shows("LoRA", "offload")
 def test_adapters_under_cpu_offload(device: Any, ranks: int, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="PEFT is not installed")
     (expected,) = run_ranks(_adapted_and_offloaded, 1, folder, tmp_path / "expected")

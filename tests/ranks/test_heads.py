@@ -265,6 +265,8 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
     torch.manual_seed(0)
     lora = LoraConfig(target_modules=["q_a_proj"], target_parameters=EXPERTS, init_lora_weights=False)
     save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of fp8")
+    lora = LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False)
+    save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of attention")
     export_checkpoint(None, tmp / "merged of fp8", adapter=tmp / "adapter of fp8")
     exported, theirs = (heads_of(tmp / name) for name in ("merged of fp8", "torch.bfloat16"))
     assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
@@ -277,7 +279,7 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
 
 def kept(tmp: Path, name: str, **options: Any) -> Mapping[str, float]:
     """Merge the adapter into the quantised base, in its format; the errors."""
-    options |= {"adapter": tmp / "adapter of fp8", "keep_stored_format": True, "max_shard_size": SIZE}
+    options |= {"adapter": tmp / "adapter of attention", "keep_stored_format": True, "max_shard_size": SIZE}
     return export_checkpoint(None, tmp / name, **options).requantized
 
 
@@ -290,6 +292,6 @@ def cases(folders: dict[str, Path], tmp: Path) -> None:
 def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(cases, 2, folders, tmp_path)
     alone = kept(tmp_path, "kept alone")  # what two ranks have made together
-    assert list(alone) == sorted(alone) and max(alone.values()) < 0.13
+    assert list(alone) == sorted(alone) and max(alone.values()) < 0.03
     ours, theirs = (stored_tensors(tmp_path / name) for name in ("kept alone", "kept"))
     assert ours.keys() == theirs.keys() and all(bits(ours[key]) == bits(theirs[key]) for key in ours)

@@ -25,7 +25,7 @@ from hf_fsdp_tools import (
     shard_model,
 )
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
-from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
+from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.integrations.model import check_managed
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_cases, run_ranks

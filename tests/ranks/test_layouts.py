@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import ParallelismConfig
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_fsdp_tools import (
@@ -27,9 +27,10 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.loading.io import files
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
 from tests._training import arguments, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
-from tests.ranks.test_parallel import FOURS, PAIRS, apart, folder_of, layouts_train, rows
+from tests.ranks.test_parallel import FOURS, LORA, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -37,47 +38,28 @@ QUIET = {"progress": False}
 MIXED = [ParallelDims(tp_size=2, ep_size=2), ParallelDims(dp_replicate_size=2, tp_size=2)]
 
 
-def fitting(kind: str, layouts: list[ParallelDims]) -> list[ParallelDims]:
-    return [dims for dims in layouts if kind != "llama" or dims.ep_size == 1]
-
-
-def saved_files_do_not_know_of_it(kinds, layouts, parent):
-    """Written at once and in the background, in fp32 and bf16: bit for bit the files of one axis, and the tensors of
-    one process."""
-    for kind in kinds:
-        folder = folder_of(kind, parent)
-        for dtype in (torch.float32, torch.bfloat16):
-            expected = {}
-            for dims in (ParallelDims(), *fitting(kind, layouts)):
-                target = parent / f"{kind} {dtype} {dims}"
-                save_both_ways(from_pretrained(folder, mesh=dims, dtype=dtype, load_kwargs=QUIET), target)
-                found = files_in(target / "at once")
-                expected = expected or found
-                assert found == expected, (kind, dims, dtype)
-            plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
-            again = AutoModelForCausalLM.from_pretrained(target / "at once").state_dict()
-            assert all(torch.equal(again[key], tensor) for key, tensor in plain.items()), kind
-
-
-def each_rank_reads_its_parts(kinds, layouts, parent):
-    """Beside gaps of up to a page, no byte more. What plans leave whole is read by each rank that shares layers."""
-    for kind in kinds:
-        folder = folder_of(kind, parent)
-        for dims in fitting(kind, layouts):
-            with patch.object(files, "MAX_GAP_BYTES", 0):
-                model, report = from_pretrained(folder, mesh=dims, load_kwargs=QUIET, output_loading_info=True)
-            is_reader = axes_of_first_copy(dims)
-            held = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
-            assert report.share_bytes == held and report.bytes_read == (held if is_reader else 0), (kind, dims)
-            ranks = dist.get_world_size()
-            whole = [p for p in model.parameters() if p.device_mesh.size() * dims.tp_size == ranks]
-            total = sum(p.numel() * 4 for p in model.parameters())
-            more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole)
-            assert sum(all_ranks(report.bytes_read)) == total + more, (kind, dims)
-
-
-def axes_of_first_copy(dims):
-    return dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
+def files_and_bytes_do_not_know_of_it(combinations, parent):
+    """Each rank reads its part and, beside gaps of up to a page, no byte more; what plans leave whole is read by each
+    rank of a layer. Saved at once and in the background: the files of one axis, and the tensors of one process."""
+    for kind, dims, dtype in combinations:
+        what, folder = (kind, dims, dtype), folder_of(kind, parent)
+        with patch.object(files, "MAX_GAP_BYTES", 0):
+            model, report = from_pretrained(folder, mesh=dims, dtype=dtype, load_kwargs=QUIET, output_loading_info=True)
+        is_reader = dist.get_rank() < dist.get_world_size() // dims.dp_replicate_size
+        held = 4 * sum(local_tensor(parameter).numel() for parameter in model.parameters())  # files hold fp32
+        assert report.share_bytes == held and report.bytes_read == (held if is_reader else 0), what
+        whole = [p for p in model.parameters() if p.device_mesh.size() * dims.tp_size == dist.get_world_size()]
+        more = (dims.tp_size - 1) * sum(p.numel() * 4 for p in whole)
+        total = sum(p.numel() * 4 for p in model.parameters())
+        assert sum(all_ranks(report.bytes_read)) == total + more, what
+        target, plain = parent / f"{kind} {dims} {dtype}", parent / f"{kind} {dtype}"
+        save_both_ways(model, target)
+        if not plain.exists():
+            save_both_ways(from_pretrained(folder, dtype=dtype, load_kwargs=QUIET), plain)
+        assert files_in(target / "at once") == files_in(plain / "at once"), what
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+        again = AutoModelForCausalLM.from_pretrained(target / "at once").state_dict()
+        assert all(torch.equal(again[key], tensor) for key, tensor in theirs.items()), what
 
 
 QUANTISED = (("fp8", PAIRS[:1], None), ("fp8 experts", PAIRS, None), ("mxfp4", PAIRS[1:], partial(gpt_oss, 4)))
@@ -126,14 +108,15 @@ def resized(parent):
             assert apart(found[1][1].get_parameter(name), full(parameter)) < 1e-6, name
 
 
-def in_bf16(parent):
-    """Losses of three steps in bf16, as on one axis with the same rows on each rank."""
-    for kind, dims in (("llama", PAIRS[0]), ("qwen3_moe", PAIRS[1])):
+def in_bf16(parent, ways=(("llama", PAIRS[0], {}), ("qwen3_moe", PAIRS[1], {}))):
+    """Losses of three steps in bf16 (fp32 masters), as on one axis with the same rows on each rank."""
+    for kind, dims, options in ways:
         folder = folder_of(kind, parent)
         found = []
         for each in (ParallelDims(), dims):
-            model = from_pretrained(folder, mesh=each, mp_policy="bf16", load_kwargs=QUIET).train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            seeded = {"load_kwargs": QUIET | {"seed": 1}, **options}
+            model = from_pretrained(folder, mesh=each, mp_policy="bf16", **seeded).train()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
             losses = []
             for step in range(3):
                 mine = rows(dims, step)[1]
@@ -144,7 +127,7 @@ def in_bf16(parent):
                 losses.append(float(loss.detach()))
             found.append(losses)
             assert loss.dtype == torch.float32
-        assert found[0] == pytest.approx(found[1], rel=5e-3)
+        assert found[0] == pytest.approx(found[1], rel=5e-3) and found[0][0] != found[0][2], (kind, options)
 
 
 def exported(dims, parent):
@@ -198,7 +181,8 @@ def states_of_others(parent):
             dcp.save({"model": model.state_dict()}, checkpoint_id=sources[0])
         plain = AutoModelForCausalLM.from_pretrained(folder)
         for source in sources:
-            for dims in fitting(kind, [ParallelDims(), *PAIRS, MIXED[0]]):
+            layouts = [ParallelDims(), *PAIRS, MIXED[0]] if kind == "torchtitan" else [PAIRS[kind != "llama"]]
+            for dims in layouts:
                 model = from_pretrained(source, config=folder, mesh=dims, load_kwargs=QUIET)
                 for name, parameter in model.named_parameters():
                     assert apart(parameter.detach(), plain.get_parameter(name).detach()) == 0.0, (source, dims, name)
@@ -244,48 +228,49 @@ def in_a_trainer(parent, sizes, ep_size, noise, out, former=None):
 
 def test_a_trainer_resumes_in_another_layout(tmp_path):
     """Losses and rates go on; in the same layout bit for bit, random draws among them."""
-    tp, both = {"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}
-    first = run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.1, "noisy")[0]
-    assert run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.1, "again", "noisy")[0][-2:] == first[-2:]
-    first = run_ranks(in_a_trainer, 4, tmp_path, both, 2, 0.0, "both")[0]
-    for ranks, sizes, ep_size in ((2, tp, 1), (2, {}, 2), (1, {}, 1)):
-        found = run_ranks(in_a_trainer, ranks, tmp_path, sizes, ep_size, 0.0, f"{ranks} {sizes}", "both")[0]
+    tp = {"tp_size": 2}
+    noisy = run_ranks(in_a_trainer, 2, tmp_path, tp, 1, 0.1, "noisy")[0]
+    assert run_ranks(in_a_trainer, 2, tmp_path, tp, 1, 0.1, "again", "noisy")[0][-2:] == noisy[-2:]
+    first = run_ranks(in_a_trainer, 2, tmp_path, tp, 1, 0.0, "first")[0]
+    for ranks, sizes, ep_size in ((2, {}, 2), (1, {}, 1)):
+        found = run_ranks(in_a_trainer, ranks, tmp_path, sizes, ep_size, 0.0, f"{ranks} ranks", "first")[0]
         assert [rate for _, rate in found[-2:]] == [rate for _, rate in first[-2:]]
-        assert [loss for loss, _ in found[-2:]] == pytest.approx([loss for loss, _ in first[-2:]], rel=1e-4), sizes
+        assert [loss for loss, _ in found[-2:]] == pytest.approx([loss for loss, _ in first[-2:]], rel=1e-4), ranks
 
 
-OPTIONS = {
-    "recomputed": {"activation_checkpointing": True},
-    "compiled": {"compile": {"backend": "aot_eager"}},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-def test_two_ranks(tmp_path):
-    cases = {
-        "saves": partial(saved_files_do_not_know_of_it, ("llama", "qwen3_moe"), PAIRS, tmp_path),
-        "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), PAIRS, tmp_path),
-        "quantised": partial(quantised_files_are_read_in_parts, QUANTISED, tmp_path),
-        "resized": partial(resized, tmp_path),
-        "bf16": partial(in_bf16, tmp_path),
-        "states of others": partial(states_of_others, tmp_path),
-        "one rank": partial(one_rank_that_cannot_read_stops_all, tmp_path),
-    }
-    cases |= {f"exported, {dims}": partial(exported, dims, tmp_path) for dims in PAIRS}
-    for name, given in OPTIONS.items():
-        cases |= {name: partial(layouts_train, ("llama",), PAIRS[:1], tmp_path, **given)}
-        cases |= {f"{name}, experts": partial(layouts_train, ("qwen3_moe",), PAIRS, tmp_path, **given)}
-    run_ranks(run_cases, 2, cases)
+@pytest.mark.shows("reads its own bytes", "save_pretrained", "HSDP", "tp", "ep")
+@fast_and_nightly(in_turn, [("qwen3_moe", dims) for dims in FOURS], DTYPES)
+def test_four_ranks_read_and_write_their_parts(tmp_path, combinations):
+    made = [(*kind, dtype) for kind, dtype in combinations]
+    run_ranks(files_and_bytes_do_not_know_of_it, 4, made, tmp_path)
 
 
+@pytest.mark.shows("bf16", "export", "generate", "HSDP")
 def test_four_ranks(tmp_path):
     cases = {
-        "saves": partial(saved_files_do_not_know_of_it, ("qwen3_moe",), FOURS, tmp_path),
-        "bytes": partial(each_rank_reads_its_parts, ("llama", "qwen3_moe"), FOURS, tmp_path),
-        "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", MIXED, None)], tmp_path),
+        "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", MIXED, None)]),
+        "exported": partial(exported, ParallelDims(dp_replicate_size=2, ep_size=2)),
+        "exported, tp and ep": partial(exported, MIXED[0]),
+        "generation": partial(copies_and_generation, ("llama",), [REPLICAS]),
+        "bf16": partial(in_bf16, ways=[("llama", REPLICAS, {}), ("llama", REPLICAS, LORA)]),
     }
-    for dims in (MIXED[0], ParallelDims(dp_replicate_size=2, ep_size=2)):
-        cases[f"exported, {dims}"] = partial(exported, dims, tmp_path)
-    given = OPTIONS["recomputed"] | OPTIONS["offloaded"]
-    cases["recomputed and offloaded"] = partial(layouts_train, ("qwen3_moe",), MIXED[:1], tmp_path, **given)
-    run_ranks(run_cases, 4, cases)
+    run_ranks(run_cases, 4, cases, tmp_path)
+
+
+@pytest.mark.shows("bf16", "export", "save_pretrained", "tp", "ep")
+@pytest.mark.shows("reads its own bytes", "tp", "ep")
+def test_two_ranks(tmp_path):
+    combinations = [("llama", PAIRS[0], DTYPES[0]), ("qwen3_moe", PAIRS[1], DTYPES[1]), ("llama", PAIRS[0], DTYPES[1])]
+    cases = {
+        "files and bytes": partial(files_and_bytes_do_not_know_of_it, combinations),
+        "quantised": partial(quantised_files_are_read_in_parts, QUANTISED),
+        "resized": resized,
+        "bf16": in_bf16,
+        "states of others": states_of_others,
+        "one rank": one_rank_that_cannot_read_stops_all,
+    }
+    cases |= {f"exported, {dims}": partial(exported, dims) for dims in PAIRS}
+    run_ranks(run_cases, 2, cases, tmp_path)

@@ -54,6 +54,7 @@ def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
     return rows
 
 
+@pytest.mark.shows("reads its own bytes", "FSDP2")
 def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str, Path]) -> None:
     for rows in zip(*run_ranks(load_every_kind, 3, folders), strict=True):
         kind = rows[0][0]
@@ -163,6 +164,7 @@ def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
         assert (box.length, box.start, set(start)) == (shape, offset, {0}), name
 
 
+@pytest.mark.shows("reads its own bytes", "HSDP", "offload")
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(run_cases, 4, OTHERWISE, folders, tmp_path)
 

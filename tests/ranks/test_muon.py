@@ -133,6 +133,7 @@ TIMES = {"replicas": 2}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.shows("Muon", "FSDP2", "HSDP", "tp", "ep")
 def test_steps_are_torchs_on_whole_matrices_at_one_gather_and_one_return(ranks, checkpoints, tmp_path):
     if ranks == 4:
         pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
@@ -235,6 +236,7 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         ShardedTrainer(plain, options, train_dataset=make_rows(4)).train()
 
 
+@pytest.mark.shows("Muon", "FSDP1", "LoRA", refused=True)
 def test_a_state_goes_on_on_another_number_of_ranks_and_what_cannot_be_is_refused(checkpoints, tmp_path):
     cases = {"loop": saved_in_a_loop, "trainer": in_a_trainer, "refused": refused}
     results = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)

@@ -299,5 +299,6 @@ def _all_cases(folder: Path, out: Path) -> None:
 
 
 @on_each
+@pytest.mark.shows("bf16", "resumed states", "offload")
 def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(_all_cases, ranks, folders["llama"], tmp_path, device=device, timeout_s=500)

@@ -165,6 +165,7 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
 KINDS = ("full", "lora", "adapted")
 
 
+@pytest.mark.shows("GRPO", "FSDP2", "LoRA")
 def test_grpo_equals_trl_on_one_process(folders, tmp_path):
     cases = {kind: partial(grpo, kind) for kind in KINDS}
     (expected,) = run_ranks(run_cases, 1, cases, folders["llama"], tmp_path / "one", False)

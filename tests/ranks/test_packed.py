@@ -87,6 +87,7 @@ SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts"]
         (4, SAMPLE, PRECISIONS[1:2]),
     ],
 )
+@pytest.mark.shows("bf16", "losses of one process", "stays quantised")
 def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, ranks, kinds, precisions):
     run_ranks(partial(parities, kinds, precisions), ranks, checkpoints, timeout_s=240)
 
@@ -233,6 +234,8 @@ CASES = [
 ]
 
 
+@pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
+@pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
 def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path):
     cases = {case.__name__: partial(case, checkpoints) for case in CASES}
     run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240)

@@ -257,6 +257,7 @@ CASES = [
 ]
 
 
+@pytest.mark.shows("GRPO", "stays quantised")
 def test_users_ways_with_packed_bases(checkpoints, tmp_path):
     cases = {case.__name__: partial(case, checkpoints) for case in CASES}
     found = run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240)[0]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from peft import LoraConfig
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -33,6 +34,7 @@ from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memor
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from tests._checkpoints import refusal, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -47,7 +49,17 @@ FOURS = [
     ParallelDims(tp_size=2, cp_size=2),
     ParallelDims(ep_size=2, cp_size=2),
 ]
-OPTIONS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}]
+KINDS = [("llama", PAIRS[0]), ("qwen3_moe", PAIRS[1]), ("deepseek_v3", PAIRS[0]), ("deepseek_v3", PAIRS[1])]
+KINDS += [("qwen3_moe", PAIRS[0]), ("gpt_oss", PAIRS[1]), ("mixtral", PAIRS[1]), ("llama", ParallelDims())]
+REPLICAS = ParallelDims(dp_replicate_size=2)
+KINDS_OF_FOUR = [*(("qwen3_moe", dims) for dims in (*FOURS, REPLICAS)), ("llama", REPLICAS)]
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+STEPS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}]
 
 
 @cache
@@ -80,35 +92,40 @@ def apart(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((mine - theirs).abs().max()) if mine.numel() else 0.0
 
 
-def layouts_train(kinds, layouts, parent, **options):
-    """Accumulation, clipping and steps of foreach and fused optimizers; every weight after three steps."""
+def layout_trains(kind, dims, parent, settings=STEPS[0], num_steps=2, **options):
+    """Accumulation, clipping and steps of an optimizer; every weight after two steps."""
     step_kinds_apart()
-    for kind in kinds:
-        folder = folder_of(kind, parent)
-        for number, dims in enumerate(layouts):
-            model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}, **options).train()
-            plain = AutoModelForCausalLM.from_pretrained(folder).train()
-            settings = OPTIONS[number % 2]
-            ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
-            theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
-            what = f"{kind} {dims} {settings}"
-            for step in range(3):
-                for part in range(2):
-                    everyone, mine = rows(dims, 2 * step + part)
-                    loss = model(input_ids=mine, labels=mine, use_cache=False).loss
-                    loss.backward()
-                    losses = [plain(input_ids=each[None], labels=each[None]).loss for each in everyone]
-                    (sum(losses) / len(losses)).backward()
-                    own = losses[dist.get_rank() // dims.ranks_per_row]
-                    torch.testing.assert_close(loss.detach(), own.detach(), msg=lambda text, w=what: f"{w}: {text}")
-                norm = clip_norm(model.parameters(), 0.5, 2.0, torch.device("cpu"))
-                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-                torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0, msg=lambda text, w=what: f"{w}: {text}")
-                for optimizer in (ours, theirs):
-                    optimizer.step()
-                    optimizer.zero_grad()
-            worst = max((apart(p, plain.get_parameter(name)), name) for name, p in model.named_parameters())
-            assert worst[0] < 2e-5, (what, worst)
+    folder = folder_of(kind, parent)
+    model = from_pretrained(folder, mesh=dims, load_kwargs={"progress": False}, **options).train()
+    plain = AutoModelForCausalLM.from_pretrained(folder).train()
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **settings)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)
+    for step in range(num_steps):
+        for part in range(num_steps):
+            everyone, mine = rows(dims, 2 * step + part)
+            loss = model(input_ids=mine, labels=mine, use_cache=False).loss
+            loss.backward()
+            losses = [plain(input_ids=each[None], labels=each[None]).loss for each in everyone]
+            (sum(losses) / len(losses)).backward()
+            torch.testing.assert_close(loss.detach(), losses[dist.get_rank() // dims.ranks_per_row].detach())
+        norm = clip_norm(model.parameters(), 0.5, 2.0, torch.device("cpu"))
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max((apart(p, plain.get_parameter(name)), name) for name, p in model.named_parameters())
+    assert worst[0] < 2e-5, worst
+
+
+def trainings(combinations, parent):
+    """A case for each combination of a kind and its layout, an option of the model and one of the optimizer."""
+    return {
+        f"{kind} {dims}, {option}, {settings}": partial(
+            layout_trains, kind, dims, parent, settings=settings, **OPTIONS[option]
+        )
+        for (kind, dims), option, settings in combinations
+    }
 
 
 def copies_and_generation(kinds, layouts, parent):
@@ -283,8 +300,13 @@ def in_public_steps(parent):
     assert "sharded already" in refusal(lambda: parallelize_model(model, mesh))
 
 
-def _losses(accelerator: Any, folder: Path, data: torch.Tensor) -> list[float]:
+def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[float]:
     """Two epochs of a loop with Accelerate; the losses that all rows have together."""
+    folder = folder_of("qwen3_moe", parent)
+    data = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
+    config = ParallelismConfig(**sizes) if sizes else None
+    plugin = HybridFSDPPlugin(ep_size=ep_size)
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
     model = from_pretrained(folder, accelerator=accelerator, load_kwargs={"progress": False})
     loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in data], batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
@@ -300,22 +322,14 @@ def _losses(accelerator: Any, folder: Path, data: torch.Tensor) -> list[float]:
     return found
 
 
-def in_a_loop(parent, sizes, ep_size=1):
-    folder = folder_of("qwen3_moe", parent)
-    data = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
-    config = ParallelismConfig(**sizes) if sizes else None
-    plugin = HybridFSDPPlugin(ep_size=ep_size)
-    return _losses(make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config), folder, data)
-
-
 class MyTrainer(FSDPTrainerMixin, Trainer):
     """The Trainer on our shards."""
 
 
-def in_a_trainer(parent, sizes, ep_size=1, world=2):
+def in_a_trainer(parent, sizes, ep_size=1):
     folder = folder_of("qwen3_moe", parent)
     config = ParallelismConfig(**sizes) if sizes else None
-    replicas = 1 if sizes else world
+    replicas = 1 if sizes else dist.get_world_size()
     arguments = TrainingArguments(
         str(parent / f"run{ep_size}{len(sizes)}"),
         per_device_train_batch_size=4 // replicas,
@@ -336,57 +350,81 @@ def in_a_trainer(parent, sizes, ep_size=1, world=2):
     model = from_pretrained(folder, accelerator=make_accelerator(arguments), load_kwargs={"progress": False})
     trainer = MyTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset)
     trainer.train()
-    history = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-    return history, trainer.evaluate()["eval_loss"]
+    history = [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+    return [*history, trainer.evaluate()["eval_loss"]]
 
 
-def test_two_ranks_train_as_one_process(tmp_path):
-    kinds = ("llama", "qwen3_moe", "deepseek_v3")
+@pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")
+@pytest.mark.shows("activation checkpointing", "offload", "tp", "ep")
+@fast_and_nightly(in_turn, KINDS, list(OPTIONS), STEPS)
+def test_two_ranks_train_as_one_process(tmp_path, combinations):
+    run_ranks(run_cases, 2, trainings(combinations, tmp_path))
+
+
+@pytest.mark.shows("clipping", "gradient accumulation", "cp")
+@pytest.mark.shows("activation checkpointing", "clipping", "gradient accumulation", "HSDP", "offload")
+@pytest.mark.shows("HSDP", "offload", "tp", "ep")
+@pytest.mark.shows("tp", "ep")
+@pytest.mark.shows("cp", "tp", "ep")
+@fast_and_nightly(in_turn, KINDS_OF_FOUR, list(OPTIONS), STEPS)
+def test_four_ranks_train_as_one_process(tmp_path, combinations):
+    run_ranks(run_cases, 4, trainings(combinations, tmp_path))
+
+
+@pytest.mark.shows("clipping", "LoRA", "tp", "ep")
+@pytest.mark.shows("generate", "tp", "ep")
+@pytest.mark.shows("clipping", "compile", "tp", "ep")
+@pytest.mark.shows("LoRA", "tp", "ep")
+def test_what_else_is_done_by_two_ranks(tmp_path):
+    compiled = {"num_steps": 1, "compile": {"backend": "aot_eager"}}
     cases = {
-        "layers": partial(layouts_train, kinds, PAIRS[:1]),
-        "experts": partial(layouts_train, (*kinds[1:], "gpt_oss", "mixtral"), PAIRS[1:]),
-        "copies": partial(copies_and_generation, ("qwen3_moe",), PAIRS),
-        "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1]),
-        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe", "gpt_oss"), PAIRS[1:]),
-        "refused adapters": adapters_that_cannot_be_divided,
-        "refused": refused_before_anything_is_loaded,
-        "parts": weights_that_see_a_part,
-        "logits": logits_stay_in_parts,
+        "copies": partial(copies_and_generation, ("qwen3_moe",), PAIRS, tmp_path),
+        "adapters of layers": partial(adapters_are_divided, ("llama",), PAIRS[:1], tmp_path),
+        "adapters of experts": partial(adapters_are_divided, ("qwen3_moe", "gpt_oss"), PAIRS[1:], tmp_path),
+        "refused adapters": partial(adapters_that_cannot_be_divided, tmp_path),
+        "refused": partial(refused_before_anything_is_loaded, tmp_path),
+        "parts": partial(weights_that_see_a_part, tmp_path),
+        "logits": partial(logits_stay_in_parts, tmp_path),
+        "compiled": partial(layout_trains, "llama", PAIRS[0], tmp_path, **compiled),
+        "compiled experts": partial(layout_trains, "qwen3_moe", PAIRS[1], tmp_path, **compiled),
     }
-    run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240.0)
+    run_ranks(run_cases, 2, cases)
 
 
-def test_four_ranks_train_as_one_process(tmp_path):
-    cases = {
-        "layouts": partial(layouts_train, ("qwen3_moe",), FOURS),
-        "adapters": partial(adapters_are_divided, ("qwen3_moe",), FOURS[1:4]),
-    }
-    run_ranks(run_cases, 4, cases, tmp_path, timeout_s=240.0)
+@pytest.mark.nightly
+@pytest.mark.shows("HSDP", "compile")
+@pytest.mark.shows("gradient accumulation", "compile")
+def test_compiled_replicas(tmp_path):
+    run_ranks(layout_trains, 4, "llama", REPLICAS, tmp_path, compile={"backend": "aot_eager"})
+
+
+@pytest.mark.parametrize("layouts", [FOURS[1:2], pytest.param(FOURS[2:4], marks=pytest.mark.nightly)])
+def test_four_ranks_divide_adapters(tmp_path, layouts):
+    run_ranks(adapters_are_divided, 4, ("qwen3_moe",), layouts, tmp_path)
 
 
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
     run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps], tmp_path)
 
 
-def test_a_loop_of_accelerate_has_the_losses_of_one_axis(tmp_path):
-    plain = run_ranks(in_a_loop, 1, tmp_path, {})[0]
-    layers = run_ranks(in_a_loop, 2, tmp_path, {"tp_size": 2})
-    experts = run_ranks(in_a_loop, 2, tmp_path, {}, 2)
-    both = run_ranks(in_a_loop, 4, tmp_path, {"tp_size": 2, "dp_shard_size": 2}, 2)
-    assert layers[0] == pytest.approx(plain, rel=1e-5)
-    assert experts[0] == pytest.approx(run_ranks(in_a_loop, 2, tmp_path, {})[0], rel=1e-5)
-    assert both[0] == pytest.approx(experts[0], rel=1e-5)
+TP, EP = ({"tp_size": 2}, 1), ({}, 2)
+"""Sizes of Accelerate's `ParallelismConfig`, and `ep_size`."""
+
+
+@pytest.mark.parametrize("run", [in_a_loop, in_a_trainer])
+def test_hosts_have_the_losses_and_norms_of_one_axis(tmp_path, run):
+    alone = run_ranks(run, 1, tmp_path, {})[0]
+    cases = {name: partial(run, tmp_path, *sizes) for name, sizes in {"fsdp": ({}, 1), "tp": TP, "ep": EP}.items()}
+    found = run_ranks(run_cases, 2, cases)[0]
+    assert found["tp"] == pytest.approx(alone, rel=1e-4)
+    assert found["ep"] == pytest.approx(found["fsdp"], rel=1e-4)
+    if run is in_a_trainer:
+        assert found["ep"] == pytest.approx(alone, rel=1e-4)  # both train on the same rows in each step
+        return
+    both = run_ranks(run, 4, tmp_path, {"tp_size": 2, "dp_shard_size": 2}, 2)[0]
+    assert both == pytest.approx(found["ep"], rel=1e-5)
     with pytest.raises(AssertionError, match="ep_size 3 does not divide the 2 processes"):
-        run_ranks(in_a_loop, 2, tmp_path, {}, 3)
-
-
-def test_a_trainer_has_the_losses_and_norms_of_one_axis(tmp_path):
-    plain, evaluated = run_ranks(in_a_trainer, 1, tmp_path, {}, 1, 1)[0]
-    layers, of_layers = run_ranks(in_a_trainer, 2, tmp_path, {"tp_size": 2})[0]
-    experts, of_experts = run_ranks(in_a_trainer, 2, tmp_path, {}, 2)[0]
-    for found, loss in ((layers, of_layers), (experts, of_experts)):
-        assert [value for row in found for value in row] == pytest.approx([v for row in plain for v in row], rel=1e-4)
-        assert loss == pytest.approx(evaluated, rel=1e-4)
+        run_ranks(run, 2, tmp_path, {}, 3)
 
 
 def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
@@ -395,14 +433,17 @@ def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
     plain = getattr(optimizer, "optimizer", optimizer)
     held = dict(model.named_parameters())
     held |= {f"{names[p]}.{key}": value for p, state in plain.state.items() for key, value in state.items()}
-    whole = {}
-    for name, tensor in held.items():
-        boxes = [(box, memory_view(local_tensor(tensor), start, box.length)) for box, start in local_boxes_of(tensor)]
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, [(box, part.clone()) for box, part in boxes])
-        whole[name] = torch.full(tuple(tensor.shape), float("nan"))
-        for box, part in (each for rank in ranks for each in rank):
-            whole[name][box.slices] = part
+    own = {
+        name: [(box, memory_view(local_tensor(tensor), start, box.length)) for box, start in local_boxes_of(tensor)]
+        for name, tensor in held.items()
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: [(box, part.clone()) for box, part in each] for name, each in own.items()})
+    whole = {name: torch.full(tuple(tensor.shape), float("nan")) for name, tensor in held.items()}
+    for rank in ranks:
+        for name, boxes in rank.items():
+            for box, part in boxes:
+                whole[name][box.slices] = part
     return whole
 
 
@@ -431,26 +472,26 @@ def goes_on(parent, sizes, ep_size, name, former, peft_config=None):
         torch.save(whole, parent / f"{name}.pt")
 
 
-def test_a_state_goes_on_in_any_other_layout(tmp_path):
-    steps = [
-        (2, {}, 1, "fsdp"),
-        (2, {"tp_size": 2}, 1, "tp"),
-        (2, {}, 2, "ep"),
-        (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"),
-        (2, {"cp_size": 2}, 1, "cp"),
-        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies"),
-        (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
-        (1, {}, 1, "one"),
-        (2, {"tp_size": 2}, 1, "again"),
-    ]
+CHAIN = [
+    (2, {}, 1, "fsdp"),
+    (2, {"tp_size": 2}, 1, "tp"),
+    (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies of experts"),
+    (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
+    (2, {"cp_size": 2}, 1, "cp"),
+    (1, {}, 1, "one"),
+]
+LONG = [(2, {}, 2, "ep"), (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"), *CHAIN[::-1], (2, {}, 2, "again")]
+OF_ADAPTERS = [(2, {}, 2, "ep"), (1, {}, 1, "one"), (4, {}, 2, "both")]
+
+
+@pytest.mark.shows("resumed states", "HSDP", "tp", "ep", "LoRA")
+@pytest.mark.parametrize(
+    ("chain", "is_adapted"),
+    [(CHAIN, False), (OF_ADAPTERS, True), pytest.param(LONG, False, marks=pytest.mark.nightly)],
+)
+def test_a_state_goes_on_in_any_other_layout(tmp_path, chain, is_adapted):
+    config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS["qwen3_moe"]) if is_adapted else None
     former = ""
-    for size, sizes, ep_size, name in steps:
-        run_ranks(goes_on, size, tmp_path, sizes, ep_size, name, former)
-        former = name
-
-
-def test_a_state_of_adapters_goes_on_in_any_other_layout(tmp_path):
-    former, config = "", LoraConfig(r=3, init_lora_weights=False, **ADAPTERS["qwen3_moe"])
-    for size, ep_size, name in ((2, 2, "ep"), (2, 1, "fsdp"), (1, 1, "one"), (4, 2, "both")):
-        run_ranks(goes_on, size, tmp_path, {}, ep_size, name, former, config)
+    for size, sizes, ep_size, name in chain:
+        run_ranks(goes_on, size, tmp_path, sizes, ep_size, name, former, config)
         former = name

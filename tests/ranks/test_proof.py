@@ -22,7 +22,7 @@ from hf_fsdp_tools import ParallelDims, pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
-from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.compare import plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import context_parallel as cp
 from hf_fsdp_tools.sharding import replicated, shard
@@ -46,7 +46,7 @@ def _case(folder, config, dims):
     case, _ = with_kinds(case)
     assert list(case.batches) == ["rows", "padded", "packed"]
     case = replace(case, dims=dims)
-    torch.save((case, {precision: plain_figures(case, precision) for precision in PRECISIONS}), folder / "plain.pt")
+    torch.save((case, {"fp32": plain_figures(case, "fp32")}), folder / "plain.pt")
     return facts
 
 
@@ -182,6 +182,7 @@ def _faulty(folder, kind):
     ],
     ids=KINDS,
 )
+@pytest.mark.shows("hf-fsdp prove", "tp")
 def test_each_kind_of_fault_is_found(tmp_path, kind, config):
     _case(tmp_path, config, ParallelDims(**{kind: 2}))
     ranks = run_ranks(_faulty, 2, tmp_path, kind)
@@ -207,12 +208,20 @@ def _run(capfd, *words):
     ("config", "words"),
     [
         ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1"]),
-        ({"model_type": "deepseek_v3"}, ["--lora", "--cp-size", "2", "--activation-checkpointing"]),
-        ({"model_type": "qwen3_moe"}, ["--lora", "--ep-size", "2", "--activation-checkpointing"]),
+        (
+            {"model_type": "deepseek_v3"},
+            ["--lora", "--cp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+        ),
+        (
+            {"model_type": "qwen3_moe"},
+            ["--lora", "--ep-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+        ),
         ({"model_type": "bert"}, ["--dp-replicate-size", "2"]),
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, ep 2", "HSDP"],
 )
+@pytest.mark.shows("hf-fsdp prove", "HSDP", "FSDP1", "LoRA", "ep", "cp")
+@pytest.mark.shows("activation checkpointing", "LoRA")
 def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, said = _run(capfd, tmp_path, "--json", *words)

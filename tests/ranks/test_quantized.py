@@ -135,6 +135,7 @@ def everything_plain(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.shows("reads its own bytes", "QLoRA")
 def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks):
     folder = small_llama(tmp_path / "llama")
     for ratios in run_ranks(_load_all, ranks, folder, "llama"):
@@ -154,6 +155,7 @@ def _replicas(folder: Path) -> None:
     assert_same(everything(model), plain(folder, four_bits()).state_dict())
 
 
+@pytest.mark.shows("QLoRA", "HSDP")
 def test_replicas_hold_the_same(tmp_path):
     run_ranks(_replicas, 4, small_llama(tmp_path / "llama"))
 
@@ -176,6 +178,7 @@ def _stored(folder: Path, saved: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.shows("save_pretrained", "QLoRA")
 def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nested):
     folder, saved = small_llama(tmp_path / "llama"), tmp_path / "saved"
     quantised = plain(folder, four_bits(bnb_4bit_use_double_quant=nested), dtype=torch.bfloat16)
@@ -222,6 +225,7 @@ def _qlora(folder: Path, output: Path, storage: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize("storage", STORAGES[:2])
+@pytest.mark.shows("losses of one process", "QLoRA")
 def test_five_steps_of_qlora_equal_those_of_one_process(tmp_path, storage):
     folder = small_llama(tmp_path / "llama")
     torch.manual_seed(0)
@@ -257,6 +261,7 @@ def _grown(folder: Path) -> list[float]:
     return train(adapted, rank, ranks)
 
 
+@pytest.mark.shows("QLoRA", "compile")
 def test_4_bit_models_grow_and_are_compiled(tmp_path):
     (alone,) = run_ranks(_grown, 1, small_llama(tmp_path / "llama"))
     for losses in run_ranks(_grown, 2, tmp_path / "llama"):
@@ -284,6 +289,7 @@ def _under_the_trainer(folder: Path, output: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.shows("activation checkpointing", "bf16", "QLoRA")
 def test_qlora_under_the_trainer(tmp_path):
     first, second = run_ranks(
         _under_the_trainer, 2, small_llama(tmp_path / "llama", dtype=torch.bfloat16), tmp_path / "run"

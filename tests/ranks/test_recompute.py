@@ -219,11 +219,13 @@ def found(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return run_ranks(run_cases, 2, cases, llama)
 
 
+@pytest.mark.shows("offloaded or chosen checkpointing", "FSDP2", "LoRA", "compile")
 def test_values_are_those_of_a_plain_run_and_bad_settings_are_refused(found):
     """Each case asserts on its rank."""
     assert all(f"same, {name}" in rank for rank in found for name in OPTIONS)
 
 
+@pytest.mark.shows("offloaded or chosen checkpointing", "HSDP")
 def test_values_are_those_of_a_plain_run_in_copies_of_the_model(llama):
     mesh = {"mesh": ParallelDims(dp_replicate_size=2)}
     run_ranks(same_as_plain, 4, mesh, ["offloaded", "every second"], llama)

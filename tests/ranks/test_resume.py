@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration, set_seed
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, make_accelerator
+from hf_fsdp_tools import CheckpointError, ConfigError, HybridFSDPPlugin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.resume import using_format
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
-from tests._training import ShardedTrainer, arguments, logged, make_rows
+from tests._training import ShardedTrainer, arguments, logged, make_rows, new_accelerator
 
 ON_CPU = local_device().type == "cpu"
 # Another number of ranks adds the same numbers in another order; over a few AdamW steps that grows to about 1e-5
@@ -166,6 +166,7 @@ def _epochs(source, folder):
     assert [rows[:-1] for rows in run(12).values()] == [whole[2][:-1]]
 
 
+@pytest.mark.shows("resumed states", "FSDP2")
 def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
@@ -392,12 +393,6 @@ def test_complaint_18_checkpoints_hold_the_model_and_the_best_one_is_kept(checkp
 # ---- other models ----
 
 
-def _native(source):
-    """A model that transformers itself sharded while loading it."""
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
-    return AutoModelForCausalLM.from_pretrained(source, distributed_config=config, attention_dropout=0.1)
-
-
 LORA = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -416,13 +411,6 @@ def _goes_on(make, folder, **settings):
     return first
 
 
-def sharded_by_transformers(sources, out):
-    make_accelerator(cpu=ON_CPU)
-    first = _goes_on(partial(_native, sources["llama"]), out / "native")
-    first.save_model(out / "native" / "final")
-    assert _equal(first.model, AutoModelForCausalLM.from_pretrained(out / "native" / "final"))
-
-
 def adapted(sources, out):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     first = _goes_on(partial(_adapted, sources["llama"]), out / "lora", **best)
@@ -433,12 +421,23 @@ def adapted(sources, out):
     assert _equal(first.model, reopened), "the best step's adapter, whole"
 
 
-def tensor_parallel_by_transformers(sources, out):
-    accelerator = make_accelerator(cpu=ON_CPU)
+def sharded_elsewhere(sources, out):
+    """By transformers, over ranks that share layers or by FSDP2, and by a script."""
     plan = {"model.layers.*.self_attn.o_proj": "rowwise"}  # the head's 131 rows cannot be split everywhere
-    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
-    with pytest.raises(ConfigError, match=r"not by FSDP2 alone .tp_size.*fsdp_size"):
-        accelerator.prepare(AutoModelForCausalLM.from_pretrained(sources["llama"], distributed_config=config))
+    for sizes in ({"fsdp_size": 2}, {"tp_size": 2, "tp_plan": plan}, None):
+        accelerator = make_accelerator(cpu=ON_CPU)
+        config = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
+        model = AutoModelForCausalLM.from_pretrained(sources["llama"], **config)
+        if sizes is None:
+            fully_shard(model.model.layers[0])
+            fully_shard(model)
+        for prepare in (accelerator.prepare, partial(_trainer, folder=out / "elsewhere")):
+            with pytest.raises(ConfigError, match=r"sharded already, and not by hf_fsdp_tools.*from_pretrained\("):
+                prepare(model)
+    model = from_pretrained(sources["llama"], accelerator=new_accelerator())
+    accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(fsdp_version=1))
+    with pytest.raises(ConfigError, match=r"sharded by FSDP2 already.*fsdp_version 2"):
+        accelerator.prepare(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 
 
 def accelerates_own_ways_of_saving(sources, out):
@@ -484,14 +483,15 @@ def fsdp1_saves_an_adapter(sources, out):
 
 
 OTHERS = (
-    sharded_by_transformers,
     adapted,
-    tensor_parallel_by_transformers,
+    sharded_elsewhere,
     accelerates_own_ways_of_saving,
     fsdp1_resumes_saves_and_generates,
     fsdp1_saves_an_adapter,
 )
 
 
-def test_models_sharded_by_transformers_adapted_or_under_fsdp1_are_resumed_and_saved_whole(checkpoints, tmp_path):
+@pytest.mark.shows("generate", "FSDP1")
+@pytest.mark.shows("resumed states", "FSDP1", "LoRA")
+def test_models_sharded_elsewhere_adapted_or_under_fsdp1_are_resumed_and_saved_whole(checkpoints, tmp_path):
     run_ranks(run_cases, 2, OTHERS, checkpoints, tmp_path)

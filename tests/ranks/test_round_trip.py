@@ -10,11 +10,11 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
-from benchmarks.architectures.defaults import build_config
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
 from tests._dist import run_alone, run_cases, run_ranks
 from tests._round_trip import differences, loads_as_stored, resave, write_as_found
+from tests.census.defaults import build_config
 
 KINDS = {
     "Qwen3ForCausalLM": ("qwen3", "dense, tied head"),

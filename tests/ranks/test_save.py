@@ -24,8 +24,8 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.fsdp1 import wrap_fsdp1
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
-from hf_fsdp_tools.fsdp1.wrap import wrap_fsdp1
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import TransferStats, write_transfers
 from hf_fsdp_tools.loading.load import load_weights
@@ -67,6 +67,7 @@ def save_every_kind(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     return reports
 
 
+@pytest.mark.shows("save_pretrained", "FSDP2")
 def test_every_kind_is_saved_as_transformers_saves_it(folders: dict[str, Path], tmp_path: Path) -> None:
     """On 3 ranks, of which some hold nothing of a tensor; `test_round_trip.py` has more kinds, on 2."""
     per_rank = run_ranks(save_every_kind, 3, folders, tmp_path)
@@ -119,6 +120,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     return reports
 
 
+@pytest.mark.shows("save in the background", "save_pretrained", "HSDP")
 def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -> None:
     folders = folders | {"bf16": make_checkpoint("mixtral", tmp_path / "original", dtype=torch.bfloat16)}
     per_rank = run_ranks(save_otherwise, 4, folders, tmp_path)

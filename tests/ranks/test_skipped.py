@@ -216,6 +216,8 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
         model(**steps[0][dist.get_rank()])
 
 
+@pytest.mark.shows("ranks that differ", "FSDP2")
+@pytest.mark.shows("ranks that differ", "tp", "ep", refused=True)
 def test_images_or_sound_on_one_rank_only(cases, tmp_path):
     """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
     results = run_ranks(run_towers, 2, cases, tmp_path)[0]

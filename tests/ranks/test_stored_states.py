@@ -175,6 +175,7 @@ def elsewhere(url: str, folders: dict[str, Path], saved: dict[str, torch.Tensor]
     same(run.whole(), saved)
 
 
+@pytest.mark.shows("save in the background", "LoRA")
 def test_a_state_in_a_store_is_resumed_to_the_bit(server: Server, folders: dict[str, Path], tmp_path: Path) -> None:
     first, _ = run_ranks(on_ranks, 2, server.url, CASES, folders, tmp_path)
     run_ranks(elsewhere, 1, server.url, folders, first["resumed to the bit"])

@@ -138,6 +138,7 @@ def _both_hosts(mixed: str, dtype: torch.dtype | None, folder: Path, out: Path) 
     return _loop(folder, mixed, dtype), _trainer(folder, out, mixed, dtype)
 
 
+@pytest.mark.shows("bf16", "losses of one process", "FSDP2")
 def test_ten_steps_under_both_hosts_equal_one_process_in_every_precision(folders, tmp_path):
     by_hand = {name: _by_hand(folders["llama"], 2, *dtypes) for name, (_, _, *dtypes) in PRECISIONS.items()}
     exact, *_ = by_hand["fp32"]
@@ -233,6 +234,7 @@ def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
     return float(logged(trainer, "grad_norm")[0])
 
 
+@pytest.mark.shows("clipping", "FSDP2", "offload")
 def test_complaint_25_clipping_takes_one_norm_over_plain_and_sharded_gradients(folders, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
     plain(**batches_of(make_rows(2 * ROWS), 2 * ROWS)[0]).loss.backward()
@@ -289,6 +291,7 @@ def _split_by_the_trainer(size: int, steps: int, folder: Path, out: Path) -> dic
     return full_parameters(trainer.model)
 
 
+@pytest.mark.shows("gradient accumulation", "FSDP2")
 def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(folders, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
     start = full_parameters(plain)
@@ -466,6 +469,7 @@ def _both_switches(folder: Path, out: Path) -> None:
         _checkpointed_trainer(True, True, folder, out)
 
 
+@pytest.mark.shows("activation checkpointing", "FSDP2")
 def test_complaint_28_activations_are_recomputed_once_by_one_switch(folders, tmp_path):
     cases = {
         "off": partial(_checkpointed_in_a_loop, False),
@@ -520,6 +524,7 @@ def _compiled_by_the_trainer(folder: Path, out: Path) -> float:
     return logged(trainer)[0]
 
 
+@pytest.mark.shows("activation checkpointing", "generate", "losses of one process", "save_pretrained", "compile")
 def test_blocks_are_compiled_in_place_and_train_alike(folders, tmp_path):
     cases = {
         "eager": partial(_losses_in_a_loop, False),
@@ -574,6 +579,7 @@ def _ten_steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any,
     return losses, weights
 
 
+@pytest.mark.shows("generate", "losses of one process", "save_pretrained", "offload")
 def test_what_reads_a_model_between_steps_changes_nothing(folders, tmp_path):
     losses, _, weights = _by_hand(folders["tied"], 2, torch.float32, torch.float32)
     kinds = {
@@ -657,6 +663,7 @@ def _replicas(folder, shards):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.shows("losses of one process", "HSDP")
 def test_ten_steps_of_hybrid_sharding_equal_one_process(folders, shards):
     losses, _, weights = _by_hand(folders["tied"], 2 * shards, torch.float32, torch.float32)
     for found in run_ranks(_replicas, 2 * shards, folders["tied"], shards):

@@ -178,6 +178,7 @@ def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("task", SOURCES)
+@pytest.mark.shows("DPO", "FSDP2", "cp")
 def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
     expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
     assert len(expected) == STEPS

@@ -1,123 +1,34 @@
-"""Launch recipes as a user does: `accelerate launch`, two processes on CPUs, a folder of their own.
+"""Run recipes as a user does, two processes on CPUs, each run in a folder of its own.
 
-Starting takes 8 s, nearly all of it imports. So `launch_series` starts once for several runs of several recipes: it
-calls `main` for each, and notes the logits of each trained model on its shards.
+`launch` is a real `accelerate launch`: it takes 8 s to start, nearly all of it imports. `launch_series` runs many runs
+of many recipes in ranks that are forked, in the environment that Accelerate's launcher would give them: it calls `main`
+for each, and notes the logits of each trained model on its shards.
 """
 
 import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
-from tests._dist import LIMIT_S
+from tests._dist import LIMIT_S, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
-
-SERIES = """
-import os, runpy, sys, time
-from functools import cache
-from json import dumps, loads
-from pathlib import Path
-import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import TrainerCallback
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from hf_fsdp_tools import FSDPToolsError, scripting
-
-root, probe, runs, late = sys.argv[1], *map(loads, sys.argv[2:])
-is_first = os.environ["RANK"] == "0"
-environment = dict(os.environ)
-PartialState.destroy_process_group = lambda *_: None  # one group for the series: torch's launcher has a store for one
-
-
-class Noting(TrainerCallback):
-    def on_log(self, args, state, control, logs, **keywords):
-        if is_first:
-            with open(Path(args.output_dir, "noted.jsonl"), "a") as file:
-                file.write(dumps(logs) + "\\n")
-
-
-INTEGRATION_TO_CALLBACK["noting"] = Noting  # as --report_to names it
-
-
-def noting(save, model_and_folder):
-    def noting_save(*arguments, **keywords):
-        model, folder = model_and_folder(*arguments)
-        model.eval()
-        with torch.no_grad():
-            inputs = {name: torch.tensor(value) for name, value in probe.items()}
-            if type(model).__name__ == "SentenceTransformer":
-                logits = model(inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})["sentence_embedding"]
-            else:
-                if model.config.is_encoder_decoder:
-                    inputs["decoder_input_ids"] = inputs["input_ids"]
-                logits = model(**inputs).logits
-        compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
-        if is_first:
-            print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)
-        save(*arguments, **keywords)
-        if is_first:
-            torch.save(logits, Path(folder, "logits.pt"))
-
-    return noting_save
-
-
-@cache
-def main_of(recipe):
-    main = runpy.run_path(f"{root}/recipes/{recipe}.py")["main"]
-    if recipe == "accelerate_loop":
-        save = main.__globals__["save_pretrained"]
-        main.__globals__["save_pretrained"] = noting(save, lambda model, folder: (model, folder))
-    return main
-
-
-scripting.finish = noting(scripting.finish, lambda trainer, training, *_: (trainer.model, training.output_dir))
-for name, (recipe, *options), is_refused in runs:
-    sys.argv = [recipe, *options]
-    if is_first:
-        print(f"=== {name}", flush=True)
-    try:
-        main_of(recipe)()
-    except FSDPToolsError as error:
-        if not is_refused:
-            raise
-        if is_first:
-            print(f"error: {error}")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.clear()
-    os.environ.update(environment)
-    if is_first:
-        print("=== done", flush=True)
-
-
-def main_of_late():
-    try:
-        main_of(late[0])()
-    except FSDPToolsError:
-        time.sleep(2 * is_first)
-        raise
-
-
-if late:
-    sys.argv = late
-    scripting.run(main_of_late, late[0])
-sys.stdout.flush()
-os._exit(0)  # as recipes do
-"""
 
 PROBE = {"input_ids": [list(range(3, 19))]}
 """Inputs of which the logits are noted, unless a test gives others."""
@@ -132,9 +43,7 @@ class Series:
     printed: dict[str, str]
     """Standard output of each run that ended as it was to end."""
     stderr: str
-    """Standard error of all processes."""
-    code: int
-    """Exit status of the launcher."""
+    """Standard error of all processes, and how a run failed that was to end well."""
     probe: dict[str, Any]
     """Inputs of which the logits are noted."""
 
@@ -217,25 +126,120 @@ def launch_series(
     *,
     refused: dict[str, list[str]] | None = None,
     probe: dict[str, Any] | None = None,
-    late: list[str] | None = None,
-    **launching: Any,
+    variables: Mapping[str, str] | None = None,
+    config: Path = CONFIG,
 ) -> Series:
-    """Run recipes one after the other after one start, each given by its name and its options.
+    """Run recipes one after the other in the same ranks, each given by its name and its options.
 
     The logits for the keywords `probe` are noted at the end of each run. Runs of `refused` end in an error of this
-    package. `late` is a last run that ends so as a process of its own would, with an error that rank 0 meets 2 s after
-    the other. `launching` goes to `launch`.
+    package. The launch file gives the number of ranks and their environment, with `variables` above it.
     """
-    script = folder / "series.py"
-    script.write_text(SERIES)
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    words = ["--config_file", str(config), "recipe.py"]
+    with patch.dict(os.environ, variables or {}):
+        arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+        environment = {**prepare_multi_gpu_env(arguments), **(variables or {}), "HF_HOME": str(folder / "hf")}
     entries = [
         (name, [*words, "--output_dir", str(folder / name)], part is refused)
         for part in (runs, refused or {})
         for name, words in part.items()
     ]
-    done = launch(folder, str(ROOT), *map(json.dumps, [probe or PROBE, entries, late]), script=script, **launching)
-    printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", done.stdout, re.DOTALL | re.MULTILINE))
-    return Series(folder, printed, done.stderr, done.returncode, probe or PROBE)
+    failure = ""
+    try:
+        run_ranks(_run_series, int(arguments.num_processes), folder, environment, entries, probe or PROBE)
+    except AssertionError as error:
+        failure = str(error)
+    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    printed = dict(re.findall(r"^=== (\S+)\n(.*?)^=== done$", stdout, re.DOTALL | re.MULTILINE))
+    return Series(folder, printed, stderr + failure, probe or PROBE)
+
+
+def _run_series(
+    folder: Path, environment: dict[str, str], entries: list[tuple[str, list[str], bool]], probe: dict[str, Any]
+) -> None:
+    """The life of one rank of a series; what it prints goes to files of the folder."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from huggingface_hub import constants
+
+    from hf_fsdp_tools import FSDPToolsError, scripting
+
+    is_first = os.environ["RANK"] == "0"
+    environment = environment | {
+        name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    constants.HF_HUB_OFFLINE = True
+    PartialState.destroy_process_group = lambda *_: None  # one group for all runs
+    _note_logs(is_first)
+
+    @cache
+    def main_of(recipe: str) -> Callable[[], None]:
+        main = runpy.run_path(f"{ROOT}/recipes/{recipe}.py")["main"]
+        if recipe == "accelerate_loop":
+            save = main.__globals__["save_pretrained"]
+            main.__globals__["save_pretrained"] = _noting(save, lambda model, folder: (model, folder), probe)
+        return main
+
+    scripting.finish = _noting(scripting.finish, lambda trainer, args, *_: (trainer.model, args.output_dir), probe)
+    for name, (recipe, *options), is_refused in entries:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [recipe, *options]
+        if is_first:
+            print(f"=== {name}", flush=True)
+        try:
+            main_of(recipe)()
+        except FSDPToolsError as error:
+            if not is_refused:
+                raise
+            if is_first:
+                print(f"error: {error}")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        if is_first:
+            print("=== done", flush=True)
+
+
+def _note_logs(is_first: bool) -> None:
+    """Make `--report_to noting` write what a tracker gets, into the output's folder."""
+    from transformers import TrainerCallback
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    class Noting(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **keywords: Any) -> None:
+            if is_first:
+                with open(Path(args.output_dir, "noted.jsonl"), "a") as file:
+                    file.write(json.dumps(logs) + "\n")
+
+    INTEGRATION_TO_CALLBACK["noting"] = Noting
+
+
+def _noting(save: Callable[..., Any], model_and_folder: Callable[..., tuple[Any, str]], probe: dict[str, Any]) -> Any:
+    """A function that saves as `save` does, and notes the logits of the model and what of it is compiled."""
+
+    def noting_save(*arguments: Any, **keywords: Any) -> None:
+        model, folder = model_and_folder(*arguments)
+        model.eval()
+        with torch.no_grad():
+            inputs = {name: torch.tensor(value) for name, value in probe.items()}
+            if type(model).__name__ == "SentenceTransformer":
+                logits = model(inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})["sentence_embedding"]
+            else:
+                if model.config.is_encoder_decoder:
+                    inputs["decoder_input_ids"] = inputs["input_ids"]
+                logits = model(**inputs).logits
+        compiled = [name for name, module in model.named_modules() if module._compiled_call_impl]
+        if os.environ["RANK"] == "0":
+            print(f"compiled: {' '.join(compiled) or 'none'}", flush=True)
+        save(*arguments, **keywords)
+        if os.environ["RANK"] == "0":
+            torch.save(logits, Path(folder, "logits.pt"))
+
+    return noting_save
 
 
 def two_runs(folder: Path, name: str, steps: int, *words: str, learning_rate: float) -> dict[str, list[str]]:

@@ -114,18 +114,35 @@ def series(tmp_path_factory) -> Series:
         "1e-2",
     ]
 
-    wrong = write_lines(folder / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)
-    done = launch_series(folder, runs, late=[*tuned, "--dataset_name", wrong])
-    assert done.code == 1, done.stderr[-4000:]
-    return done
+    return launch_series(folder, runs)
 
 
-def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(series):
+LATE = """
+import os, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+from finetune import main
+from hf_fsdp_tools import FSDPToolsError, scripting
+
+def late():
+    try:
+        main()
+    except FSDPToolsError:
+        time.sleep(2 * (os.environ["RANK"] == "0"))
+        raise
+
+scripting.run(late, "finetune")
+"""
+
+
+def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(tmp_path):
     """The launcher ends all processes a moment after one of them has ended."""
-    errors = [line for line in series.stderr.splitlines() if line.startswith("finetune: error:")]
-    assert len(errors) == 1
+    (tmp_path / "late.py").write_text(LATE)
+    wrong = write_lines(tmp_path / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)
+    done = launch(tmp_path, str(ROOT / "recipes"), "--dataset_name", wrong, script=tmp_path / "late.py")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("finetune: error:")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr[-4000:]
     assert "columns question, reply" in errors[0] and "--text_column" in errors[0]
-    assert 'finetune.py", line' not in series.stderr, "no traceback of ours"
+    assert 'finetune.py", line' not in done.stderr, "no traceback of ours"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +177,7 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 
 
 @pytest.mark.parametrize("name", ["chats", "stream"])
+@pytest.mark.shows("resumed states", "packed rows")
 def test_a_run_resumed_in_its_middle_ends_as_the_one_that_was_not_stopped(series, name):
     series.check_resumed(name)
     assert re.search(r"^step 2 of 4: goes on from .*checkpoint-2$", series.of(f"{name}-resumed"), flags=re.M)

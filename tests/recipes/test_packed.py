@@ -74,9 +74,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
         "plain": ["finetune", "--model_name_or_path", str(make_plain(folder / "bases" / "plain")), *ours, *data["text"]]
     }
     refused = {name: [*words, "--dequantize", "false"] for name, words in refused.items()}
-    done = launch_series(folder, runs, refused=refused)
-    assert done.code == 0, done.stderr[-4000:]
-    return done
+    return launch_series(folder, runs, refused=refused)
 
 
 def make_plain(folder: Path) -> Path:
@@ -89,6 +87,7 @@ def name_of(kind: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*map(name_of, ON_FLOATS), *OTHERS])
+@pytest.mark.shows("DPO", "gradient accumulation", "stays quantised")
 def test_a_base_that_stays_quantised_trains_as_its_floats(series, name):
     """Bit for bit; gradients of adapters on experts that run one by one may round the last bit, which AdamW divides."""
     rounded = 1e-4 if "experts" in name or name == "mxfp4" else 0.0

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,11 +22,13 @@ from hf_fsdp_tools.integrations import checkpoints
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.loading.formats.dcp import METADATA, parse_dcp
 from hf_fsdp_tools.loading.load import load_weights
+from hf_fsdp_tools.modeling import packed_forms, patterns
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
+from hf_fsdp_tools.modeling.patterns import matched
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
-from hf_fsdp_tools.sharding.adapters import load_adapter, open_adapter_config, refuse_endless_patterns
+from hf_fsdp_tools.sharding.adapters import load_adapter
 from tests._checkpoints import Runs, make_checkpoint, make_model, stored_tensors
 
 Damage = Callable[[Path], object]
@@ -220,7 +222,7 @@ DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
         adapter_config(megatron_config={}, megatron_core="antigravity"),
         r"megatron_core is 'antigravity', expected 'megatron\.core'",
     ),
-    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: .*unterminated"),
+    "no pattern": (adapter_config(target_modules="(.*"), r"'\(\.\*' is no regular expression .*: missing \)"),
     "a rank of 10^9": (adapter_config(r=10**9), r"a dimension is 1000000000, and adapter_model\.safe.* holds"),
     "another shape": (of_other_shape, r"PEFT cannot make .*size mismatch.*Load the base that it"),
 }
@@ -248,31 +250,34 @@ def described(model: torch.nn.Module) -> list[Any]:
     return [modules, hooks, [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]]
 
 
-USUAL = (
-    "q_proj",
-    r".*\.layers\.[0-9]+\..*(q|v)_proj",
-    r"^(?!.*(?:visual|lm_head)).*(?:q_proj|v_proj).*",
-    r"((?!(lm_head|proj_out)).)*",
-    r"(?:.*?(?:vision|image|embed|language|text).*?(?:self_attn|attention|mlp|ffn|dense).*?(?:k_proj|v_proj|q_proj).*?)"
-    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|v_proj)))",
-)
-"""As adapters on the hub have them."""
-
-ENDLESS = (".?" * 60 + "QQ", "(.+)+QQ", ".*" * 5 + "QQ", "(){1000000000}", "(?=(|.)*Q)x")
+ENDLESS = ("(.|.)*[xy]$", "(?:(?:.|[a-z]|m)+)+[0-9]$")
 
 
-def test_patterns_that_end_are_taken_and_the_others_refused(tmp_path: Path) -> None:
-    refuse_endless_patterns(tmp_path, [*USUAL, None, 3])
-    for pattern in (*ENDLESS, r"(.)\1*"):
-        with pytest.raises(CheckpointError, match="is no regular expression that can be used"):
-            refuse_endless_patterns(tmp_path, [pattern])
-
-
-def test_the_patterns_of_every_entry_are_looked_at(adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_a_pattern_that_takes_endless_time_is_one_error(good: dict[str, Path], adapter: Path, tmp_path: Path, key: str):
+    """Whichever entry of the config holds it."""
     folder = Path(shutil.copytree(adapter, tmp_path / "damaged"))
-    adapter_config(rank_pattern={ENDLESS[0]: 3})(folder)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: '\.\?.*it has too many choices"):
-        open_adapter_config(peft, folder)
+    adapter_config(**{key: {ENDLESS[0]: 3} if key == "rank_pattern" else ENDLESS[0]})(folder)
+    with (
+        patch.object(patterns, "_MATCH_S", 0.1),
+        pytest.raises(CheckpointError, match=r"adapter_config\.json: '.*is no regular .* that can be used.*timed out"),
+    ):
+        load_adapter(AutoModelForCausalLM.from_pretrained(good["files"]), folder)
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_patterns_of_a_quantisation_config_end_too(pattern: str) -> None:
+    assert matched(r".*\.layers\.[0-9]+\..*(q|v)_proj", "model.layers.0.self_attn.q_proj")
+    with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=r"quantization_config: .*timed"):
+        packed_forms._matches("model.layers.0.self_attn.q_proj." * 3, ["Linear"], [f"re:{pattern}"])
+
+
+@pytest.mark.parametrize("pattern", ["(.*", "(){1000000000}", "((){ 999 , }){999}", "(" * 10_000])
+def test_patterns_that_cannot_be_compiled_are_refused(pattern: str) -> None:
+    """`regex` unrolls what is counted, until no memory is left."""
+    with pytest.raises(CheckpointError, match=r"is no regular expression .*: (missing|it is too long)") as caught:
+        packed_forms._is_named("model", [pattern])
+    assert len(str(caught.value)) < MOST_CHARACTERS
 
 
 # ---- other files beside the weights ----

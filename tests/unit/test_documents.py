@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_tools
-from hf_fsdp_tools import scripting
+from hf_fsdp_tools import fsdp1, scripting, testing
 from hf_fsdp_tools.cli.main import _parser
 
 ROOT = Path(__file__).parents[2]
@@ -94,12 +94,12 @@ def test_files_that_documents_name_are_there(name):
 
 
 def test_the_reference_has_every_public_name():
-    named = re.findall(r"^\.\. auto\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
-    assert sorted(named) == sorted([*hf_fsdp_tools.__all__, *scripting.__all__])
+    named = re.findall(r"^\.\. auto(?!module)\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
+    assert sorted(named) == sorted([*hf_fsdp_tools.__all__, *fsdp1.__all__, *scripting.__all__, *testing.__all__])
 
 
 def test_the_map_and_the_readme_are_short_and_the_readme_names_every_recipe():
     text = TEXTS["README.md"]
-    assert len(text.splitlines()) <= 130 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 150
+    assert len(text.split()) <= 1300 and len(TEXTS["ARCHITECTURE.md"].splitlines()) <= 150
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert recipes == set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE))

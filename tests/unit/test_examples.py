@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import hf_fsdp_tools
-from hf_fsdp_tools import scripting
+from hf_fsdp_tools import fsdp1, scripting
 from tests._checkpoints import make_checkpoint
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -64,9 +64,10 @@ def runs(name, names, folder, monkeypatch):
     assert not failed, "".join(output)
 
 
-@pytest.mark.parametrize("name", hf_fsdp_tools.__all__)
+@pytest.mark.parametrize("name", [*hf_fsdp_tools.__all__, *fsdp1.__all__])
 def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
     names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__} | {"torch": torch}
+    names |= {each: getattr(fsdp1, each) for each in fsdp1.__all__}
     runs(name, names, where, monkeypatch)
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer_auto_wrap_policy
 
 from hf_fsdp_tools.errors import WrapPlanError
+from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.flat_shards import flat_boxes
-from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_model

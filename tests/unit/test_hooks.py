@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.state import AcceleratorState, PartialState
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin
 from hf_fsdp_tools.diagnostics import environment
@@ -26,8 +26,6 @@ def test_all_that_these_classes_define_is_looked_at():
     assert {"_save_rng_state", "_update_auto_batch_size", "train", "prepare", "load_state", "_unscale_grads_"} <= names
     for own, base in EXTENDED:
         for name, value in vars(own).items():
-            if name == "is_distributed_loading_by_transformers" and not hasattr(PreTrainedModel, name):
-                continue  # transformers 5.17 has no such thing
             if isinstance(value, property):  # in place of an attribute that the base sets for itself
                 assert re.search(rf"self\.{name} = ", inspect.getsource(base.__init__)), f"{base.__name__}.{name}"
             elif callable(value) and not name.startswith("__"):

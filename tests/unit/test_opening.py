@@ -9,13 +9,13 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, ChineseCLIPModel, CsmForConditionalGeneration
 
-from benchmarks.architectures.defaults import build_config
 from hf_fsdp_tools import from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling import configs
 from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
+from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 
 

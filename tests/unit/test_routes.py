@@ -27,57 +27,44 @@ sizes = st.integers(1, 7)
     shapes=st.lists(st.tuples(sizes, sizes), min_size=1, max_size=5),
     dims=st.tuples(st.integers(0, 1), st.integers(0, 1)),
     replicas=st.booleans(),
-    cut=st.integers(0, 1),
-    half=st.booleans(),
 )
-def test_what_is_wanted_arrives_once(shapes, dims, replicas, cut, half):
-    """Shards of 4 ranks, or of 2 and their replicas, to workers that hold halves of rows or of columns."""
+def test_what_is_wanted_arrives_once(shapes, dims, replicas):
+    """Shards of 4 ranks, or of 2 and their replicas, to two of them."""
     names = {f"tensor {i}": shape for i, shape in enumerate(shapes)}
     placements = (Replicate() if replicas else Shard(dims[0]), Shard(dims[1]))
     spread = {name: holders(shape, placements, (2, 2)) for name, shape in names.items()}
-
-    def half_of(shape: tuple[int, ...], worker: int) -> Box:
-        low, high = (shape[cut] * each // 2 for each in (worker, worker + 1))
-        start = tuple(low if d == cut else 0 for d in range(2))
-        return Box(start=start, length=tuple(high - low if d == cut else n for d, n in enumerate(shape)))
-
-    wants = {w: {name: half_of(s, w) if half else Box.whole(s) for name, s in names.items()} for w in range(2)}
     bound = 4 * 49 * 4  # a rank gets a tensor, once more aside, and gives it to both
-    buckets = plan_buckets(wants, dict.fromkeys(names, torch.float32), spread.__getitem__, 4, bound)
-    for worker, boxes in wants.items():
-        for name, box in boxes.items():
-            times = torch.zeros(names[name], dtype=torch.int32)
+    wanted = {name: (Box.whole(shape), torch.float32) for name, shape in names.items()}
+    buckets = plan_buckets((0, 1), wanted, spread.__getitem__, 4, bound)
+    for worker in (0, 1):
+        for name, shape in names.items():
+            times = torch.zeros(shape, dtype=torch.int32)
             for route in (route for bucket in buckets for route in bucket.routes):
                 if route.name == name and route.to == worker:
                     times[route.box.slices] += 1
                     holding = [ranks for held, ranks in spread[name] if held.intersect(route.box) == route.box]
                     assert route.source in holding[0]
                     assert route.source == worker or worker not in holding[0], "what is there is not sent"
-            expected = torch.zeros_like(times)
-            expected[box.slices] = 1
-            assert torch.equal(times, expected)
+            assert torch.equal(times, torch.ones_like(times))
     assert all(most_of(bucket.bytes_of()) <= bound for bucket in buckets)
     assert [name for bucket in buckets for name in bucket.arrivals_at(0)] == list(names), "in order"
 
 
 def test_what_all_ranks_want_is_broadcast_and_counted_once():
     spread = holders((8, 4), (Shard(0),), (4,))
-    same = {"a": Box.whole((8, 4)), "b": Box.whole((8, 4))}
-    wants = {0: same, 1: same, 2: same, 3: same}
-    dtypes = {"a": torch.bfloat16, "b": torch.bfloat16}
-    (bucket,) = plan_buckets(wants, dtypes, lambda name: spread, 4, 4 * 64)
+    wanted = dict.fromkeys("ab", (Box.whole((8, 4)), torch.bfloat16))
+    (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 4 * 64)
     assert [route.to for route in bucket.routes] == 8 * [EVERY]
     assert [route.source for route in bucket.routes] == [0, 1, 2, 3] * 2
     assert dict(bucket.bytes_of()) == {EVERY: 128}
-    assert len(plan_buckets(wants, dtypes, lambda name: spread, 4, 64)) == 2
+    assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 64)) == 2
     with pytest.raises(ConfigError, match=r"bucket_bytes=63 does not hold 'a'.*bucket_bytes=64"):
-        plan_buckets(wants, dtypes, lambda name: spread, 4, 63)
+        plan_buckets(range(4), wanted, lambda name: spread, 4, 63)
 
 
 def test_replicas_send_in_turns():
     spread = holders((2, 2), (Replicate(), Shard(0)), (4, 2))
-    wants = {0: {f"{i}": Box.whole((2, 2)) for i in range(64)}}
-    dtypes = dict.fromkeys(wants[0], torch.float32)
-    routes = [r for b in plan_buckets(wants, dtypes, lambda name: spread, 8, 2**20) for r in b.routes]
+    wanted = {f"{i}": (Box.whole((2, 2)), torch.float32) for i in range(64)}
+    routes = [r for b in plan_buckets((0,), wanted, lambda name: spread, 8, 2**20) for r in b.routes]
     sources = [route.source for route in routes if route.source != 0]
     assert set(sources) == {1, 3, 5, 7} and min(map(sources.count, set(sources))) > 4

@@ -1,51 +1,34 @@
-"""The support matrix names tests that exist, and no cell says more than numbers of tests, a dash or a refusal."""
+"""The table of docs/support.md is what the marks of tests make, and only of tests that ran and passed."""
 
-import ast
-import re
-from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "support.md").read_text()
-TESTS = dict(re.findall(r"^(\d+)\. (.+)$", TEXT, re.MULTILINE))
-TABLE = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in TEXT.splitlines()
-    if line.startswith("| ") and not line.startswith("|---")
-]
+from tests.support import PAGE, marks, page_of, pytest_terminal_summary
 
 
-@cache
-def source(path: str) -> str:
-    return (ROOT / path).read_text()
+def test_the_page_has_the_table_that_the_marks_make() -> None:
+    assert PAGE.read_text() == page_of(marks(), PAGE.read_text()), "python -m tests.support writes it"
 
 
-@cache
-def functions(path: str) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(source(path))) if isinstance(node, ast.FunctionDef)}
+def test_a_word_that_is_neither_a_feature_nor_a_column_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a_test shows"):
+        page_of([("tests/a.py::a_test", ("clipping", "tensor parallel"), False)], PAGE.read_text())
 
 
-@pytest.mark.parametrize("number", TESTS)
-def test_a_test_that_is_named_exists(number: str) -> None:
-    """And its case stands in its file, as a function, a name, or a part of an f-string."""
-    path, test, case = re.fullmatch(r"`([\w/.]+)::(test_\w+)`(?: \[(.+)\])?", TESTS[number]).groups()
-    assert test in functions(path), TESTS[number]
-    if case is not None:
-        parts = re.split(r", (?=experts$)", case)
-        assert case in functions(path) or all(re.search(rf"\b{re.escape(part)}\b", source(path)) for part in parts)
+def test_a_cell_is_made_by_tests_that_ran_and_of_which_no_case_failed(tmp_path: Path) -> None:
+    def report(name: str, outcome: str, *words: str) -> SimpleNamespace:
+        shown = ("shows", (f"tests/a.py::{name}", words, False))
+        nodeid = f"tests/a.py::{name}[case]"
+        return SimpleNamespace(nodeid=nodeid, outcome=outcome, when="call", user_properties=[shown])
 
-
-def test_every_cell_names_a_test_and_every_test_is_named() -> None:
-    named: set[str] = set()
-    width = len(TABLE[0])
-    for row in TABLE[1:]:
-        for cell in row[1:] if len(row) == width else row[-1:]:
-            if cell == "–" or not re.search(r"\d", cell):
-                assert cell in ("–", "Tests"), row
-                continue
-            assert re.fullmatch(r"(refused )?\d+(, \d+)*( ◦)?", cell), row
-            named |= set(re.findall(r"\d+", cell))
-    assert width == 13 and named == set(TESTS)
-    assert list(TESTS) == [str(number) for number in range(1, len(TESTS) + 1)]
+    passed = [report("good", "passed", "clipping", "tp"), report("bad", "passed", "clipping", "ep")]
+    others = {
+        "failed": [report("bad", "failed", "clipping", "ep")],
+        "skipped": [report("no", "skipped", "Muon", "cp")],
+    }
+    config = SimpleNamespace(option=SimpleNamespace(support=tmp_path / "support.md"))
+    pytest_terminal_summary(SimpleNamespace(stats={"passed": passed, **others}), config)
+    text = config.option.support.read_text()
+    assert text.count("✓](") == 1 and '[✓](../tests/a.py "good")' in text

@@ -1,14 +1,9 @@
 """Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +19,8 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from tests.census import plans
+from tests.census.defaults import classes_by_default
 from tests.unit.test_blocks import Block, Model
 
 # One architecture or more for each trap that the survey of the registry found.
@@ -37,17 +34,6 @@ SAMPLE = """
 
 
 @pytest.fixture(scope="module")
-def census() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "census.py"
-    spec = importlib.util.spec_from_file_location("census", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with patch.dict(os.environ):  # it sets some, for its own process
-        spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def fake_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=8)
     yield
@@ -55,16 +41,15 @@ def fake_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_census_sample(census: ModuleType, fake_group: None, model_type: str) -> None:
-    candidates = census.classes_by_default(model_type)["main"]
-    row = census.examine(model_type, "main", candidates)
-    assert row["verdict"] == "ok", row["why"]
+def test_census_sample(fake_group: None, model_type: str) -> None:
+    row = plans.examine(model_type, classes_by_default(model_type)["main"])
+    assert row["verdict"] == "agrees", row["why"]
 
 
-def faults(census: ModuleType, model: nn.Module, **policy: Any) -> list[str]:
+def faults(model: nn.Module, **policy: Any) -> list[str]:
     plan = make_wrap_plan(model, policy=HybridPolicy(**policy))
     assert check_wrap_plan(model, plan) == ()
-    return census.verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
+    return plans.verdict(model, [(unit.modules, unit.reshard_after_forward) for unit in plan.units], plan.replicated)
 
 
 def unit_names(model: nn.Module, **policy: Any) -> list[tuple[str, ...]]:
@@ -106,7 +91,7 @@ def test_fused_experts_are_a_unit_inside_their_block_when_large() -> None:
     assert ("model.layers.0.mlp.experts",) not in unit_names(model, expert_unit_params=math.inf)
 
 
-def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(census: ModuleType, fake_group: None) -> None:
+def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: None) -> None:
     class Moe(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -127,7 +112,7 @@ def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(census: Modul
 
     model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
     assert unit_names(model, expert_unit_params=0)[1:3] == [("layers.0.moe",), ("layers.0",)]
-    assert faults(census, model, expert_unit_params=0) == []
+    assert faults(model, expert_unit_params=0) == []
     model = Model(nn.ModuleList(MoeBlock() for _ in range(3)))
     with pytest.raises(WrapPlanError, match=r"Rule 4.*single expert of 'layers\.0\.moe\.experts'"):
         make_wrap_plan(model, policy=HybridPolicy(units=(lambda fqn, module: "experts." in fqn and fqn.endswith("0"),)))
@@ -170,25 +155,25 @@ def test_an_embedding_that_a_model_hands_out_is_the_unit_and_not_its_wrapper() -
     assert unit_names(model)[0] == ("embeddings.tok_embeddings",)
 
 
-def test_trainable_parameters_of_two_dtypes_are_parted(census: ModuleType, fake_group: None) -> None:
+def test_trainable_parameters_of_two_dtypes_are_parted(fake_group: None) -> None:
     model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in model.layers:
         layer.norm.float()
     assert unit_names(model)[1:3] == [("layers.0.norm",), ("layers.0",)]
-    assert faults(census, model) == []
+    assert faults(model) == []
     frozen = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in frozen.layers:
         layer.norm.float().requires_grad_(False)
     assert ("layers.0.norm",) not in unit_names(frozen)
 
 
-def test_two_dtypes_on_one_module_leave_the_rarer_whole(census: ModuleType, fake_group: None) -> None:
+def test_two_dtypes_on_one_module_leave_the_rarer_whole(fake_group: None) -> None:
     model = Model(nn.ModuleList(running(width=32))).to(torch.bfloat16)
     for layer in model.layers:
         layer.attn.bias = nn.Parameter(layer.attn.bias.float())
     plan = make_wrap_plan(model)
     assert plan.replicated == tuple(f"layers.{index}.attn.bias" for index in range(6))
-    assert faults(census, model) == []
+    assert faults(model) == []
 
 
 class ReadsConvolution(nn.Module):
@@ -278,10 +263,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(
-    census: ModuleType, fake_group: None, shape: str
-) -> None:
-    assert faults(census, SHAPES[shape]()) == []
+def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None, shape: str) -> None:
+    assert faults(SHAPES[shape]()) == []
 
 
 def test_equal_blocks_of_a_small_tower_are_units_together() -> None:

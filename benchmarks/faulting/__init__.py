@@ -1,1 +1,0 @@
-"""What `benchmarks/faults.py` does to saves."""

@@ -1,0 +1,29 @@
+"""Combinations of what works together: some in each commit, all others in the nightly tier."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+
+Row = tuple[Any, ...]
+
+
+def in_turn(*axes: Sequence[Any]) -> list[Row]:
+    """One combination for each value of the longest axis; of the others each value occurs, one after the other."""
+    longest = max(map(len, axes))
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)]
+
+
+def in_pairs(*axes: Sequence[Any]) -> list[Row]:
+    """Combinations in which each two values of two axes occur together."""
+    return [tuple(row) for row in AllPairs(axes)]
+
+
+def fast_and_nightly(choose: Callable[..., list[Row]], *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Give a test its argument `combinations` twice: those that `choose` takes, and, nightly, all others."""
+    fast = choose(*axes)
+    others = [row for row in product(*axes) if row not in fast]
+    parameters = [pytest.param(fast, id="fast"), pytest.param(others, id="others", marks=pytest.mark.nightly)]
+    return pytest.mark.parametrize("combinations", parameters)

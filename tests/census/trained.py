@@ -1,0 +1,128 @@
+"""Rows of training: a tiny checkpoint of each type on a mesh, beside the plain model."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_tools.distributed.mesh import ParallelDims
+from hf_fsdp_tools.proof.batches import WORDS
+from hf_fsdp_tools.proof.case import NotBuiltError, telling, tiny_case, with_kinds
+from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
+from hf_fsdp_tools.proof.run import WORDS as ODD_WORDS
+from tests.census.agree import examine_sharded
+from tests.census.defaults import CONFIG_MAPPING, build_config, classes_by_default
+from tests.census.rows import Census, Row, is_causal, model_classes
+from tests.census.sizes import SIZES
+
+ABOUT = """A tiny model of each type, its default configuration shrunk, is written by transformers, loaded by
+`from_pretrained` and compared with the plain model in one process by `hf_fsdp_tools/proof/compare.py`."""
+ABOUT_MESH = """ Degrees: {}. Rows have 13 tokens, which no number of ranks divides, and windows are 5 tokens long;
+padded and packed rows are compared too where the plain model trains on them, and losses are those of training mode
+without dropout. What cannot be divided is refused by name before it is loaded."""
+DEGREES = {
+    "replicate": "dp_replicate_size",
+    "shard": "dp_shard_size",
+    "cp": "cp_size",
+    "tp": "tp_size",
+    "ep": "ep_size",
+}
+
+
+def census_on(mesh: str) -> Census:
+    """The census on a mesh such as shard2xcp2, or on 2 ranks of plain FSDP."""
+    return Census(
+        about=ABOUT + (ABOUT_MESH.format(mesh) if mesh else ""),
+        takes_part=partial(takes_part, mesh=mesh),
+        prepare=partial(examine_plain, mesh=mesh),
+        compare=examine_on_ranks,
+        judge=judged,
+        ranks=size_of(mesh),
+    )
+
+
+def dims_of(mesh: str) -> ParallelDims:
+    """In shard2xep2, each expert is sharded over 2 of 4 ranks, and all other weights over 4."""
+    sizes = {DEGREES[name]: int(size) for name, size in re.findall(r"([a-z]+?)(\d+)(?:x|$)", mesh)}
+    if "ep_size" in sizes:
+        sizes["dp_shard_size"] = size_of(mesh) // math.prod(sizes.get(n, 1) for n in ("cp_size", "tp_size"))
+    return ParallelDims(**sizes)
+
+
+def size_of(mesh: str) -> int:
+    """How many ranks a mesh takes: at least two."""
+    return max(math.prod(map(int, re.findall(r"\d+", mesh))), 2)
+
+
+def takes_part(model_type: str, mesh: str) -> bool:
+    """One with a model class; on a mesh one for next tokens, and with a plan where layers or experts are divided."""
+    if not mesh:
+        return bool(classes_by_default(model_type))
+    config = CONFIG_MAPPING[model_type]
+    configs = [config, *(config.sub_configs or {}).values()]
+    plans = [f"base_model_{kind}_plan" for kind in ("tp", "ep") if kind in mesh.replace("replicate", "")]
+    return is_causal(model_type) and all(any(getattr(each, plan, None) for each in configs) for plan in plans)
+
+
+def examine_plain(model_type: str, folder: Path, precisions: Iterable[str] = PRECISIONS, mesh: str = "") -> Row:
+    """Facts of a case, which is left in the folder with what the plain model computes."""
+    dims, config = dims_of(mesh), build_config(model_type)
+    try:
+        case, row = tiny_case(
+            telling(config) if mesh else config,
+            model_classes(model_type, config),
+            folder / "checkpoint",
+            num_batches=size_of(mesh) // dims.ranks_per_row,
+            words=ODD_WORDS if mesh else WORDS,
+            is_training=bool(mesh),
+            tp_size=dims.tp_size,
+            sizes=SIZES,
+        )
+    except NotBuiltError as error:
+        return {"why": str(error)[:1500]}
+    if mesh:
+        case, _ = with_kinds(case)
+        row["kinds"] = " ".join(case.batches)
+    case = replace(case, dims=dims)
+    plain = {}
+    for precision in precisions:
+        try:
+            plain[precision] = plain_figures(case, precision)
+        except Exception as error:
+            row[f"{precision}_plain_fails"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    torch.save((case, plain), folder / "plain.pt")
+    if "fp32" not in plain:
+        return {**row, "why": "the plain model, reopened, fails"}
+    return {**row, "verdict": "ready"}
+
+
+def examine_on_ranks(folder: Path) -> Row:
+    """What this rank's shards of the case in a folder compute, beside the plain model."""
+    case, plain = torch.load(folder / "plain.pt", weights_only=False)
+    rows = {precision: examine_sharded(case, precision, plain[precision], plain["fp32"]) for precision in plain}
+    return {f"{precision}_{key}": value for precision, row in rows.items() for key, value in row.items()}
+
+
+def judged(ranks: list[Row]) -> Row:
+    """One row of all ranks: the worst of each check, a verdict, and why."""
+    row: Row = {}
+    faults: list[str] = []
+    for key in ranks[0]:
+        values = [rank[key] for rank in ranks]
+        if isinstance(values[0], tuple):
+            row[key] = max(value for value, _ in values)
+            faults += [f"{key}: {what}" for _, what in values if what][:1]
+        elif isinstance(values[0], str):
+            row[key] = "differs" if any(values) else "ok"
+            faults += [f"{key}: {what}" for what in values if what][:1]
+        else:
+            row[key] = max(values)
+    for precision in PRECISIONS:
+        if row.get(f"{precision}_gathered", 0) > row.get(f"{precision}_allowed", 0):
+            faults.append(f"{precision}: {row[f'{precision}_gathered']} units gathered at a time")
+    why = "; ".join(dict.fromkeys(faults))
+    return row | {"verdict": "failed" if why else "agrees", "why": why}
