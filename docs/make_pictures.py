@@ -28,6 +28,7 @@ from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.simulation import simulate
 from hf_fsdp_tools.plots import draw_losses, save
 
 ROOT = Path(__file__).parents[1]
@@ -101,13 +102,13 @@ def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
     on_8 = f"Llama-3.1-8B on 8 × H100-80GB, {step}"
     forecasts = {name: forecast(8, wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
     lines = {
-        name: memory_timeline(each.step.events, each.step.resident, each.timing.spans)
+        name: memory_timeline(each.step.events, each.step.resident, simulate(each.step.events, each.setup).spans)
         for name, each in forecasts.items()
     }
     limit = memory_of(forecasts["hybrid"]).limit_bytes
     yield "wrapping", draw_comparison(lines, model=on_8, limit_bytes=limit)
     wide = forecast(64, "hybrid")
-    schedule = step_schedule(wide.step.events, wide.timing.spans)
+    schedule = step_schedule(wide.step.events, simulate(wide.step.events, wide.setup).spans)
     on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
     yield "schedule", draw_schedule(schedule, model=on_64)
 

@@ -30,6 +30,7 @@ from hf_fsdp_tools.errors import FSDPToolsError
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.shrink import shrink
 from tests.census.defaults import build_config
+from tests.census.sizes import SIZES
 
 _SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,7 +109,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 def tiny_config(model_type: str, tp_size: int = 1) -> PreTrainedConfig:
     """The default config of a model type with every size made tiny, in its sub-configs too; heads and words that so
     many ranks divide."""
-    return shrink(build_config(model_type), "tiny", tp_size)
+    return shrink(build_config(model_type), "tiny", tp_size, SIZES)
 
 
 def randomize(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from os import PathLike
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +14,6 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.timing.simulation import Timing, simulate
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
@@ -83,11 +81,6 @@ class Forecast:
     @property
     def model_class(self) -> str:
         return self.plan.model_class
-
-    @cached_property
-    def timing(self) -> Timing:
-        """When the work of the step runs, in the latest software."""
-        return simulate(self.step.events, self.setup)
 
 
 _Key: TypeAlias = tuple[object, ...]

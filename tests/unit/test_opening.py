@@ -16,6 +16,7 @@ from hf_fsdp_tools.proof.shrink import shrink
 from tests._checkpoints import full_state
 from tests._round_trip import differences, resave
 from tests.census.defaults import build_config
+from tests.census.sizes import SIZES
 
 
 def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
@@ -34,7 +35,7 @@ def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
 
 def test_settings_by_which_an_inner_model_generates_are_kept(tmp_path: Path) -> None:
     model_class, inner = CsmForConditionalGeneration, "depth_decoder"
-    model: Any = build(model_class, shrink(build_config("csm"), "tiny"))
+    model: Any = build(model_class, shrink(build_config("csm"), "tiny", sizes=SIZES))
     getattr(model, inner).generation_config.update(max_length=37)
     model.save_pretrained(tmp_path / "stored")
     assert "37" in (tmp_path / "stored" / "generation_config.json").read_text()

@@ -33,9 +33,12 @@ def names_in_the_wheel(folder: Path, source: Path = REPOSITORY) -> set[str]:
         return set(wheel.namelist())
 
 
+@pytest.mark.nightly
 def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
     names = names_in_the_wheel(tmp_path)
     assert {"hf_fsdp_tools/py.typed", "hf_fsdp_tools/__main__.py", "hf_fsdp_tools/cli/main.py"} <= names
+    templates = {path.name for path in (REPOSITORY / "hf_fsdp_tools" / "cli" / "templates").glob("*.j2")}
+    assert len(templates) == 4 and {f"hf_fsdp_tools/cli/templates/{name}" for name in templates} <= names
     for folder, files in (("recipes", RECIPES), ("accelerate_configs", CONFIGS)):
         assert files and {f"hf_fsdp_tools/{folder}/{name}" for name in files} <= names
     models = {path.name for path in (REPOSITORY / "accelerate_configs" / "models").glob("*.yaml")}
@@ -43,6 +46,7 @@ def test_the_wheel_has_the_package_the_recipes_and_the_configs(tmp_path):
     assert not any(name.startswith(("tests/", "benchmarks/", "recipes/")) for name in names)
 
 
+@pytest.mark.nightly
 def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
     """Its base has CI's torch, its command is the README's first, and what it copies suffices for the wheel."""
     lines = [line for line in (REPOSITORY / "Dockerfile").read_text().splitlines() if not line.startswith("#")]

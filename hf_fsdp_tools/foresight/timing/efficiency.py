@@ -2,8 +2,8 @@
 
 A collective runs over a ring, as NCCL counts it (`ncclTopoTuneModel` in its `src/graph/tuning.cc`, as of 2025): seconds
 = latency + bytes / bandwidth, where (n - 1) / n of the bytes pass each link once, or twice for an all-reduce (Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). NCCL's other protocols
-and trees are for tensors that are smaller than FSDP2's: no published training shows them.
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). NCCL's trees, and its
+protocol for small tensors, are left out: no published training shows them.
 """
 
 import math
@@ -112,10 +112,12 @@ _LINK_EFFICIENCY = {"nvlink": 0.8, "pcie": 0.75}
 """What a ring gets of a link: NCCL counts on 20 of 25 GB/s per NVLink of a V100 or A100, 20.6 of 25 on H100, 40.1 of 50
 on B200, and on 12 of 16 GB/s of PCIe 3 x16 (`SM80_NVLINK_BW` and its like in `src/graph/topo.h`)."""
 
-_START_SECONDS = 8.4e-6  # Start of a collective (`baseLat` of NCCL's protocol for large tensors)
-
-_STEP_SECONDS = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6}
-"""One step of a ring over a link (`hwLat` of the same)."""
+_PROTOCOLS = (
+    (8.4e-6, {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6}, 1.0),
+    (14e-6, {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4e-6}, 0.92),
+)
+"""Start of a collective, one step of a ring over a link, and what is left of a ring's bandwidth, by which NCCL chooses
+its protocol (`baseLat`, `hwLat`): Simple for large tensors, LL128 for smaller ones and for many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,11 @@ def collective_seconds(operation: Operation, num_bytes: float, group: Group) -> 
     if operation == "all_to_all":
         return _direct(num_bytes, group)
     rounds, steps, between = 2 if operation == "all_reduce" else 1, group.ranks - 1, group.nodes - 1
-    latency = (steps - between) * _STEP_SECONDS[group.link] + between * _STEP_SECONDS["network"]
-    return _START_SECONDS + rounds * (latency + steps / group.ranks * num_bytes / group.bandwidth)
+    seconds = steps / group.ranks * num_bytes / group.bandwidth
+    return min(
+        start + rounds * ((steps - between) * step[group.link] + between * step["network"] + seconds / share)
+        for start, step, share in _PROTOCOLS
+    )
 
 
 def _direct(num_bytes: float, group: Group) -> float:
@@ -195,7 +200,8 @@ def _direct(num_bytes: float, group: Group) -> float:
     inside, outside = group.ranks_per_node - 1, max(group.ranks - group.ranks_per_node, 0)
     part = num_bytes / group.ranks
     seconds = max(inside * part / group.link_bandwidth, outside * part * group.ranks_per_node / group.network_bandwidth)
-    return _START_SECONDS + _STEP_SECONDS["network" if outside else group.link] + seconds
+    start, step, _ = _PROTOCOLS[0]
+    return start + step["network" if outside else group.link] + seconds
 
 
 # ---- one kernel, copy or collective ----
