@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -163,7 +164,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def refuse_sharded_elsewhere(model: nn.Module) -> None:
     """Refuse a model that transformers (`DistributedConfig`) or a script has sharded; nothing is communicated."""
-    if sharding_of(model) is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if sharding_of(model) is None and (
+        any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        or any(isinstance(module, FSDPModule) for module in model.modules())
+    ):
         raise ConfigError(
             f"{type(model).__name__} is sharded already, and not by hf_fsdp_tools. Load it with "
             "hf_fsdp_tools.from_pretrained(..., accelerator=accelerator), or pass the plain model."

@@ -80,7 +80,7 @@ from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
 from hf_fsdp_tools.sharding.shard import sharded_module
 from hf_fsdp_tools.stores import local_folder
-from hf_fsdp_tools.streaming.muon_arguments import make_muon, wants_muon
+from hf_fsdp_tools.streaming.muon import make_muon, wants_muon
 
 _OVER_OWN_ROWS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 """Losses of transformers (5.23) that are means over a rank's own rows. The Trainer takes them for means over the whole

@@ -76,8 +76,9 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     must call, in a block of `agreed`: rank 0 decides for all, as PEFT may ask the hub which vocabulary the base has.
     """
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    needed = {*chosen_by_peft(model, state).values(), *own_tensors(model, state)}
-    return {name: tensor for name, tensor in state.items() if name in needed}
+    chosen = {id(state[key]) for key in chosen_by_peft(model, state).values()}  # tied ones have several names
+    own = own_tensors(model, state)
+    return {name: tensor for name, tensor in state.items() if name in own or id(tensor) in chosen}
 
 
 def own_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:

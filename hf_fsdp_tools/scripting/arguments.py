@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
-from hf_fsdp_tools.streaming.muon_arguments import MUON
+from hf_fsdp_tools.streaming.muon import MUON
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
 

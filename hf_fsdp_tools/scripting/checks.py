@@ -15,7 +15,7 @@ from hf_fsdp_tools.modeling.configs import model_class, text_config
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.streaming.muon_arguments import muon_options, wants_muon
+from hf_fsdp_tools.streaming.muon import muon_options, wants_muon
 from hf_fsdp_tools.text import first_line, listed, reason_of
 
 _ROWS = 100
