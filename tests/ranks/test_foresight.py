@@ -62,7 +62,7 @@ def exchanged(name: str) -> Counter[tuple[str, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.shows("memory estimate", "FSDP2")
-def test_complaint_19_the_peak_of_a_step_is_foreseen(real, name):
+def test_the_peak_of_a_step_is_foreseen(real, name):
     held, peak = requested(foreseen_on_cpus(case_named(name), "tiny", 2))
     for rank in real:
         assert rank[name]["peak"] == pytest.approx(peak, rel=1e-3)

@@ -167,7 +167,7 @@ def _epochs(source, folder):
 
 
 @pytest.mark.shows("resumed states", "FSDP2")
-def test_complaint_23_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
+def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, tmp_path):
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
     saved, _ = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
@@ -310,7 +310,7 @@ def _numbered_states(source, out):
         accelerator.load_state(later)
 
 
-def test_complaint_20_and_22_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(
+def test_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(
     checkpoints, tmp_path
 ):
     cases = {}
@@ -384,7 +384,7 @@ def _foreign(state_dict_type, source, out):
     assert logged(second)[-2:] == logged(first)[-2:]
 
 
-def test_complaint_18_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
+def test_checkpoints_hold_the_model_and_the_best_one_is_kept(checkpoints, tmp_path):
     cases = {f"best: {name}": partial(_best, name) for name in BEST}
     cases |= {name: partial(_foreign, name) for name in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")}
     run_ranks(run_cases, 2, cases, checkpoints["llama"], tmp_path)

@@ -122,7 +122,7 @@ DIFFERING = (
 )
 
 
-def test_complaint_08_and_09_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(
+def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(
     checkpoint, tmp_path
 ):
     first, second = run_ranks(run_cases, 2, DIFFERING, checkpoint, tmp_path)
@@ -195,7 +195,7 @@ def _as_list(value):
     return value if isinstance(value, list) else [value]
 
 
-def test_complaint_01_02_03_05_06_07_every_way_to_name_layers_makes_them_units():
+def test_every_way_to_name_layers_makes_them_units():
     wrapped, other = run_ranks(run_cases, 2, WRAPPED)
     for name, value in wrapped.items():  # rank 1, on the same machine, has the same units and says nothing
         both = zip(_as_list(value), _as_list(other[name]), strict=True)

@@ -235,7 +235,7 @@ def _clipping_by_the_trainer(folder: Path, out: Path) -> float:
 
 
 @pytest.mark.shows("clipping", "FSDP2", "offload")
-def test_complaint_25_clipping_takes_one_norm_over_plain_and_sharded_gradients(folders, tmp_path):
+def test_clipping_takes_one_norm_over_plain_and_sharded_gradients(folders, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
     plain(**batches_of(make_rows(2 * ROWS), 2 * ROWS)[0]).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item()
@@ -292,7 +292,7 @@ def _split_by_the_trainer(size: int, steps: int, folder: Path, out: Path) -> dic
 
 
 @pytest.mark.shows("gradient accumulation", "FSDP2")
-def test_complaint_29_the_same_tokens_split_otherwise_give_the_same_gradients(folders, tmp_path):
+def test_the_same_tokens_split_otherwise_give_the_same_gradients(folders, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).train()
     start = full_parameters(plain)
     loss = plain(**batches_of(make_rows(8, ragged=True), 8)[0]).loss
@@ -399,7 +399,7 @@ def test_kept_units_are_gathered_once_in_a_step_of_several_micro_batches(folders
         assert ours[0] == plain[0] and all(torch.equal(ours[1][name], value) for name, value in plain[1].items())
 
 
-def test_complaint_30_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders, tmp_path):
+def test_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders, tmp_path):
     count = AutoModelForCausalLM.from_pretrained(folders["llama"]).num_parameters()
     cases = {
         "default": partial(_between_micro_batches, {"gradient_accumulation_steps": 2}),
@@ -470,7 +470,7 @@ def _both_switches(folder: Path, out: Path) -> None:
 
 
 @pytest.mark.shows("activation checkpointing", "FSDP2")
-def test_complaint_28_activations_are_recomputed_once_by_one_switch(folders, tmp_path):
+def test_activations_are_recomputed_once_by_one_switch(folders, tmp_path):
     cases = {
         "off": partial(_checkpointed_in_a_loop, False),
         "plugin": partial(_checkpointed_in_a_loop, True),

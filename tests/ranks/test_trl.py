@@ -179,7 +179,7 @@ def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
 
 @pytest.mark.parametrize("task", SOURCES)
 @pytest.mark.shows("DPO", "FSDP2", "cp")
-def test_complaint_31_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
+def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
     expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
     assert len(expected) == STEPS
     for rank in sharded:
@@ -281,7 +281,7 @@ REFERENCES = (
 )  # fmt: skip
 
 
-def test_complaint_31_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
+def test_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
     _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
     sources = checkpoints | {"rows": tmp_path / "rows"}
     results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
