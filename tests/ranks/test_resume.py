@@ -310,9 +310,7 @@ def _numbered_states(source, out):
         accelerator.load_state(later)
 
 
-def test_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(
-    checkpoints, tmp_path
-):
+def test_an_interrupted_save_destroys_nothing_and_a_killed_trainer_goes_on_exactly(checkpoints, tmp_path):
     cases = {}
     for case, kind in ((_life, "tied"), (_numbered_states, "llama"), (_faults, "llama")):
         folder = tmp_path / case.__name__

@@ -122,9 +122,7 @@ DIFFERING = (
 )
 
 
-def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(
-    checkpoint, tmp_path
-):
+def test_weights_that_differ_between_ranks_become_rank_0s_and_what_cannot_stops_all(checkpoint, tmp_path):
     first, second = run_ranks(run_cases, 2, DIFFERING, checkpoint, tmp_path)
     (drawn, loss0), (_, loss1) = (found["loaded on rank 0 alone"] for found in (first, second))
     plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
