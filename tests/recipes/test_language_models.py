@@ -137,8 +137,10 @@ scripting.run(late, "finetune")
 def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(tmp_path):
     """The launcher ends all processes a moment after one of them has ended."""
     (tmp_path / "late.py").write_text(LATE)
+    model = make_demo_model(tmp_path / "demo", hidden_size=64, num_layers=2)
     wrong = write_lines(tmp_path / "wrong.jsonl", [{"question": "?", "reply": "!"}] * 8)
-    done = launch(tmp_path, str(ROOT / "recipes"), "--dataset_name", wrong, script=tmp_path / "late.py")
+    options = [str(ROOT / "recipes"), "--model_name_or_path", str(model), "--dataset_name", wrong]
+    done = launch(tmp_path, *options, script=tmp_path / "late.py")
     errors = [line for line in done.stderr.splitlines() if line.startswith("finetune: error:")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr[-4000:]
     assert "columns question, reply" in errors[0] and "--text_column" in errors[0]
