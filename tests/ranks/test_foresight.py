@@ -1,6 +1,7 @@
 """What is foreseen of a training's memory is what the training takes: each allocation of real ranks is counted."""
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -22,17 +23,36 @@ RECOMPUTED = tuple(
 SHARED = "shared rows"
 DIVIDED = ("shared layers", "shared experts")
 STAYING = tuple(f"{name} that stays" for name in ("FP8", "FP8 experts", "MXFP4", "int4"))
+NIGHTLY = (RECOMPUTED[1], *STAYING[1:3])
+"""Each is near another one: blocks offloaded to every 3rd of them, with products kept; FP8 experts and MXFP4 to FP8 and
+int4."""
 
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
     """Of each rank, what each case takes."""
-    return run_ranks(measure_all, 2)
+    every = (*CASES, *RECOMPUTED, SHARED, *DIVIDED, *STAYING)
+    return run_ranks(measure_all, 2, [name for name in every if name not in NIGHTLY])
 
 
-def measure_all() -> dict[str, Any]:
-    found = {name: measured_on_cpus(name, "tiny") for name in (*CASES, *RECOMPUTED, SHARED, *DIVIDED, *STAYING)}
-    return found | {name: found[name] | {"exchanged": exchanged(name)} for name in DIVIDED}
+@pytest.fixture(scope="module")
+def of_night() -> list[dict[str, Any]]:
+    """The same of the other cases."""
+    return run_ranks(measure_all, 2, NIGHTLY)
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Names of cases, some of which run nightly."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in names]
+
+
+def measured(request: pytest.FixtureRequest, name: str) -> list[dict[str, Any]]:
+    return [rank[name] for rank in request.getfixturevalue("of_night" if name in NIGHTLY else "real")]
+
+
+def measure_all(names: Iterable[str]) -> dict[str, Any]:
+    found = {name: measured_on_cpus(name, "tiny") for name in names}
+    return found | {name: found[name] | {"exchanged": exchanged(name)} for name in DIVIDED if name in found}
 
 
 class Exchanges(TorchDispatchMode):
@@ -69,21 +89,21 @@ def test_the_peak_of_a_step_is_foreseen(real, name):
         assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_what_blocks_keep_that_are_computed_again_is_foreseen(real, name):
+@pytest.mark.parametrize("name", marked(RECOMPUTED))
+def test_what_blocks_keep_that_are_computed_again_is_foreseen(request, name):
     """On CPUs inputs lie on the host twice, and checkpointing keeps the generator's state for each block."""
     step = foreseen_on_cpus(case_named(name), "tiny", 2)
     held, peak = requested(step)
     state = torch.get_rng_state().nbytes
-    for rank in real:
-        changes = [size for size, *_ in rank[name]["events"] if abs(size) != state]
-        assert max(accumulate(changes, initial=rank[name]["held"])) == pytest.approx(peak, abs=600)
-        assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
+    for found in measured(request, name):
+        changes = [size for size, *_ in found["events"] if abs(size) != state]
+        assert max(accumulate(changes, initial=found["held"])) == pytest.approx(peak, abs=600)
+        assert found["held"] == pytest.approx(held, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", STAYING)
+@pytest.mark.parametrize("name", marked(STAYING))
 @pytest.mark.shows("memory estimate", "stays quantised")
-def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
+def test_what_weights_that_stay_quantised_take_is_foreseen(request, name):
     """The peak, which stands where a weight is dequantised, all that a step takes, with the scratch of the rules, and
     what is gathered.
 
@@ -94,20 +114,20 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(real, name):
     held, peak = requested(step)
     taken = sum(event.num_bytes for event in step.events if isinstance(event, Alloc))
     state = torch.get_rng_state().nbytes
-    for rank in real:
-        events = rank[name]["events"]
+    for found in measured(request, name):
+        events = found["events"]
         states = {address for size, address in events if size == state}
         assert len([size for size, _ in events if size == state]) == 2 * SIZES["tiny"].layers
         changes = [size for size, address in events if abs(size) != state or address not in states]
-        late = max(accumulate(changes, initial=rank[name]["held"])) - peak
+        late = max(accumulate(changes, initial=found["held"])) - peak
         assert -1e-3 * peak < late < 5e-3 * peak
         # of grouped products, CPUs copy each matrix
         assert sum(size for size in changes if size > 0) == pytest.approx(
             taken, rel=4e-2 if "experts" in name else 1e-2
         )
-        assert rank[name]["held"] == pytest.approx(held, rel=1e-3)
+        assert found["held"] == pytest.approx(held, rel=1e-3)
         works = [event for event in step.events if isinstance(event, Work) and event.operation == "all_gather"]
-        sent = [num_bytes for kind, num_bytes in rank[name]["collectives"] if kind.startswith("all_gather")]
+        sent = [num_bytes for kind, num_bytes in found["collectives"] if kind.startswith("all_gather")]
         assert sent == [work.num_bytes for work in works]
 
 
