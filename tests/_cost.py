@@ -37,13 +37,16 @@ class Costs:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.spent: dict[str, float] = {}
+        self.before = 0.0
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = cpu_seconds()
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        self.before = self.before or cpu_seconds()
         result = yield
-        file = str(item.path.relative_to(TABLE.parent))
-        self.spent[file] = self.spent.get(file, 0.0) + cpu_seconds() - before
+        if nextitem is None or nextitem.path != item.path:
+            file, now = str(item.path.relative_to(TABLE.parent)), cpu_seconds()
+            self.spent[file] = self.spent.get(file, 0.0) + now - self.before
+            self.before = now
         return result
 
     def pytest_sessionfinish(self) -> None:
