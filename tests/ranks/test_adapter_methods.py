@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
 from tests._training import train
 
 IDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -39,24 +40,20 @@ def words(tokenizer: str) -> Any:
 
 Q = {"target_modules": ["q_proj"]}
 TIED = {"ensure_weight_tying": True}
+EMBEDDING = {"target_modules": ["embed_tokens"]}
+CPT = {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
 WORKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "LoRA": ("llama", lambda: lora(lora_bias=True, rank_pattern={"q_proj": 2})),
     "LoRA, orthogonal": ("llama", lambda: lora(r=4, init_lora_weights="orthogonal")),
     "DoRA, of a tied embedding too": ("tied", lambda: lora(use_dora=True, target_modules=["embed_tokens", "q_proj"])),
     "trainable_token_indices": ("tied", lambda: lora(trainable_token_indices=[1, 2], **TIED)),
-    "TrainableTokens": (
-        "tied",
-        lambda: other("TrainableTokensConfig", token_indices=[1], target_modules=["embed_tokens"]),
-    ),
+    "TrainableTokens": ("tied", lambda: other("TrainableTokensConfig", token_indices=[1], **EMBEDDING)),
     "modules_to_save": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
     "modules_to_save, tied": ("tied", lambda: lora(modules_to_save=["embed_tokens"], **TIED)),
     "VB-LoRA": ("llama", lambda: other("VBLoRAConfig", r=2, num_vectors=6, vector_length=4, **Q)),
     "Lily": ("llama", lambda: other("LilyConfig", r=3, **Q)),
     "prompt tuning by text": ("tied", lambda: words("tokenizer")),
-    "CPT": (
-        "llama",
-        lambda: other("CPTConfig", cpt_token_ids=[5, 6, 7, 8], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4]),
-    ),
+    "CPT": ("llama", lambda: other("CPTConfig", **CPT)),
     "prefix tuning": ("llama", lambda: other("PrefixTuningConfig", num_virtual_tokens=3)),
     "p-tuning": ("llama", lambda: other("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8)),
     "adaption prompt": ("llama", lambda: other("AdaptionPromptConfig", adapter_len=3, adapter_layers=2)),
@@ -96,42 +93,47 @@ def _adapted(road: str, folder: Path, config: Any, accelerator: Any) -> Any:
     return get_peft_model(plain or from_pretrained(folder, accelerator=accelerator), config)
 
 
-def _works(folder: Path, config: Callable[[], Any], roads: tuple[str, ...]) -> None:
+def _works(folder: Path, config: Callable[[], Any], road: str) -> None:
     expected = _trained(_adapted(ROADS[0], folder, config(), None), IDS)
-    for road in roads:
-        accelerator = make_accelerator(cpu=True)
-        mine = IDS.chunk(dist.get_world_size())[dist.get_rank()]
-        loss, weights = _trained(_adapted(road, folder, config(), accelerator), mine, accelerator)
-        assert loss == pytest.approx(expected[0], abs=1e-5), road
-        assert weights.keys() == expected[1].keys(), road
-        for name, value in expected[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=f"{road}: {name}")
+    accelerator = make_accelerator(cpu=True)
+    mine = IDS.chunk(dist.get_world_size())[dist.get_rank()]
+    loss, weights = _trained(_adapted(road, folder, config(), accelerator), mine, accelerator)
+    assert loss == pytest.approx(expected[0], abs=1e-5)
+    torch.testing.assert_close(weights, expected[1], rtol=0, atol=1e-5)
 
 
-def _is_refused(folder: Path, config: Callable[[], Any], roads: tuple[str, ...], message: str) -> None:
-    for road in roads:
-        accelerator = make_accelerator(cpu=True)
-        with pytest.raises(ConfigError, match=message):
-            accelerator.prepare(_adapted(road, folder, config(), accelerator))
+def _is_refused(folder: Path, config: Callable[[], Any], road: str, message: str) -> None:
+    accelerator = make_accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=message):
+        accelerator.prepare(_adapted(road, folder, config(), accelerator))
 
 
-def _table(folders: dict[str, Path]) -> None:
-    works = {name: partial(_works, folders[kind], config, ROADS) for name, (kind, config) in WORKS.items()}
-    plain = {name: partial(_works, folders[kind], config, ROADS[:1]) for name, (kind, config) in NEEDS_PLAIN.items()}
-    not_on_shards = {
-        f"{name}, refused": partial(_is_refused, folders[kind], config, ROADS[1:], "adapter on the plain model")
-        for name, (kind, config) in NEEDS_PLAIN.items()
-    }
-    refused = {
-        name: partial(_is_refused, folders[kind], config, ROADS, "Use LoraConfig|leave ensure_weight_tying out")
-        for name, (kind, config) in REFUSED.items()
-    }
-    run_cases({**works, **plain, **not_on_shards, **refused})
+NEEDED = "adapter on the plain model"
+INSTEAD = "Use LoraConfig|leave ensure_weight_tying out"
 
 
-def test_every_method_by_every_road_equals_peft_or_names_the_road(folders, tmp_path, monkeypatch):
+def _table(combinations: list[tuple[str, str]], folders: dict[str, Path]) -> None:
+    cases: dict[str, Any] = {}
+    for name, road in combinations:
+        kind, config = (WORKS | NEEDS_PLAIN | REFUSED)[name]
+        if name in WORKS or (name in NEEDS_PLAIN and road == ROADS[0]):
+            cases[f"{name}, {road}"] = partial(_works, folders[kind], config, road)
+        else:
+            message = NEEDED if name in NEEDS_PLAIN else INSTEAD
+            cases[f"{name}, {road}"] = partial(_is_refused, folders[kind], config, road, message)
+    run_cases(cases)
+
+
+def by_turns(*_: Any) -> list[tuple[str, str]]:
+    """Each method by one road; one that needs a plain model by that and by another."""
+    roads = [*in_turn(list(WORKS), ROADS), *in_turn(list(REFUSED), ROADS)]
+    return [*roads, *((name, ROADS[0]) for name in NEEDS_PLAIN), *in_turn(list(NEEDS_PLAIN), ROADS[1:])]
+
+
+@fast_and_nightly(by_turns, [*WORKS, *NEEDS_PLAIN, *REFUSED], ROADS)
+def test_every_method_by_every_road_equals_peft_or_names_the_road(folders, tmp_path, monkeypatch, combinations):
     spelled = Tokenizer(models.WordLevel({str(index): index for index in range(131)}, unk_token="0"))
     spelled.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=spelled, pad_token="0").save_pretrained(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)
-    run_ranks(_table, 2, folders)
+    run_ranks(_table, 2, combinations, folders)

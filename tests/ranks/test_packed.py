@@ -3,8 +3,6 @@
 import copy
 import json
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,24 +10,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools import ParallelDims, from_config, from_pretrained, save_pretrained
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from tests._checkpoints import ORDERED, QUANTIZED, make_every_quantized, refusal, with_order
+from tests._checkpoints import (
+    ORDERED,
+    QUANTIZED,
+    assert_same_tensors,
+    make_every_quantized,
+    refusal,
+    stored_tensors,
+    with_order,
+)
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
+from tests._noted import calls_of
 
 KINDS = list(QUANTIZED)
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
 LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "q_a_proj"], "init_lora_weights": False}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-PRECISIONS: list[dict[str, Any]] = [
-    {"dtype": torch.float32},
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float32, "mp_policy": "bf16"},
-]
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "mixed": {"dtype": torch.float32, "mp_policy": "bf16"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +71,28 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         assert float((ours[name] - tensor).abs().max()) <= rounded, (what, name)
 
 
-def parities(kinds: list[str], precisions: list[dict[str, Any]], folder: Path) -> None:
-    for kind in kinds:
-        for options in precisions:
-            is_grouped = kind in EXPERTS and options["dtype"] == torch.bfloat16
-            options = options | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
-            ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
-            assert packed_parameters(ours), kind
-            for train in (True, False):
-                assert_equal(one_pass(ours, train=train), one_pass(theirs, train=train), (kind, options, train))
+def parities(combinations: list[tuple[str, str]], folder: Path) -> None:
+    for kind, precision in combinations:
+        is_grouped = kind in EXPERTS and precision == "bf16"
+        options = PRECISIONS[precision] | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
+        ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
+        assert packed_parameters(ours), kind
+        for train in (True, False):
+            assert_equal(one_pass(ours, train=train), one_pass(theirs, train=train), (kind, options, train))
 
 
 SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kinds", "precisions"),
-    [
-        (1, SAMPLE, PRECISIONS[2:]),
-        (2, KINDS, PRECISIONS[:2]),
-        (3, SAMPLE, PRECISIONS[2:]),
-        (4, SAMPLE, PRECISIONS[1:2]),
-    ],
-)
+@fast_and_nightly(in_turn, KINDS, list(PRECISIONS))
 @pytest.mark.shows("bf16", "losses of one process", "stays quantised")
-def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, ranks, kinds, precisions):
-    run_ranks(partial(parities, kinds, precisions), ranks, checkpoints, timeout_s=240)
+def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, combinations):
+    run_ranks(partial(parities, combinations), 2, checkpoints)
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 4))])
+def test_uneven_shards_give_the_same(checkpoints, ranks):
+    run_ranks(partial(parities, [(kind, "mixed") for kind in SAMPLE]), ranks, checkpoints)
 
 
 # ---- what works on plain shards ----
@@ -118,72 +121,42 @@ def generated_and_copied(folder: Path, tmp: Path) -> None:
 
 def compiled(folder: Path, tmp: Path) -> None:
     """Compiled blocks compute the same up to rounding."""
-    ours, theirs = (
-        loaded("fp8", folder, dequantize=dequantize, compile={"backend": "aot_eager"}) for dequantize in (False, True)
-    )
-    found, expected = one_pass(ours), one_pass(theirs)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor)
+    found = one_pass(loaded("fp8", folder, dequantize=False, compile={"backend": "aot_eager"}))
+    torch.testing.assert_close(found, one_pass(loaded("fp8", folder, dequantize=True)))
 
 
 # ---- bytes ----
 
 
-@contextmanager
-def dequantised_at_once() -> Iterator[list[int]]:
-    """Values that are dequantised and alive together, each time a weight is dequantised."""
-    alive: list[int] = []
-    made: list[Any] = []
-    plain = PackedForm.floats
-
-    def floats(*args: Any) -> torch.Tensor:
-        result = plain(*args)
-        made.append(weakref.ref(result.untyped_storage()))
-        alive.append(sum(1 for each in made if each() is not None))
-        return result
-
-    PackedForm.floats = floats  # type: ignore[method-assign]
-    try:
-        yield alive
-    finally:
-        PackedForm.floats = plain  # type: ignore[method-assign]
-
-
 def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
     """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
-    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "compressed int4 experts", "gptq experts"):
+    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "gptq experts"):
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         forms = packed_parameters(model)
-        stored = sum(
-            tensor.nbytes
-            for file in (folder / kind).glob("*.safetensors")
-            for key, tensor in load_file(file).items()
-            if key.endswith(("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales"))
-            or tensor.dtype == torch.float8_e4m3fn
-        )
+        names = ("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales")
+        tensors = stored_tensors(folder / kind).items()
+        stored = sum(t.nbytes for key, t in tensors if key.endswith(names) or t.dtype == torch.float8_e4m3fn)
         parts = [model.get_parameter(name) for key, form in forms.items() for name in form.parts(key)]
         assert all(isinstance(part, DTensor) and part.dtype == torch.uint8 for part in parts)
-        gathered = sum(
-            -(-part.shape[part.placements[-1].dim] // dist.get_world_size())
-            * dist.get_world_size()
-            * (part.numel() // part.shape[part.placements[-1].dim])
-            for part in parts
-        )
+        ranks, gathered = dist.get_world_size(), 0
+        for part in parts:
+            rows = part.shape[part.placements[-1].dim]
+            gathered += -(-rows // ranks) * ranks * (part.numel() // rows)
         assert gathered <= 1.02 * stored, (kind, gathered, stored)
+        made: list[Any] = []
         model = loaded(kind, folder, dequantize=False)
-        with dequantised_at_once() as alive:
+        with calls_of(PackedForm, "floats", partial(alive_with, made)) as alive:
             one_pass(model)
         assert max(alive) == 1 and len(alive) > len(forms), (kind, alive)
 
 
+def alive_with(made: list[Any], values: torch.Tensor, *_: Any) -> int:
+    """How many of the values that were dequantised are alive together."""
+    made.append(weakref.ref(values.untyped_storage()))
+    return sum(1 for each in made if each() is not None)
+
+
 # ---- out ----
-
-
-def stored_bytes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
-    return {
-        key: (t.dtype, tuple(t.shape), bytes(t.reshape(-1).view(torch.uint8).tolist())) for key, t in tensors.items()
-    }
 
 
 def saved_as_stored(folder: Path, tmp: Path) -> None:
@@ -191,9 +164,12 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         assert not any(parameter.requires_grad for parameter in model.parameters())
         save_pretrained(model, tmp / kind)
-        before, after = stored_bytes(folder / kind), stored_bytes(tmp / kind)
-        after = {key: each for key, each in after.items() if "correction_bias" not in key}  # transformers makes it fp32
-        assert after == {key: each for key, each in before.items() if "correction_bias" not in key}, kind
+        after, before = (  # transformers makes a bias fp32
+            {key: t for key, t in stored_tensors(where / kind).items() if "correction_bias" not in key}
+            for where in (tmp, folder)
+        )
+        assert_same_tensors(after, before, kind)
+    for kind in SAMPLE:
         again = loaded(kind, tmp, dequantize=False)
         assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
 
@@ -223,19 +199,13 @@ def refused(folder: Path, tmp: Path) -> None:
     assert "holds quantised values, which a cast destroys" in said
 
 
-CASES = [
-    recomputed_offloaded_and_copied,
-    generated_and_copied,
-    compiled,
-    bytes_of_a_unit,
-    saved_as_stored,
-    a_new_model_is_plain,
-    refused,
-]
+CASES = (
+    recomputed_offloaded_and_copied, generated_and_copied, compiled, bytes_of_a_unit, saved_as_stored,
+    a_new_model_is_plain, refused,
+)  # fmt: skip
 
 
 @pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
 @pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
 def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path):
-    cases = {case.__name__: partial(case, checkpoints) for case in CASES}
-    run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240)
+    run_ranks(run_cases, 2, CASES, checkpoints, tmp_path)
