@@ -15,17 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
-from hf_fsdp_tools import (
-    FSDPTrainerMixin,
-    from_pretrained,
-    make_accelerator,
-    save_pretrained,
-    wait_for_saves,
-)
+from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained, wait_for_saves
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import full_state, make_checkpoint, randomize, tiny_config
+from tests._checkpoints import assert_same_tensors, full_state, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
 
@@ -190,14 +184,13 @@ def a_copy_is_a_second_sharded_model(folder: Path) -> None:
     twin.save_pretrained(folder / "twin")
     dist.barrier()
     assert apart(full_parameters(plain_model(folder / "twin")), full_parameters(twin)) == 0
-    assert apart(full_parameters(copy.deepcopy(twin)), full_parameters(twin)) == 0, "a copy of a copy"
     adapted = from_pretrained(folder, peft_config=lora())
     other = copy.deepcopy(adapted)
     assert torch.equal(other(**batch_of(0)).logits, adapted(**batch_of(0)).logits)
     assert not {id(p) for p in other.parameters()} & {id(p) for p in adapted.parameters()}
 
 
-CASES = (
+OF_A_MODEL = (
     the_last_line_of_an_example_saves,
     an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
@@ -262,8 +255,7 @@ def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
     }  # fmt: skip
     trained = full_parameters(model)
     for name in ("last", "own", "ours", "checkpoint-2"):
-        opened = Encoder.open(folder / "run" / name).state_dict()
-        assert opened.keys() == trained.keys() and all(torch.equal(opened[key], trained[key]) for key in opened), name
+        assert_same_tensors(Encoder.open(folder / "run" / name).state_dict(), trained, name)
     other = Encoder(AutoModel.from_pretrained(folder))
     again = ShardedLibraryTrainer(model=other, args=args, train_dataset=data)
     again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
@@ -274,9 +266,7 @@ def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
 
 
 def smoothed_loss(cls: type[Trainer], model: nn.Module, folder: Path, rows: int) -> float:
-    args = arguments(
-        folder / "out", label_smoothing_factor=0.2, per_device_train_batch_size=rows, max_steps=1, learning_rate=5e-5
-    )
+    args = arguments(folder / "out", label_smoothing_factor=0.2, per_device_train_batch_size=rows, max_steps=1)
     data = [{"input_ids": row, "labels": row} for row in ROWS]
     trainer: Any = cls(model=model, args=args, train_dataset=data)
     return float(trainer.train().training_loss)
@@ -295,7 +285,7 @@ def a_sharded_model_looks_like_the_model_that_it_is(folder: Path) -> float:
     return smoothed_loss(ShardedTrainer, model, folder, 4)
 
 
-CASES = (*CASES, a_librarys_own_files_are_saved_and_resumed, a_sharded_model_looks_like_the_model_that_it_is)
+CASES = (*OF_A_MODEL, a_librarys_own_files_are_saved_and_resumed, a_sharded_model_looks_like_the_model_that_it_is)
 
 
 def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:
