@@ -122,17 +122,18 @@ def _loading(folder: Path, out: Path) -> None:
 
 def _held(folder: Path) -> None:
     """Ten loads hold no more than one, pinned or beside the shards: one segment of each size, 2 and 20 MiB."""
-    seen = []
-    for _ in range(10):
-        model = from_pretrained(folder, dtype=torch.float32, load_kwargs={"staging_bytes": 2**20})
-        torch.cuda.synchronize()
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        stats = torch.cuda.host_memory_stats()
-        seen.append((stats["active_bytes.current"], stats["allocated_bytes.current"], unused))
-        del model
-    in_use, kept, unused = zip(*seen, strict=True)
-    assert max(kept) <= 2**20 and max(unused) <= 22 * 2**20, seen
-    assert not any(in_use) or not hasattr(torch.accelerator, "empty_host_cache"), seen
+    for dtype in (torch.float32, torch.bfloat16):
+        seen = []
+        for _ in range(10):
+            model = from_pretrained(folder, dtype=dtype, load_kwargs={"staging_bytes": 2**20})
+            torch.cuda.synchronize()
+            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            stats = torch.cuda.host_memory_stats()
+            seen.append((stats["active_bytes.current"], stats["allocated_bytes.current"], unused))
+            del model
+        in_use, kept, unused = zip(*seen, strict=True)
+        assert max(kept) <= 2**20 and max(unused) <= 22 * 2**20, seen
+        assert not any(in_use) or not hasattr(torch.accelerator, "empty_host_cache"), seen
 
 
 def _packed(folder: Path) -> None:
