@@ -191,6 +191,17 @@ def add_heads(folder: Path, heads: dict[str, torch.Tensor], **config: Any) -> di
 
 # ---- quantised checkpoints ----
 
+
+def small_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Weights of 32 x 64 to 192 x 64 values, whose blocks three ranks cannot share evenly.
+
+    Their rows are whole blocks: on CPUs bitsandbytes 0.50 dequantises others wrongly (off by 75 %).
+    """
+    config = hf.LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 192}, attention_bias=True)
+    randomize(hf.LlamaForCausalLM(config).to(dtype)).save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
 _EVEN = _SIZES | {"intermediate_size": 80}
 Tensors = dict[str, torch.Tensor]
 
@@ -486,6 +497,18 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, every tensor whole."""
     return {key: full(tensor) for key, tensor in model.state_dict().items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_tensors(found: Tensors, expected: Tensors, what: object = "") -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys(), what
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), (what, key)
+        assert torch.equal(bits(found[key]), bits(tensor)), (what, key)
 
 
 def assert_same_model(model: nn.Module, reference: nn.Module, what: str = "") -> None:

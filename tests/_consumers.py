@@ -143,14 +143,14 @@ class WeightTransferTrainerFactory:
 class SGLangServer:
     """A server on a thread of this process, with one worker that joins gloo groups as SGLang's does.
 
-    It knows the tensors `known`, by shape and dtype, and keeps what arrives. With a `fault`, the second bucket fails.
+    It knows the tensors `known`, by shape and dtype, and keeps what arrives.
     """
 
     def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
         self.known = {name: (tuple(t.shape), t.dtype) for name, t in known.items()}
         self.tensors: Tensors = {}
         self.asked: list[str] = []
-        self.fault, self.version = False, None
+        self.version = None
         self.is_open, self.is_paused, self.groups = False, False, dict[str, Any]()
         server = self
 
@@ -236,8 +236,6 @@ class SGLangServer:
         assert self.is_paused and load_format == "flattened_bucket" and flush_cache
         if not self.is_open:
             raise ValueError("update_weights_from_distributed must run between begin and end_weight_update()")
-        if self.tensors and self.fault:
-            raise KeyError("out of memory")
         self._receive(names, dtypes, shapes, group_name)
         self.version = weight_version
         return {"success": True, "message": "Succeeded to update parameter online."}

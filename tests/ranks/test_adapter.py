@@ -1,4 +1,5 @@
-"""Adapters on sharded models: the values, losses and files that PEFT alone gives, in the units of the base."""
+"""Adapters on sharded models: the values, losses and files that PEFT alone gives, in the units of the base; and the
+table of docs/adapters.md: methods of PEFT by three roads, each equal to PEFT or refused with the road that works."""
 
 import json
 from collections.abc import Callable
@@ -9,25 +10,19 @@ from typing import Any
 from unittest import mock
 from unittest.mock import Mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
-from peft import (
-    IA3Config,
-    LoHaConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-)
+from datasets import Dataset
+from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl import SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import (
     CheckpointError,
@@ -44,8 +39,10 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import full, full_state, make_checkpoint, make_model
+from tests._checkpoints import assert_same_tensors, full, full_state, make_checkpoint, make_model, word_tokenizer
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
+from tests._noted import Operators
 from tests._training import arguments, full_gradients, logged, train
 
 IDS = torch.arange(3, 19).reshape(1, 16)
@@ -59,10 +56,7 @@ def lora(**options) -> LoraConfig:
 
 CASES = {
     "all linear layers": ("llama", lambda: lora(target_modules="all-linear")),
-    "embedding and head": (
-        "llama",
-        lambda: lora(use_rslora=True, target_modules=["q_proj", "embed_tokens", "lm_head"]),
-    ),
+    "embedding and head": ("llama", lambda: lora(use_rslora=True, target_modules=["embed_tokens", "lm_head"])),
     "dora": ("llama", lambda: lora(use_dora=True)),
     "ia3": ("llama", lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "head and embedding trained whole": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
@@ -111,17 +105,10 @@ def grown(model) -> None:
         if parameter.requires_grad:
             generator = torch.Generator().manual_seed(len(name))
             noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None)
             with torch.no_grad():
-                if isinstance(parameter, DTensor):
-                    noise = torch.distributed.tensor.distribute_tensor(
-                        noise, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
                 parameter.add_(noise)
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 def _one_case(kind: str, config: Callable[[], Any], folders: dict[str, Path], output: Path) -> None:
@@ -129,7 +116,7 @@ def _one_case(kind: str, config: Callable[[], Any], folders: dict[str, Path], ou
     torch.manual_seed(0 if dist.get_rank() == 0 else 1)  # rank 0's counts
     model = from_pretrained(folder, peft_config=config(), **options(kind))
     assert not model.training
-    assert_equal(full_state(model), full_state(expected))
+    assert_same_tensors(full_state(model), full_state(expected))
     units = make_wrap_plan(plain_base(folder, kind)).units
     plan = sharding_of(model).plan
     assert [unit for unit in units if unit.modules not in {u.modules for u in plan.units}] == []
@@ -162,16 +149,15 @@ def _files(model, expected, base, folder: Path, output: Path, logits: torch.Tens
         return
     save_pretrained(model, output / "merged", merge_adapters=True)
     dist.barrier()
-    assert_equal(full_state(model), before)
+    assert_same_tensors(full_state(model), before)
     merged = expected.merge_and_unload()
-    assert_equal(full_state(base(output / "merged")), full_state(merged))
+    assert_same_tensors(full_state(base(output / "merged")), full_state(merged))
     assert AutoConfig.from_pretrained(output / "merged").tie_word_embeddings == merged.config.tie_word_embeddings
 
 
 def _every_case(folders, output):
-    run_cases(
-        {name: partial(_one_case, kind, config, folders, output / name) for name, (kind, config) in CASES.items()}
-    )
+    cases = {name: partial(_one_case, *case, folders, output / name) for name, case in CASES.items()}
+    run_cases(cases)
 
 
 @pytest.mark.shows("save_pretrained", "LoRA")
@@ -179,9 +165,9 @@ def test_every_kind_of_adapter_is_that_of_peft_in_values_gradients_and_files(fol
     run_ranks(_every_case, 2, folders, tmp_path / "out")
 
 
-# ---- ten steps under every host ----
+# ---- steps under every host ----
 
-STEPS = 10
+STEPS = 4
 ROWS = torch.randint(3, 131, (STEPS * 4, 16), generator=torch.Generator().manual_seed(1))
 LEARNING = {"lr": 1e-2, "weight_decay": 0.0}
 
@@ -199,6 +185,11 @@ def _alone(folder, dtype, autocast):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, trained(model)
+
+
+class Sft(FSDPTrainerMixin, SFTTrainer):
+    def _get_train_sampler(self, *unused):
+        return SequentialSampler(self.train_dataset)
 
 
 def trained(model) -> dict[str, torch.Tensor]:
@@ -228,33 +219,20 @@ def _loop(road, folder, dtype, precision):
 
 
 def _sft(road, folder, dtype, precision, output):
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    class Sft(FSDPTrainerMixin, SFTTrainer):
-        def _get_train_sampler(self, *unused):
-            return SequentialSampler(self.train_dataset)
-
-    words = Tokenizer(models.WordLevel({str(index): index for index in range(131)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2")
     recompute = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, n))
     # TRL draws the adapters that it adds itself by this seed, not by what the script set before.
     settings = {"max_steps": STEPS, "max_grad_norm": 0.0, "bf16": precision == "bf16", "seed": 0, recompute: False}
     args = arguments(output, SFTConfig, max_length=None, **settings)
     model, config = _model(road, folder, make_accelerator(cpu=True, mixed_precision=precision), dtype)
     rows = Dataset.from_list([{"input_ids": row.tolist(), "labels": row.tolist()} for row in ROWS])
-    trainer = Sft(model=model, args=args, train_dataset=rows, processing_class=tokenizer, peft_config=config)
+    trainer = Sft(model=model, args=args, train_dataset=rows, processing_class=word_tokenizer(), peft_config=config)
     trainer.train()
     return logged(trainer), trained(trainer.model)
 
 
 RUNS = [
     (_loop, "from_pretrained", "no"),
-    (_sft, "trl adds to plain", "no"),
     (_sft, "trl adds to sharded", "no"),
-    (_loop, "from_pretrained", "bf16"),
     (_loop, "get_peft_model after sharding", "bf16"),
     (_sft, "trl adds to plain", "bf16"),
     (_sft, "trl adds to sharded", "bf16"),
@@ -268,18 +246,14 @@ def _one_run(host, road, precision, folders, output):
 
 
 @pytest.mark.shows("bf16", "losses of one process", "LoRA")
-def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
+def test_steps_under_every_host_equal_peft_on_one_process(tmp_path):
     """fp32: reductions in another order change the last bits, and Adam's first steps are as large for small gradients
     as for large ones, so weights agree to 1e-5. bf16: FSDP casts frozen and trained weights where autocast casts the
     inputs of some operators only, so losses agree to 2e-3 of 5, and adapters to 0.03 of the 0.1 that they moved; the
     roads under one host agree to 1e-5."""
-    folders = {
-        dtype: make_checkpoint("llama", tmp_path / str(dtype), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
-    }
-    alone = {
-        "no": _alone(folders[torch.float32], torch.float32, False),
-        "bf16": _alone(folders[torch.bfloat16], torch.bfloat16, True),
-    }
+    dtypes = {"no": torch.float32, "bf16": torch.bfloat16}
+    folders = {dtype: make_checkpoint("llama", tmp_path / str(dtype), dtype=dtype) for dtype in dtypes.values()}
+    alone = {name: _alone(folders[dtype], dtype, name == "bf16") for name, dtype in dtypes.items()}
     tolerances = {"no": (2e-5, 1e-5), "bf16": (2e-3, 3e-2)}
     first: dict[object, dict[str, torch.Tensor]] = {}
     runs = {f"{host.__name__}, {road}, {precision}": (host, road, precision) for host, road, precision in RUNS}
@@ -295,15 +269,14 @@ def test_ten_steps_under_every_host_equal_peft_on_one_process(tmp_path):
         for name, value in expected.items():
             torch.testing.assert_close(adapter[name], value, rtol=0, atol=of_weights, msg=f"{what}: {name}")
         for name, value in first.setdefault((host, precision), adapter).items():
-            torch.testing.assert_close(
-                adapter[name], value, rtol=0, atol=1e-5, msg=f"{what} against another road: {name}"
-            )
+            torch.testing.assert_close(adapter[name], value, rtol=0, atol=1e-5, msg=f"{what}, another road: {name}")
 
 
 # ---- mixed precision ----
 
 
-def _mixed_precision(folder, output):
+def fp32_adapters_train_on_a_bf16_base_in_its_units(folder, output):
+    folder, output = output / "bf16", output / "trained"
     size = sum(t.numel() * 2 for t in plain_base(folder).state_dict().values())
     accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
     config = lora(target_modules="all-linear", modules_to_save=["lm_head"])
@@ -338,11 +311,6 @@ def _mixed_precision(folder, output):
         assert torch.equal(stored[name.replace(".default", "").replace(".modules_to_save", "")], value), name
 
 
-def test_fp32_adapters_train_on_a_bf16_base_in_its_units(tmp_path):
-    folder = make_checkpoint("llama", tmp_path / "base", dtype=torch.bfloat16)
-    run_ranks(_mixed_precision, 2, folder, tmp_path / "adapter")
-
-
 # ---- resuming, other meshes, refusals ----
 
 
@@ -351,7 +319,7 @@ def _four_ranks(folder, output):
     config = lora(modules_to_save=["lm_head"])
     torch.manual_seed(0)
     model = from_pretrained(folder, peft_config=config, mesh=ParallelDims(dp_replicate_size=2).build_mesh("cpu"))
-    assert_equal(full_state(model), full_state(plain(folder, config)))
+    assert_same_tensors(full_state(model), full_state(plain(folder, config)))
     grown(model)
     save_pretrained(model, output)
     dist.barrier()
@@ -359,9 +327,9 @@ def _four_ranks(folder, output):
     late = get_peft_model(from_pretrained(folder, mesh=sharding_of(model).mesh), config)
     shard_added(late)
     grown(late)
-    assert_equal(full_state(late), full_state(model))
+    assert_same_tensors(full_state(late), full_state(model))
     frozen = from_pretrained(output)
-    assert_equal(full_state(frozen), full_state(model))
+    assert_same_tensors(full_state(frozen), full_state(model))
     assert not any(p.requires_grad for p in frozen.parameters())
     again = from_pretrained(output, is_trainable=True)
     assert [n for n, p in again.named_parameters() if p.requires_grad] == list(trained(model))
@@ -402,29 +370,25 @@ def an_adapter_by_transformers_own_method(folder, adapter):
         save_pretrained(plain_model, adapter / "out")
 
 
-REFUSALS = (
+CASES_ON_TWO = (
+    fp32_adapters_train_on_a_bf16_base_in_its_units,
     modules_that_are_not_there,
     an_adapter_without_a_base_or_with_another_adapter,
     an_adapter_by_transformers_own_method,
 )
 
 
-def test_what_cannot_be_done_is_refused_in_one_line(folders, tmp_path):
-    run_ranks(run_cases, 2, REFUSALS, folders["llama"], tmp_path)
+def test_adapters_train_on_bf16_and_what_cannot_be_done_is_refused_in_one_line(folders, tmp_path):
+    make_checkpoint("llama", tmp_path / "bf16", dtype=torch.bfloat16)
+    run_ranks(run_cases, 2, CASES_ON_TWO, folders["llama"], tmp_path)
 
 
 # ---- one rank ----
 
 
-class _Copies(TorchDispatchMode):
-    """Bytes that are copied to other memory."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr():
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+def _copied_bytes(func: Any, *args: Any) -> int:
+    is_copy = func is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr()
+    return args[0].nbytes if is_copy else 0
 
 
 def _on_one_rank(folder: Path) -> None:
@@ -439,18 +403,134 @@ def _on_one_rank(folder: Path) -> None:
             optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
             losses = []
             for _ in range(3):
-                with _Copies() as copies:
+                with Operators(_copied_bytes) as copies:
                     loss = model(input_ids=IDS, labels=IDS).loss
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            found.append((copies.num_bytes / frozen, losses, full_state(model)))
+            found.append((copies.sum / frozen, losses, full_state(model)))
     (share, losses, state), (copied, plain_losses, plain_state) = found
     assert share < 0.2 and copied > 1, "FSDP2 copies what it would gather in forward, and what it freed in backward"
-    assert losses == plain_losses and all(torch.equal(state[name], value) for name, value in plain_state.items())
+    assert losses == plain_losses
+    assert_same_tensors(state, plain_state)
 
 
 def test_frozen_weights_are_not_copied_where_nothing_is_gathered(tmp_path):
     run_ranks(_on_one_rank, 1, make_checkpoint("llama", tmp_path))
+
+
+# ---- methods by three roads ----
+
+WORDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def other(kind: str, **options: Any) -> Any:
+    return getattr(peft, kind)(**{"task_type": "CAUSAL_LM", **options})
+
+
+def words(tokenizer: str) -> Any:
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "5 6 7", "tokenizer_name_or_path": tokenizer}
+    return other("PromptTuningConfig", num_virtual_tokens=3, **text)
+
+
+Q = {"target_modules": ["q_proj"]}
+TIED = {"ensure_weight_tying": True}
+EMBEDDING = {"target_modules": ["embed_tokens"]}
+CPT = {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
+WORKS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "LoRA": ("llama", lambda: lora(lora_bias=True, rank_pattern={"q_proj": 2})),
+    "LoRA, orthogonal": ("llama", lambda: lora(r=4, init_lora_weights="orthogonal")),
+    "DoRA, of a tied embedding too": ("tied", lambda: lora(use_dora=True, target_modules=["embed_tokens", "q_proj"])),
+    "trainable_token_indices": ("tied", lambda: lora(trainable_token_indices=[1, 2], **TIED)),
+    "TrainableTokens": ("tied", lambda: other("TrainableTokensConfig", token_indices=[1], **EMBEDDING)),
+    "modules_to_save": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
+    "modules_to_save, tied": ("tied", lambda: lora(modules_to_save=["embed_tokens"], **TIED)),
+    "VB-LoRA": ("llama", lambda: other("VBLoRAConfig", r=2, num_vectors=6, vector_length=4, **Q)),
+    "Lily": ("llama", lambda: other("LilyConfig", r=3, **Q)),
+    "prompt tuning by text": ("tied", lambda: words("tokenizer")),
+    "CPT": ("llama", lambda: other("CPTConfig", **CPT)),
+    "prefix tuning": ("llama", lambda: other("PrefixTuningConfig", num_virtual_tokens=3)),
+    "p-tuning": ("llama", lambda: other("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8)),
+    "adaption prompt": ("llama", lambda: other("AdaptionPromptConfig", adapter_len=3, adapter_layers=2)),
+    "LoKr": ("llama", lambda: other("LoKrConfig", r=4, **Q)),
+    "BOFT": ("llama", lambda: other("BOFTConfig", boft_block_size=4, **Q)),
+    "RandLoRA": ("llama", lambda: other("RandLoraConfig", r=3, **Q)),
+}
+NEEDS_PLAIN: dict[str, tuple[str, Callable[[], Any]]] = {
+    "PiSSA": ("llama", lambda: lora(init_lora_weights="pissa")),
+    "OLoRA": ("llama", lambda: lora(init_lora_weights="olora")),
+    "FRoD": ("llama", lambda: other("FrodConfig", **Q)),
+    "DEFT": ("llama", lambda: other("DeftConfig", **Q)),
+    "layer_replication": ("llama", lambda: lora(layer_replication=[[0, 2], [1, 2]])),
+}
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "AdaLoRA": ("llama", lambda: other("AdaLoraConfig", r=3, total_step=10, tinit=1, tfinal=1, **Q)),
+    "Shadow": ("llama", lambda: other("ShadowConfig")),
+    "LoRA that ties views": ("tied", lambda: lora(target_modules=["embed_tokens"], **TIED)),
+}
+ROADS = ("plain model and prepare", "peft_config of from_pretrained", "get_peft_model on shards")
+
+
+def _trained(model: Any, ids: torch.Tensor, accelerator: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of one step, and the weights after it."""
+    optimizer = torch.optim.SGD([p for p in model.eval().parameters() if p.requires_grad], lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    (loss,) = train(model, optimizer, [{"input_ids": ids, "labels": ids}], accelerator=accelerator)
+    return loss, {name: full(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _adapted(road: str, folder: Path, config: Any, accelerator: Any) -> Any:
+    torch.manual_seed(0)
+    if road.startswith("peft_config"):
+        return from_pretrained(folder, accelerator=accelerator, peft_config=config)
+    plain = AutoModelForCausalLM.from_pretrained(folder) if road.startswith("plain") else None
+    return get_peft_model(plain or from_pretrained(folder, accelerator=accelerator), config)
+
+
+def _works(folder: Path, config: Callable[[], Any], road: str) -> None:
+    expected = _trained(_adapted(ROADS[0], folder, config(), None), WORDS)
+    accelerator = make_accelerator(cpu=True)
+    mine = WORDS.chunk(dist.get_world_size())[dist.get_rank()]
+    loss, weights = _trained(_adapted(road, folder, config(), accelerator), mine, accelerator)
+    assert loss == pytest.approx(expected[0], abs=1e-5)
+    torch.testing.assert_close(weights, expected[1], rtol=0, atol=1e-5)
+
+
+def _is_refused(folder: Path, config: Callable[[], Any], road: str, message: str) -> None:
+    accelerator = make_accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=message):
+        accelerator.prepare(_adapted(road, folder, config(), accelerator))
+
+
+NEEDED = "adapter on the plain model"
+INSTEAD = "Use LoraConfig|leave ensure_weight_tying out"
+
+
+def _table(combinations: list[tuple[str, str]], folders: dict[str, Path]) -> None:
+    cases: dict[str, Any] = {}
+    for name, road in combinations:
+        kind, config = (WORKS | NEEDS_PLAIN | REFUSED)[name]
+        if name in WORKS or (name in NEEDS_PLAIN and road == ROADS[0]):
+            cases[f"{name}, {road}"] = partial(_works, folders[kind], config, road)
+        else:
+            message = NEEDED if name in NEEDS_PLAIN else INSTEAD
+            cases[f"{name}, {road}"] = partial(_is_refused, folders[kind], config, road, message)
+    run_cases(cases)
+
+
+def by_turns(*_: Any) -> list[tuple[str, str]]:
+    """Each method by one road; one that needs a plain model by that and by another."""
+    roads = [*in_turn(list(WORKS), ROADS), *in_turn(list(REFUSED), ROADS)]
+    return [*roads, *((name, ROADS[0]) for name in NEEDS_PLAIN), *in_turn(list(NEEDS_PLAIN), ROADS[1:])]
+
+
+@fast_and_nightly(by_turns, [*WORKS, *NEEDS_PLAIN, *REFUSED], ROADS)
+def test_every_method_by_every_road_equals_peft_or_names_the_road(folders, tmp_path, monkeypatch, combinations):
+    spelled = Tokenizer(models.WordLevel({str(index): index for index in range(131)}, unk_token="0"))
+    spelled.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=spelled, pad_token="0").save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    run_ranks(_table, 2, combinations, folders)

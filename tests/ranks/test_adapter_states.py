@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from hf_fsdp_tools import CheckpointError, export_checkpoint, from_pretrained, save_pretrained
 from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
-from tests._checkpoints import full, make_quantized, plain_model, randomize, refusal
+from tests._checkpoints import assert_same_tensors, full, make_quantized, plain_model, randomize, refusal
 from tests._dist import run_cases, run_ranks
 from tests._training import make_rows, new_accelerator, train
 
@@ -103,9 +103,9 @@ def goes_on(make: Any, out: Path, base: Path, kind: str = "SHARDED_STATE_DICT") 
     other = Loop(make, kind)
     other.train()
     other.accelerator.load_state(out / "state")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.adapter().items())
+    assert_same_tensors(other.adapter(), saved)
     assert other.train() == expected
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in other.adapter().items())
+    assert_same_tensors(other.adapter(), trained)
     return _bytes_of(out / "state"), saved
 
 
@@ -119,10 +119,7 @@ def an_old_state_opens(make: Any, out: Path, base: Path) -> int:
 
 def another_adapter_is_refused(make: Any, out: Path, base: Path) -> None:
     Loop(make).accelerator.save_state(out / "state")
-    shape, lacks = (
-        r"holds in another shape 'base_model\..*lora_A",
-        r"lacks 'base_model\..*v_proj",
-    )
+    shape, lacks = r"holds in another shape 'base_model\..*lora_A", r"lacks 'base_model\..*v_proj"
     for said, config in ((shape, {"r": 3}), (lacks, {"target_modules": ["q_proj", "down_proj", "v_proj"]})):
         other = Loop(_of_files(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **config})))
         found = refusal(lambda other=other: other.accelerator.load_state(out / "state"), CheckpointError)
@@ -134,7 +131,7 @@ def on_one_rank(make: Any, out: Path, saved: dict[str, torch.Tensor]) -> None:
     loop = Loop(make)
     with pytest.warns(UserWarning, match=r"saved by 2 process\(es\) and is read by 1"):
         loop.accelerator.load_state(out / "state")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in loop.adapter().items())
+    assert_same_tensors(loop.adapter(), saved)
     moments = [state["exp_avg"] for state in loop.optimizer.state.values()]
     assert len(moments) == len(saved) and any(full(moment).any() for moment in moments)
     loop.train()
@@ -166,5 +163,4 @@ def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path) 
 
     for name in ("lora", "whole modules", "biases", "prefix"):  # the state names its base
         export_checkpoint(tmp_path / name / "state", tmp_path / name / "out")
-        ours, theirs = (load_file(tmp_path / name / folder / ADAPTER) for folder in ("out", "saved"))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+        assert_same_tensors(*(load_file(tmp_path / name / folder / ADAPTER) for folder in ("out", "saved")))

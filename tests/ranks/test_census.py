@@ -8,14 +8,12 @@ experts of which the ranks choose different ones.
 from functools import partial
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING
 
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.proof.compare import PRECISIONS
 from tests._dist import run_alone, run_cases, run_ranks
 from tests.census import packed
-from tests.census.agree import examine_sharded
 from tests.census.trained import examine_on_ranks, examine_plain, judged, size_of
 
 SAMPLE = {
@@ -63,23 +61,8 @@ def _agrees(folder, model_type):
     assert 1 <= row["fp32_gathered"] <= row["fp32_allowed"]
 
 
-def _notices_what_differs(folder):
-    case, plain = torch.load(folder / "llama" / "plain.pt", weights_only=False)
-    figures = plain["fp32"]
-    name = "model.layers.1.mlp.up_proj.weight"
-    gradient = figures.gradients["rows"][name]
-    gradient[0, 0] += 0.01 * gradient.abs().max()
-    figures.state[name][-1, -1] += 1e-6
-    outputs = figures.outputs["rows"]
-    outputs[:] = [{key: value * 1.001 for key, value in found.items()} for found in outputs]
-    row = examine_sharded(case, "fp32", figures, figures)
-    said = {check: row[check] for check in ("load", "outputs", "gradients", "loss", "save")}
-    return {check: bool(what if isinstance(what, str) else what[1]) for check, what in said.items()}
-
-
 def _sample(folder, types):
     run_cases({name: partial(_agrees, folder, name) for name in types})
-    return _notices_what_differs(folder) if "llama" in types else None
 
 
 SHARED = {
@@ -151,8 +134,6 @@ def test_a_sample_of_architectures_trains_as_the_plain_model_does(tmp_path):
     run_ranks(_sample, 2, tmp_path, types)
 
 
-def test_few_architectures_train_as_the_plain_model_does_and_what_differs_is_noticed(tmp_path):
+def test_few_architectures_train_as_the_plain_model_does(tmp_path):
     run_alone(_plain, FEW, tmp_path)
-    first, second = run_ranks(_sample, 2, tmp_path, FEW)
-    noticed = {check: first[check] or second[check] for check in first}
-    assert noticed == {"load": True, "outputs": True, "gradients": True, "loss": False, "save": False}
+    run_ranks(_sample, 2, tmp_path, FEW)

@@ -2,7 +2,6 @@
 
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +31,8 @@ from hf_fsdp_tools.sharding import context_parallel
 from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
+from tests._noted import calls_of
+from tests._training import train
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -110,16 +111,12 @@ def rows_are_shared(kinds, dims, which=("whole", "packed", "padded"), **options)
             loss = model(**rows_of(rows, own)).loss
             loss.backward()
             what = f"{kind}, {rows} rows, {dims}"
-            torch.testing.assert_close(loss.detach(), losses[own].detach(), msg=lambda text, w=what: f"{w}: {text}")
+            torch.testing.assert_close(loss.detach(), losses[own].detach(), msg=what)
             expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None and name in expected:
                     torch.testing.assert_close(
-                        full(parameter.grad),
-                        expected[name],
-                        rtol=1e-4,
-                        atol=1e-6,
-                        msg=lambda text, w=f"{what}, {name}": f"{w}: {text}",
+                        full(parameter.grad), expected[name], rtol=1e-4, atol=1e-6, msg=f"{what}, {name}"
                     )
             with torch.no_grad():
                 batch = rows_of(rows, own)
@@ -139,14 +136,7 @@ def bf16_and_adapters(cp_size):
         model = sharded_copy("llama", ParallelDims(cp_size=size), mp_policy="bf16")
         model = add_adapter(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), seed=0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        losses = []
-        for _ in range(3):
-            loss = model(**rows, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        values[size] = losses
+        values[size] = train(model, optimizer, [rows | {"use_cache": False}] * 3)
     torch.testing.assert_close(values[cp_size], values[1], rtol=5e-3, atol=0.0)  # bf16 has 8 bits
     assert values[1][2] < values[1][0] - 0.01
 
@@ -185,14 +175,8 @@ def a_leak_would_be_seen():
 def bytes_follow_the_formula():
     """4 all-to-alls per attention and direction, of this rank's part of queries, keys, values and outputs."""
     model = sharded_copy("llama", ParallelDims(cp_size=2))
-    config, sent = model.config, []
-    exchange = context_parallel.Rows.exchange
-
-    def counted(rows: Any, tensor: torch.Tensor, **dims: int) -> torch.Tensor:
-        sent.append(tensor.numel())
-        return exchange(rows, tensor, **dims)
-
-    with patch.object(context_parallel.Rows, "exchange", counted):
+    config = model.config
+    with calls_of(context_parallel.Rows, "exchange", lambda _, rows, tensor: tensor.numel()) as sent:
         model(**rows_of("whole", 0)).loss.backward()
     tokens, width = 2 * -(-LENGTH // 2), config.hidden_size // config.num_attention_heads
     groups = max(config.num_key_value_heads, 2)
@@ -201,23 +185,19 @@ def bytes_follow_the_formula():
 
 def what_cannot_share_rows_is_refused():
     mesh = ParallelDims(cp_size=2).build_mesh("cpu")
-    for kind, match in {
-        "qwen3_next": "mixes tokens by a convolution or a recurrence",
-        "mamba": "convolution",
-        "bloom": "does not call an attention function",
-        "t5": "not a decoder",
-        "qwen3": r"loss .ForSequenceClassification. is not that of the next token",
-    }.items():
-        auto = {"t5": AutoModelForSeq2SeqLM, "qwen3": AutoModelForSequenceClassification}.get(
-            kind, AutoModelForCausalLM
-        )
+    next_words = AutoModelForCausalLM
+    for kind, auto, match in (
+        ("qwen3_next", next_words, "mixes tokens by a convolution or a recurrence"),
+        ("mamba", next_words, "convolution"),
+        ("bloom", next_words, "does not call an attention function"),
+        ("t5", AutoModelForSeq2SeqLM, "not a decoder"),
+        ("qwen3", AutoModelForSequenceClassification, r"ForSequenceClassification. is not that of the next token"),
+    ):
         model = auto.from_config(tiny_config(kind))
         with pytest.raises(ConfigError, match=match):
             shard_model(model, make_wrap_plan(model), mesh=mesh)
     model = AutoModelForCausalLM.from_config(plain("three heads").config, attn_implementation="flex_attention")
-    with pytest.raises(
-        ConfigError, match=r"3 attention heads of layers.0 cannot be divided .* as flex_attention needs"
-    ):
+    with pytest.raises(ConfigError, match=r"3 attention heads of layers.0 cannot be .* as flex_attention needs"):
         shard_model(model, make_wrap_plan(model), mesh=mesh)
 
 

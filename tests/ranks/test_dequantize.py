@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import compressed_tensors
 
 from hf_fsdp_tools import (
@@ -32,12 +33,15 @@ from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from tests._checkpoints import (
     ORDERED,
     QUANTIZED,
+    assert_same_tensors,
     dequantized_by_transformers,
     full_state,
     make_every_quantized,
+    refusal,
     with_order,
 )
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
 
 KINDS = [kind for kind in QUANTIZED if "compressed" not in kind or find_spec("compressed_tensors")]
 """Those of compressed-tensors where its package is there, which transformers needs."""
@@ -66,24 +70,24 @@ def assert_dequantized(model: nn.Module, theirs: PreTrainedModel, dtype: torch.d
         assert tensor.shape == their.shape and torch.allclose(tensor, their, rtol=rounded, atol=0), (what, key)
 
 
-def load_every_kind(folder: Path, kinds: Sequence[str]) -> list[tuple[str, float, int]]:
+def load_every_kind(folder: Path, combinations: Sequence[tuple[str, torch.dtype]]) -> list[tuple[str, float, int]]:
     rows = []
-    for kind in kinds:
-        for dtype in (torch.bfloat16, torch.float32):
-            model, report = from_pretrained(folder / kind, dtype=dtype, output_loading_info=True)
-            assert_dequantized(model, dequantized_by_transformers(kind, folder / kind, dtype), dtype, (kind, dtype))
-            assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, kind
-            assert report.dequantized_from == QUANTIZED[kind][2]["quant_method"]
-            assert report.dequantized_bytes > 1.9 * report.quantized_bytes and not hasattr(
-                model.config, "quantization_config"
-            )
-            rows.append((kind, report.read_ratio, report.share_bytes))
+    for kind, dtype in combinations:
+        model, report = from_pretrained(folder / kind, dtype=dtype, output_loading_info=True)
+        assert_dequantized(model, dequantized_by_transformers(kind, folder / kind, dtype), dtype, (kind, dtype))
+        assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, kind
+        assert report.dequantized_from == QUANTIZED[kind][2]["quant_method"]
+        assert report.dequantized_bytes > 1.9 * report.quantized_bytes
+        assert not hasattr(model.config, "quantization_config")
+        rows.append((kind, report.read_ratio, report.share_bytes))
     return rows
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(1, KINDS), (2, KINDS), (3, KINDS), (4, TRANSPOSED)])
-def test_every_kind_is_what_transformers_makes_of_it(checkpoints, ranks, kinds):
-    for rows in zip(*run_ranks(load_every_kind, ranks, checkpoints, kinds), strict=True):
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 4))])
+@fast_and_nightly(in_turn, KINDS, (torch.bfloat16, torch.float32))
+def test_every_kind_is_what_transformers_makes_of_it(checkpoints, combinations, ranks):
+    chosen = combinations[1::2] if ranks == 3 else combinations
+    for rows in zip(*run_ranks(load_every_kind, ranks, checkpoints, chosen), strict=True):
         kind = rows[0][0]
         least, most = (0.85, ranks) if kind in TRANSPOSED and ranks > 1 else (1, 1.05)
         assert all(least <= ratio <= most for _, ratio, _ in rows), rows
@@ -105,8 +109,6 @@ def along(dim: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def along_other_dimensions(kind: str, dim: int, folder: Path, tmp: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model = build_meta_model(folder / kind)
     for layer in model.model.layers:
         fully_shard(layer, shard_placement_fn=along(dim))
@@ -170,8 +172,6 @@ def flat_shards(folder: Path, tmp: Path) -> None:
 
 def packed_in_four_bits(folder: Path, tmp: Path) -> None:
     """QLoRA on a quantised checkpoint: as on the plain checkpoint of the same weights."""
-    from transformers import BitsAndBytesConfig
-
     given = {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_use_double_quant": True}
     config = BitsAndBytesConfig(load_in_4bit=True, **given)
     out = tmp / "plain for qlora"
@@ -184,82 +184,61 @@ def packed_in_four_bits(folder: Path, tmp: Path) -> None:
     for source in (folder / "fp8", out):
         model = from_pretrained(source, quantization_config=config, load_kwargs={"staging_bytes": 2**20})
         states.append(full_state(model) | beside_4bit(model))
-    assert states[0].keys() == states[1].keys() and len(weights_4bit(model)) == 14
-    for key, tensor in states[0].items():
-        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, states[1][key])]
-        assert torch.equal(*bits), key
-
-
-WAYS: dict[str, Callable[[Path, Path], None]] = {
-    **{
-        f"{kind} along dimension {dim}": partial(along_other_dimensions, kind, dim)
-        for kind, dim in (
-            ("fp8", 1),
-            ("mxfp4", 1),
-            ("mxfp4", 2),
-            ("fp8 and fp4 experts", 1),
-            ("fp8 experts", 2),
-            ("compressed int4", 1),
-            ("gptq", 1),
-            ("awq experts", 2),
-        )
-        if kind in KINDS
-    },
-    "replicas": replicas,
-    **{
-        f"{kind} saved": partial(saved_and_loaded_again, kind)
-        for kind in ("fp8", "fp8 experts", "mxfp4", "gptq experts")
-    },
-    **{f"{kind} in silence": partial(without_a_word_in_the_config, kind) for kind in ("fp8 and fp4 experts", "mxfp4")},
-    "FSDP1": flat_shards,
-}
-
-
-def test_other_ways_to_load(checkpoints, tmp_path):
-    run_ranks(run_cases, 2, WAYS, checkpoints, tmp_path)
-
-
-def test_quantised_weights_are_packed_in_four_bits(checkpoints, tmp_path):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
-    run_ranks(packed_in_four_bits, 2, checkpoints, tmp_path)
+    assert_same_tensors(*states)
+    assert len(weights_4bit(model)) == 14
 
 
 # ---- what is wrong with values ----
 
-
-def bad_scales(folder: Path) -> str:
-    model = build_meta_model(folder)
-    shard_model(model, make_wrap_plan(model))
-    with pytest.raises(CheckpointError) as error:
-        load_weights(model, folder)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    return str(error.value)
-
-
-def with_scale(folder: Path, target: Path, value: float) -> Path:
-    """A copy with this value in the last block, which the last rank alone reads."""
-    shutil.copytree(folder, target)
-    file = next(f for f in target.glob("*.safetensors") if BAD in load_file(f))
-    tensors = load_file(file)
-    tensors[BAD][-1, -1] = value
-    save_file(tensors, file, metadata={"format": "pt"})
-    return target
-
-
 BAD = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
 
-def test_a_scale_that_is_no_number_stops_all_ranks(checkpoints, tmp_path):
-    values = (0.0, float("nan"), float("inf"))
-    folders = [with_scale(checkpoints / "fp8", tmp_path / str(value), value) for value in values]
-    first, second = run_ranks(run_cases, 2, {folder.name: partial(bad_scales, folder) for folder in folders})
-    assert first == second
-    for message in first.values():
-        assert "failed on 1 of 2 ranks" in message
-        assert f"{BAD!r} holds 1 scales that are zero, infinite or NaN" in message
+def refused(folder: Path) -> str:
+    model = build_meta_model(folder)
+    shard_model(model, make_wrap_plan(model))
+    said = refusal(lambda: load_weights(model, folder), CheckpointError)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert "failed on 1 of 2 ranks" in said
+    return said
 
 
-def test_columns_ordered_by_activation_stop_all_ranks(checkpoints, tmp_path):
-    first, second = run_ranks(bad_scales, 2, with_order(checkpoints / "gptq", tmp_path / "ordered"))
-    assert first == second and "failed on 1 of 2 ranks" in first
-    assert f"{ORDERED!r} orders its columns by activation" in first and "model.dequantize()" in first
+def a_scale_that_is_no_number_stops_all_ranks(folder: Path, tmp: Path) -> None:
+    """In the last block, which the last rank alone reads."""
+    for value in (0.0, float("nan"), float("inf")):
+        target = tmp / str(value)
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "fp8", target)
+            file = next(f for f in target.glob("*.safetensors") if BAD in load_file(f))
+            tensors = load_file(file)
+            tensors[BAD][-1, -1] = value
+            save_file(tensors, file, metadata={"format": "pt"})
+        dist.barrier()
+        assert f"{BAD!r} holds 1 scales that are zero, infinite or NaN" in refused(target)
+
+
+def columns_ordered_by_activation_stop_all_ranks(folder: Path, tmp: Path) -> None:
+    if dist.get_rank() == 0:
+        with_order(folder / "gptq", tmp / "ordered")
+    dist.barrier()
+    said = refused(tmp / "ordered")
+    assert f"{ORDERED!r} orders its columns by activation" in said and "model.dequantize()" in said
+
+
+ALONG = (
+    ("mxfp4", 1), ("mxfp4", 2), ("fp8 and fp4 experts", 1), ("fp8 experts", 2), ("compressed int4", 1), ("gptq", 1),
+    ("awq experts", 2),
+)  # fmt: skip
+WAYS: dict[str, Callable[[Path, Path], None]] = {
+    **{f"{kind} along {dim}": partial(along_other_dimensions, kind, dim) for kind, dim in ALONG if kind in KINDS},
+    **{f"{kind} saved": partial(saved_and_loaded_again, kind) for kind in ("fp8 experts", "mxfp4", "gptq experts")},
+    **{f"{kind} in silence": partial(without_a_word_in_the_config, kind) for kind in ("fp8 and fp4 experts", "mxfp4")},
+    "replicas": replicas,
+    "FSDP1": flat_shards,
+    **({"4 bits": packed_in_four_bits} if find_spec("bitsandbytes") else {}),
+    "no number": a_scale_that_is_no_number_stops_all_ranks,
+    "ordered": columns_ordered_by_activation_stop_all_ranks,
+}
+
+
+def test_other_ways_to_load_and_bad_values(checkpoints, tmp_path):
+    run_ranks(run_cases, 2, WAYS, checkpoints, tmp_path)

@@ -1,7 +1,5 @@
 """Texts generated on shards: the tokens of one process, weights gathered once where they fit, no rank waits in vain."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_fsdp_tools import from_pretrained, gathered_units
 from hf_fsdp_tools.sharding import gathering
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 
 PROMPTS = torch.arange(3, 23).reshape(4, 5)
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
@@ -27,23 +26,15 @@ def lora() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-@contextmanager
-def gathers_counted() -> Iterator[list[int]]:
-    """The number of units that are gathered from other ranks in a block, as the only element of a list."""
-    count, gather = [0], _fsdp_param_group.foreach_all_gather
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return gather(*args, **kwargs)
-
-    with patch.object(_fsdp_param_group, "foreach_all_gather", counting):
-        yield count
+def gathers_counted() -> Any:
+    """Notes each unit that is gathered from other ranks in a block."""
+    return calls_of(_fsdp_param_group, "foreach_all_gather")
 
 
 def gathers_of_one_pass(model: Any) -> int:
-    with gathers_counted() as count, torch.no_grad():
+    with gathers_counted() as gathers, torch.no_grad():
         model(input_ids=PROMPTS)
-    return count[0]
+    return len(gathers)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -68,42 +59,42 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
 def tokens_are_those_of_one_process(folder: Path) -> None:
     """Full and LoRA, in fp32, bf16 and bf16 over fp32 masters; where the weights fit, each unit is gathered once, else
     once for each token."""
-    for dtype, masters in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        for config in (None, lora()):
-            plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            torch.manual_seed(0)
-            plain = plain if config is None else peft.get_peft_model(plain, config)
-            torch.manual_seed(0)
-            held = {"dtype": "float32", "mp_policy": "bf16"} if masters else {"dtype": dtype}
-            model: Any = from_pretrained(folder, peft_config=config, **held)
-            expected = plain.eval().generate(input_ids=PROMPTS, **GREEDY)
-            units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
-            for free, gathers in ((10**9, units), (0, units * tokens)):
-                with gathers_counted() as count, patch.object(gathering, "free_bytes", lambda _, free=free: free):
-                    made = model.eval().generate(input_ids=mine(PROMPTS), **GREEDY)
-                assert torch.equal(made, mine(expected)), (dtype, config)
-                assert count == [gathers] and is_sharded(model), (dtype, config, count)
-            one_step(model)
-
-
-def one_step(model: Any) -> None:
-    """A backward pass works after a generation, and every trained shard has a gradient."""
-    model.train()(input_ids=PROMPTS, labels=PROMPTS).loss.backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    masters = {"dtype": "float32", "mp_policy": "bf16"}
+    for dtype, held, config in (
+        (torch.float32, {}, lora()),
+        (torch.bfloat16, {"dtype": "bfloat16"}, None),
+        (torch.bfloat16, masters, None),
+        (torch.bfloat16, masters, lora()),
+    ):
+        plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        torch.manual_seed(0)
+        plain = plain if config is None else peft.get_peft_model(plain, config)
+        torch.manual_seed(0)
+        model: Any = from_pretrained(folder, peft_config=config, **held)
+        expected = plain.eval().generate(input_ids=PROMPTS, **GREEDY)
+        units, tokens = gathers_of_one_pass(model), expected.shape[1] - PROMPTS.shape[1]
+        for free, count in ((10**9, units), (0, units * tokens)):
+            with gathers_counted() as gathers, patch.object(gathering, "free_bytes", lambda _, free=free: free):
+                made = model.eval().generate(input_ids=mine(PROMPTS), **GREEDY)
+            assert torch.equal(made, mine(expected)), (held, config)
+            assert len(gathers) == count and is_sharded(model), (held, config, len(gathers))
+        model.train()(input_ids=PROMPTS, labels=PROMPTS).loss.backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     asked = unlike_lengths(plain)
     model: Any = from_pretrained(folder)
-    forward_passes = [0]
-    model.register_forward_hook(lambda *_: forward_passes.__setitem__(0, forward_passes[0] + 1))
     passes: dict[bool, int] = {}
     for gathered in (True, False):
+        run: list[None] = []
+        hook = model.register_forward_hook(lambda *_, run=run: run.append(None))
         with gathered_units(model, gathered):
             made = model.generate(input_ids=mine(PROMPTS), **asked)
+        hook.remove()
         assert torch.equal(made, plain.generate(mine(PROMPTS), **asked)) and is_sharded(model)
-        passes[gathered], forward_passes[0] = forward_passes[0], 0
+        passes[gathered] = len(run)
     length = made.shape[1] - PROMPTS.shape[1]
     assert length < 7 if dist.get_rank() == 0 else length == 7
     assert passes == {True: length, False: 7}, "unit by unit, all ranks go on until the last has finished"
@@ -111,14 +102,14 @@ def a_rank_whose_rows_end_early_keeps_no_other_waiting(folder: Path) -> None:
 
 def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
     model: Any = from_pretrained(folder)
-    with gathers_counted() as count, gathered_units(model):
+    with gathers_counted() as gathers, gathered_units(model):
         if dist.get_rank() == 0:
             for length in (1, 3):
                 assert model.generate(PROMPTS[:1], **{**GREEDY, "max_new_tokens": length}).shape == (1, 5 + length)
         with pytest.raises(ValueError, match="nonsense"):
             model.generate(PROMPTS, nonsense=1)
         assert model.generate(PROMPTS, **GREEDY).shape == (4, 12)
-    assert is_sharded(model) and count == [gathers_of_one_pass(model)]
+    assert is_sharded(model) and len(gathers) == gathers_of_one_pass(model)
     with pytest.raises(ZeroDivisionError), gathered_units(model):
         1 / 0  # noqa: B018
     assert is_sharded(model)

@@ -16,20 +16,23 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from hf_fsdp_tools import (
-    add_adapter,
-    export_checkpoint,
-    from_pretrained,
-    load_weights,
-    save_pretrained,
-    wait_for_saves,
-)
+from hf_fsdp_tools import add_adapter, export_checkpoint, from_pretrained, load_weights, save_pretrained, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.saving import save
 from hf_fsdp_tools.text import show_bytes
-from tests._checkpoints import QUANTIZED, add_heads, make_quantized, randomize, refusal, stored_tensors, tiny_config
+from tests._checkpoints import (
+    QUANTIZED,
+    add_heads,
+    assert_same_tensors,
+    make_quantized,
+    randomize,
+    refusal,
+    stored_tensors,
+    tiny_config,
+)  # fmt: skip
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, make_rows
 
 HEADS = {"deepseek_v3": "model.layers.61.", "glm4_moe": "model.layers.92.", "qwen3_next": "mtp.layers.0."}
@@ -67,16 +70,11 @@ def heads_of(folder: Path) -> Tensors:
     return {key: t for key, t in stored_tensors(folder).items() if key.startswith(tuple(HEADS.values()))}
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def assert_carried(folder: Path, source: Path) -> None:
     """The heads are those of the source, and index, sizes and config fit; plain transformers opens the folder."""
-    found, expected = heads_of(folder), heads_of(source)
-    assert found.keys() == expected.keys() and found
-    assert all(bits(found[key]) == bits(tensor) for key, tensor in expected.items())
-    tensors = stored_tensors(folder)
+    found, tensors = heads_of(folder), stored_tensors(folder)
+    assert found
+    assert_same_tensors(found, heads_of(source))
     listing = folder / "model.safetensors.index.json"
     if listing.exists():
         content = json.loads(listing.read_text())
@@ -100,15 +98,10 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
     assert set(report.carried_keys) == heads.keys() and not report.unexpected_keys
     assert report.carried_bytes == sum(tensor.nbytes for tensor in heads.values())
     assert f"{len(heads)} tensors, {show_bytes(report.carried_bytes)}, for saves to copy" in str(report)
-    read: list[int] = []
-    whole = save.read_into
-
-    def counting(places: Any, *args: Any, **kwargs: Any) -> Any:
-        read.extend(memory.nbytes for memory, _, _ in places)
-        return whole(places, *args, **kwargs)
-
-    with patch.object(save, "_SLAB_BYTES", 2048), patch.object(save, "read_into", counting):
+    sizes = calls_of(save, "read_into", lambda _, places, *__: [memory.nbytes for memory, _, _ in places])
+    with patch.object(save, "_SLAB_BYTES", 2048), sizes as calls:
         save_pretrained(model, tmp / kind, max_shard_size=SIZE)
+    read = [size for call in calls for size in call]
     shares = all_ranks(sum(read))
     assert sum(shares) == report.carried_bytes and max(shares) < 0.6 * report.carried_bytes and max(read) <= 2048
     assert_carried(tmp / kind, folders[kind])
@@ -117,11 +110,10 @@ def saved_now_and_in_the_background(kind: str, folders: dict[str, Path], tmp: Pa
         model.lm_head.weight.zero_()
     wait_for_saves()
     assert_carried(tmp / f"{kind} later", folders[kind])
-    again, plain = (stored_tensors(tmp / name) for name in (f"{kind} later", kind))
-    assert again.keys() == plain.keys() and all(torch.equal(again[key], plain[key]) for key in plain)
-    half = save_pretrained(model, tmp / f"{kind} cast", dtype=torch.float16)
-    cast = heads_of(tmp / f"{kind} cast")
-    assert all(torch.equal(cast[k], t.half() if t.is_floating_point() else t) for k, t in heads.items()), half
+    assert_same_tensors(stored_tensors(tmp / f"{kind} later"), stored_tensors(tmp / kind))
+    save_pretrained(model, tmp / f"{kind} cast", dtype=torch.float16)
+    half = {key: t.half() if t.is_floating_point() else t for key, t in heads.items()}
+    assert_same_tensors(heads_of(tmp / f"{kind} cast"), half)
 
 
 def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
@@ -150,17 +142,14 @@ def drafts_of_transformers(folders: dict[str, Path], tmp: Path) -> None:
 def a_trainers_checkpoints(folders: dict[str, Path], tmp: Path) -> None:
     """In the folder that a run goes on from, too, which the run deletes; exported by each number of ranks."""
     source = folders["glm4_moe"]
-    for name, blocking in (("now", True), ("later", False)):
-        given = arguments(tmp / name, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
-        trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), given, train_dataset=make_rows(8))
-        trainer.blocking = blocking
-        trainer.train()
-        assert_carried(tmp / name / "checkpoint-2", source)
-    given = arguments(tmp / "later", max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=1)
-    trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), given, train_dataset=make_rows(8))
-    trainer.train(resume_from_checkpoint=True)
+    rows, given = make_rows(8), {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    for name, steps in (("now", 2), ("later", 2), ("later", 4)):
+        args = arguments(tmp / name, max_steps=steps, **given)
+        trainer = ShardedTrainer(from_pretrained(source, dtype=torch.float32), args, train_dataset=rows)
+        trainer.blocking = name == "now"
+        trainer.train(resume_from_checkpoint=steps == 4)
+        assert_carried(tmp / name / f"checkpoint-{steps}", source)
     assert not (tmp / "later" / "checkpoint-2").exists()
-    assert_carried(tmp / "later" / "checkpoint-4", source)
     export_checkpoint(tmp / "later" / "checkpoint-4", tmp / "exported", max_shard_size=SIZE)
     assert_carried(tmp / "exported", source)
 
@@ -174,8 +163,7 @@ def merged(folders: dict[str, Path], tmp: Path) -> None:
     export_checkpoint(None, tmp / "merged by export", adapter=tmp / "adapter")
     for name in ("merged", "merged by export"):
         assert_carried(tmp / name, source)
-    ours, theirs = (stored_tensors(tmp / name) for name in ("merged", "merged by export"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert_same_tensors(stored_tensors(tmp / "merged by export"), stored_tensors(tmp / "merged"))
     assert all("61" not in key for key in stored_tensors(tmp / "adapter"))
 
 
@@ -247,8 +235,7 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
         add_heads(source, {key: tensor.contiguous() for key, tensor in stored.items()})
     all_ranks(None)
     save_pretrained(from_pretrained(source, dequantize=False), tmp / "as stored")
-    raw, expected = heads_of(tmp / "as stored"), heads_of(source)
-    assert raw.keys() == expected.keys() and all(bits(raw[key]) == bits(tensor) for key, tensor in expected.items())
+    assert_same_tensors(heads_of(tmp / "as stored"), heads_of(source))
     for dtype in (torch.bfloat16, torch.float32):
         with patch.object(save, "_SLAB_BYTES", 1500):
             save_pretrained(from_pretrained(source, dtype=dtype), tmp / f"{dtype}")
@@ -259,8 +246,7 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
             apart = (tensor.float() - plain[key]).norm() / plain[key].norm()
             assert tensor.dtype == dtype and 0 < apart < (0.2 if "experts" in key else 0.05), (key, apart)
     export_checkpoint(source, tmp / "plain", dtype=torch.float32)
-    exported, theirs = (heads_of(tmp / name) for name in ("plain", "torch.float32"))
-    assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
+    assert_same_tensors(heads_of(tmp / "plain"), heads_of(tmp / "torch.float32"))
     load_weights(from_pretrained(tmp / "plain"), tmp / "plain", strict=True)
     torch.manual_seed(0)
     lora = LoraConfig(target_modules=["q_a_proj"], target_parameters=EXPERTS, init_lora_weights=False)
@@ -268,12 +254,11 @@ def dequantised(folders: dict[str, Path], tmp: Path) -> None:
     lora = LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False)
     save_pretrained(add_adapter(from_pretrained(source), lora), tmp / "adapter of attention")
     export_checkpoint(None, tmp / "merged of fp8", adapter=tmp / "adapter of fp8")
-    exported, theirs = (heads_of(tmp / name) for name in ("merged of fp8", "torch.bfloat16"))
-    assert exported.keys() == theirs.keys() and all(torch.equal(exported[key], theirs[key]) for key in theirs)
+    assert_same_tensors(heads_of(tmp / "merged of fp8"), heads_of(tmp / "torch.bfloat16"))
     errors = [all_ranks(dict(kept(tmp, name, carry_heads=name == "kept"))) for name in ("kept", "kept without")]
     assert errors[0][0] and all(each == errors[0][0] for each in (*errors[0], *errors[1]))
     raw = heads_of(tmp / "kept")
-    assert raw.keys() == expected.keys() and all(bits(raw[key]) == bits(tensor) for key, tensor in expected.items())
+    assert_same_tensors(raw, heads_of(source))
     assert stored_tensors(tmp / "kept without").keys() == stored_tensors(tmp / "kept").keys() - raw.keys()
 
 
@@ -293,5 +278,4 @@ def test_heads_survive(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(cases, 2, folders, tmp_path)
     alone = kept(tmp_path, "kept alone")  # what two ranks have made together
     assert list(alone) == sorted(alone) and max(alone.values()) < 0.03
-    ours, theirs = (stored_tensors(tmp_path / name) for name in ("kept alone", "kept"))
-    assert ours.keys() == theirs.keys() and all(bits(ours[key]) == bits(theirs[key]) for key in ours)
+    assert_same_tensors(stored_tensors(tmp_path / "kept alone"), stored_tensors(tmp_path / "kept"))

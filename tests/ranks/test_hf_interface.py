@@ -15,17 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
-from hf_fsdp_tools import (
-    FSDPTrainerMixin,
-    from_pretrained,
-    make_accelerator,
-    save_pretrained,
-    wait_for_saves,
-)
+from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained, wait_for_saves
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import full_state, make_checkpoint, randomize, tiny_config
+from tests._checkpoints import assert_same_tensors, full_state, make_checkpoint, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, num_units
 
@@ -190,14 +184,13 @@ def a_copy_is_a_second_sharded_model(folder: Path) -> None:
     twin.save_pretrained(folder / "twin")
     dist.barrier()
     assert apart(full_parameters(plain_model(folder / "twin")), full_parameters(twin)) == 0
-    assert apart(full_parameters(copy.deepcopy(twin)), full_parameters(twin)) == 0, "a copy of a copy"
     adapted = from_pretrained(folder, peft_config=lora())
     other = copy.deepcopy(adapted)
     assert torch.equal(other(**batch_of(0)).logits, adapted(**batch_of(0)).logits)
     assert not {id(p) for p in other.parameters()} & {id(p) for p in adapted.parameters()}
 
 
-CASES = (
+OF_A_MODEL = (
     the_last_line_of_an_example_saves,
     an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
@@ -238,45 +231,22 @@ class Encoder(nn.Module):
         return model
 
 
-class LibraryTrainer(Trainer):
-    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
-        self.model.load_state_dict(Encoder.open(Path(checkpoint_path)).state_dict())
-
-
-class ShardedLibraryTrainer(FSDPTrainerMixin, LibraryTrainer):
-    blocking = False  # the files of the library are written before training goes on
-
-
-def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
-    args = arguments(folder / "run", max_steps=2, save_strategy="steps", save_steps=1)
-    data = [{"input_ids": row, "labels": row} for row in ROWS]
-    torch.manual_seed(0)
-    model = Encoder(AutoModel.from_pretrained(folder))
-    trainer = ShardedLibraryTrainer(model=model, args=args, train_dataset=data)
-    trainer.train()
-    trainer.save_model(str(folder / "run" / "last"))
-    model.save_pretrained(str(folder / "run" / "own"))  # type: ignore[operator]
-    report = save_pretrained(model, folder / "run" / "ours")
+def a_librarys_own_files_are_saved(folder: Path) -> None:
+    model: Any = make_accelerator(cpu=True).prepare(Encoder(AutoModel.from_pretrained(folder)))
+    model.save_pretrained(str(folder / "own"))
+    report = save_pretrained(model, folder / "ours")
     assert report.files == ("model.safetensors",) and set(report.others) == {
         "config.json", "modules.json", "1_dense/model.safetensors",
     }  # fmt: skip
-    trained = full_parameters(model)
-    for name in ("last", "own", "ours", "checkpoint-2"):
-        opened = Encoder.open(folder / "run" / name).state_dict()
-        assert opened.keys() == trained.keys() and all(torch.equal(opened[key], trained[key]) for key in opened), name
-    other = Encoder(AutoModel.from_pretrained(folder))
-    again = ShardedLibraryTrainer(model=other, args=args, train_dataset=data)
-    again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
-    assert apart(full_parameters(other), trained) == 0.0
+    for name in ("own", "ours"):
+        assert_same_tensors(Encoder.open(folder / name).state_dict(), full_parameters(model), name)
 
 
 # ---- what the Trainer looks at ----
 
 
 def smoothed_loss(cls: type[Trainer], model: nn.Module, folder: Path, rows: int) -> float:
-    args = arguments(
-        folder / "out", label_smoothing_factor=0.2, per_device_train_batch_size=rows, max_steps=1, learning_rate=5e-5
-    )
+    args = arguments(folder / "out", label_smoothing_factor=0.2, per_device_train_batch_size=rows, max_steps=1)
     data = [{"input_ids": row, "labels": row} for row in ROWS]
     trainer: Any = cls(model=model, args=args, train_dataset=data)
     return float(trainer.train().training_loss)
@@ -295,7 +265,7 @@ def a_sharded_model_looks_like_the_model_that_it_is(folder: Path) -> float:
     return smoothed_loss(ShardedTrainer, model, folder, 4)
 
 
-CASES = (*CASES, a_librarys_own_files_are_saved_and_resumed, a_sharded_model_looks_like_the_model_that_it_is)
+CASES = (*OF_A_MODEL, a_librarys_own_files_are_saved, a_sharded_model_looks_like_the_model_that_it_is)
 
 
 def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:

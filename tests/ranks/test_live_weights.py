@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PromptTuningConfig
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -30,26 +31,23 @@ from hf_fsdp_tools.streaming import held
 from hf_fsdp_tools.streaming.live import LiveWeights
 from hf_fsdp_tools.streaming.routes import most_of
 from tests._checkpoints import (
+    assert_same_tensors,
     full,
     make_quantized,
     plain_model,
     randomize,
     refusal,
     sharded_meta_model,
+    small_llama,
     stored_tensors,
     tiny_config,
-)
+)  # fmt: skip
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests.ranks.test_load import last_even_dim
 
 MOE = {"experts_implementation": "batched_mm"}
 QUIET = {"load_kwargs": {"progress": False}}
-
-
-def stored_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter_model.safetensors")
 
 
 def parts_make_up(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str) -> None:
@@ -63,14 +61,8 @@ def parts_make_up(weights: LiveWeights, saved: dict[str, torch.Tensor], what: st
     for name, box, values in (part for parts in every for part in parts):
         found[name][box.slices] = values
         times[name][box.slices] += 1
-    for name, tensor in weights.tensors.items():
-        assert bool((times[name] == 1).all()), (what, name)
-        assert_bits(tensor.as_stored(found[name]), saved[name], (what, name))
-
-
-def assert_bits(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), what
-    assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).contiguous().view(torch.uint8)), what
+    assert not [name for name, count in times.items() if bool((count != 1).any())], what
+    assert_same_tensors({k: t.as_stored(found[k]) for k, t in weights.tensors.items()}, saved, what)
 
 
 def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str) -> None:
@@ -81,8 +73,7 @@ def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str
         arrived: list[str] = []
         for bucket in weights.buckets(bound, to=to):
             assert sum(t.nbytes for t in bucket.values()) <= max(largest, bound // 2), what
-            for name, tensor in bucket.items():
-                assert_bits(tensor, saved[name], (what, name))
+            assert_same_tensors(bucket, {name: saved[name] for name in bucket}, what)
             arrived += bucket
         assert arrived == (list(weights.tensors) if to is None or rank in to else []), what
         (plan,) = weights._plans.values()
@@ -119,16 +110,13 @@ def every_placement(folders: dict[str, Path], tmp: Path) -> None:
         "llama, tp and replicas": lambda: parallel("llama", ParallelDims(tp_size=2, dp_replicate_size=2)),
         "qwen3_moe, ep": lambda: parallel("qwen3_moe", ParallelDims(ep_size=2, dp_shard_size=4)),
     }
-    for what, make in made.items():
-        model = make()
-        for dtype in (None, torch.bfloat16):
-            folder = tmp / f"{what} {dtype}"
-            save_pretrained(model, folder, dtype=dtype)
-            saved = stored_tensors(folder)
-            weights = live_weights(model, dtype=dtype)
-            parts_make_up(weights, saved, what)
-            if "," in what or what == "mixtral":
-                buckets_hold(weights, saved, what)
+    for number, (what, make) in enumerate(made.items()):
+        model, dtype = make(), (None, torch.bfloat16)[number % 2]
+        save_pretrained(model, tmp / what, dtype=dtype)
+        saved, weights = stored_tensors(tmp / what), live_weights(model, dtype=dtype)
+        parts_make_up(weights, saved, what)
+        if "," in what or what == "mixtral":
+            buckets_hold(weights, saved, what)
 
 
 def cut_among_replicas(folders: dict[str, Path], tmp: Path) -> None:
@@ -143,6 +131,13 @@ def cut_among_replicas(folders: dict[str, Path], tmp: Path) -> None:
     assert max(given) < 0.35 * sum(given), given
 
 
+def filled(model: Any, value: float) -> Any:
+    """The model, whose adapters are not what they begin with."""
+    for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        parameter.data.fill_(value * (i + 1))
+    return model
+
+
 def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
     every = {
         "llama": {"target_modules": "all-linear"},
@@ -152,19 +147,17 @@ def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
     for kind, targets in every.items():
         lora = LoraConfig(r=3, task_type="CAUSAL_LM", **targets)
         model = from_pretrained(folders[kind], peft_config=lora, **(MOE if kind == "mixtral" else {}), **QUIET)
-        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-            parameter.data.fill_(0.01 * (i + 1))
+        filled(model, 0.01)
         save_pretrained(model, tmp / kind)
-        weights = live_weights(model)
-        parts_make_up(weights, stored_adapter(tmp / kind), f"{kind}, adapter")
-        buckets_hold(weights, stored_adapter(tmp / kind), f"{kind}, adapter")
         save_pretrained(model, tmp / f"{kind} merged", merge_adapters=True)
         merged = live_weights(model, merge_adapters=True)
-        saved = stored_tensors(tmp / f"{kind} merged")
-        parts_make_up(merged, saved, f"{kind}, merged")
-        buckets_hold(merged, saved, f"{kind}, merged")
-        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-            parameter.data.fill_(0.02 * (i + 1))
+        for what, weights, saved in (
+            ("adapter", live_weights(model), load_file(tmp / kind / "adapter_model.safetensors")),
+            ("merged", merged, stored_tensors(tmp / f"{kind} merged")),
+        ):
+            parts_make_up(weights, saved, f"{kind}, {what}")
+            buckets_hold(weights, saved, f"{kind}, {what}")
+        filled(model, 0.02)
         save_pretrained(model, tmp / f"{kind} later", merge_adapters=True)
         parts_make_up(merged, stored_tensors(tmp / f"{kind} later"), f"{kind}, merged after a step")
     model = from_pretrained(folders["llama"], **QUIET)
@@ -188,14 +181,16 @@ def bases_that_stay_quantised(folders: dict[str, Path], tmp: Path) -> None:
         buckets_hold(weights, saved, kind)
     if find_spec("bitsandbytes") is not None:
         four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        from tests.ranks.test_quantized import small_llama
-
         if dist.get_rank() == 0:
             small_llama(tmp / "64")
         dist.barrier()
         model = from_pretrained(tmp / "64", quantization_config=four, **QUIET)
         save_pretrained(model, tmp / "nf4")
         parts_make_up(live_weights(model), stored_tensors(tmp / "nf4"), "nf4")
+
+
+def sent_bytes(calls: Any) -> int:
+    return sum(each.tensor.nbytes for each in calls if each.op is dist.isend)
 
 
 def nothing_is_sent_twice(folders: dict[str, Path], tmp: Path) -> None:
@@ -206,14 +201,8 @@ def nothing_is_sent_twice(folders: dict[str, Path], tmp: Path) -> None:
         load_weights(model, folders[kind], progress=False)
         weights = live_weights(model)
         largest = max(tensor.num_bytes for tensor in weights.tensors.values())
-        sent: list[int] = []
-
-        def counted(operations: Any, true: Any = dist.batch_isend_irecv, sent: Any = sent) -> Any:
-            sent += [each.tensor.nbytes for each in operations if each.op is dist.isend]
-            return true(operations)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "batch_isend_irecv", counted)
+        sizes = calls_of(dist, "batch_isend_irecv", lambda _, calls: sent_bytes(calls))
+        with sizes as sent:
             for bucket in weights.buckets(4 * largest, to=(0, 1)):
                 assert sum(t.nbytes for t in bucket.values()) <= 4 * largest
         held = [part.num_bytes for part in weights.parts()] if rank < 2 else []
@@ -243,41 +232,26 @@ def faults(folders: dict[str, Path], tmp: Path) -> None:
         if rank == 1 and len(used) > 4:
             raise ConfigError("the server is away")
 
-    begun: list[dist.Work] = []
-
-    def kept(true: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            works = true(*given, **options)
-            begun.extend(works if isinstance(works, list) else [works])
-            return works
-
-        return call
-
     for to in (None, (1,)):
         used.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("batch_isend_irecv", "broadcast"):
-                patch.setattr(dist, name, kept(getattr(dist, name)))
+        exchanges, sends = (calls_of(dist, name, lambda made, *_: made) for name in ("batch_isend_irecv", "broadcast"))
+        with exchanges as lists, sends as single:
             said = refusal(lambda to=to: weights.send(dies, 4 * largest, to=to), ConfigError)
         assert "rank 1: the server is away" in said and (rank != 1 or 4 < len(used) < len(weights.tensors)), used
+        begun = [*single, *(work for works in lists for work in works)]
         assert begun and all(work.is_completed() for work in begun), "cut off, it would reach the next pass"
     used.clear()
     weights.send(lambda bucket: used.extend(bucket), 2 * largest)
     assert used == (list(weights.tensors) if rank == 0 else []), "the next pass is whole"
 
 
-CASES = [
-    every_placement, cut_among_replicas, adapters_alone_and_merged, bases_that_stay_quantised,
-    nothing_is_sent_twice, faults,
-]  # fmt: skip
+FOUR = (every_placement, cut_among_replicas, bases_that_stay_quantised, nothing_is_sent_twice, faults)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.shows("live weights", "FSDP2", "HSDP", "FSDP1", "LoRA", "stays quantised", "tp", "ep")
 def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(world_size, folders, tmp_path):
-    cases = (
-        CASES if world_size == 4 else [alone] if world_size == 1 else [adapters_alone_and_merged, nothing_is_sent_twice]
-    )
+    cases = {1: (alone,), 3: (adapters_alone_and_merged, nothing_is_sent_twice), 4: FOUR}[world_size]
     run_ranks(run_cases, world_size, cases, folders, tmp_path)
 
 

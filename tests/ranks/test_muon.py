@@ -20,9 +20,10 @@ from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.streaming.owners import matrices_in
 from tests._checkpoints import full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, make_rows, new_accelerator
 
-STEPS = 3
+STEPS = 2
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -43,7 +44,7 @@ def set_gradients(model: nn.Module, number: int) -> None:
         p.grad = cut(whole, p) if isinstance(p, DTensor) else whole
 
 
-def by_torch(folder: Path, steps: int = STEPS, dtype: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+def by_torch(folder: Path, dtype: Any = None, **options: Any) -> dict[str, torch.Tensor]:
     """A plain model after steps of torch's own Muon and AdamW: each matrix a parameter of its own."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     if dtype is not None:
@@ -59,18 +60,12 @@ def by_torch(folder: Path, steps: int = STEPS, dtype: Any = None, **options: Any
         for i, p in enumerate(parts)
     }
     rest = [p for name, p in named.items() if name not in pieces]
-    optimizers = [
-        torch.optim.Muon(matrices.values(), **settings),
-        torch.optim.AdamW(
-            [
-                {"params": [p for p in rest if p.ndim > 1]},
-                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0},
-            ],
-            **OPTIONS,
-            fused=True,
-        ),
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1]},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0},
     ]
-    for number in range(steps):
+    optimizers = torch.optim.Muon(matrices.values(), **settings), torch.optim.AdamW(groups, **OPTIONS, fused=True)
+    for number in range(STEPS):
         set_gradients(model, number)
         for (name, i), matrix in matrices.items():
             view, gradient = pieces[name][i].view, named[name].grad
@@ -102,24 +97,14 @@ def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
     _, kind, options, settings = LAYOUTS[name]
     model = from_pretrained(folders[kind], **options)
     optimizer = Muon(model, **{**OPTIONS, **settings})
-    sent = 0
-    whole = dist.all_to_all_single
-
-    def counting(into: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += out.nbytes
-        return whole(into, out, *args, **kwargs)
-
     for number in range(STEPS):
         set_gradients(model, number)
-        with pytest.MonkeyPatch.context() as patch:
-            if number == STEPS - 1:
-                patch.setattr(dist, "all_to_all_single", counting)
+        with calls_of(dist, "all_to_all_single", lambda _, into, out, *__: out.nbytes) as sent:
             optimizer.step()
     ownership = optimizer.ownership()
     return {
         "parameters": full_parameters(model),
-        "sent": sent,
+        "sent": sum(sent),
         "foretold": ownership.sent_bytes[dist.get_rank()],
         "flops": ownership.flops,
         "one way": sum(2 * m.shape[0] * m.shape[1] for m in ownership.matrices),
@@ -217,23 +202,22 @@ def saved_in_a_loop(folders: dict[str, Path], root: Path) -> dict[str, torch.Ten
 
 
 def refused(folders: dict[str, Path], root: Path) -> None:
-    model = from_pretrained(folders["llama"])
+    model, plain = (load(folders["llama"]) for load in (from_pretrained, AutoModelForCausalLM.from_pretrained))
     with pytest.raises(ConfigError, match=r"Muon takes a model, .* and no generator: Muon\(model\)"):
         Muon(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
         Muon(model, adjust_lr_fn="other")
+    for given, settings, said in (
+        (model, {"optim_args": "momentun=0.9"}, "'momentun' is no option of Muon: did you mean momentum"),
+        (plain, {"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "optim 'muon' needs fsdp_version 2"),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options = arguments(root, **settings)
+        options.optim = "muon"
+        with pytest.raises(ConfigError, match=said):
+            ShardedTrainer(given, options, train_dataset=make_rows(4)).train()
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM trains no matrices for Muon\. Adapters go to AdamW"):
         Muon(get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama"]), LoraConfig(r=2)))
-    with pytest.raises(ConfigError, match="'momentun' is no option of Muon: did you mean momentum"):
-        options = arguments(root, optim_args="momentun=0.9")
-        options.optim = "muon"
-        ShardedTrainer(model, options, train_dataset=make_rows(4)).train()
-    with pytest.raises(ConfigError, match="optim 'muon' needs fsdp_version 2"):
-        options = arguments(root, fsdp="full_shard", fsdp_config={"version": 1})
-        options.optim = "muon"
-        AcceleratorState._reset_state(reset_partial_state=True)
-        plain = AutoModelForCausalLM.from_pretrained(folders["llama"])
-        ShardedTrainer(plain, options, train_dataset=make_rows(4)).train()
 
 
 @pytest.mark.shows("Muon", "FSDP1", "LoRA", refused=True)
@@ -306,10 +290,8 @@ def resumed(folders: dict[str, Path], root: Path) -> dict[str, dict[str, torch.T
             model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=1e-2))
             if is_first:
                 steps_of(model, optimizer.optimizer)
-                accelerator.save_state(str(root / name))
                 found[name] = full_parameters(model)
-            else:
-                accelerator.load_state(str(root / name))
+            (accelerator.save_state if is_first else accelerator.load_state)(str(root / name))
             states.append({key: value.float() for key, value in momenta(model, optimizer).items()})
             accelerator.free_memory()
         assert len(states[0]) > 0 and apart(states[0], states[1]) == 0, name

@@ -1,10 +1,9 @@
-"""Bases that stay quantised: losses and gradients of adapters bit for bit those of the dequantised base."""
+"""Bases that stay quantised: losses and gradients of adapters bit for bit those of the dequantised base; users' ways:
+vocabularies, heads, optimizers, resumed states, and mistakes."""
 
 import copy
 import json
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,51 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from accelerate.utils import set_seed
+from datasets import Dataset
+from peft import LNTuningConfig, LoraConfig
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from trl import GRPOConfig, GRPOTrainer
 
-from hf_fsdp_tools import ParallelDims, from_config, from_pretrained, save_pretrained
-from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools import (
+    FSDPTrainerMixin,
+    ParallelDims,
+    from_config,
+    from_pretrained,
+    make_accelerator,
+    save_pretrained,
+)
+from hf_fsdp_tools.modeling.packed import packed_parameters, packed_parts
 from hf_fsdp_tools.modeling.packed_weight import PackedForm
-from tests._checkpoints import ORDERED, QUANTIZED, make_every_quantized, refusal, with_order
+from tests._checkpoints import (
+    ORDERED,
+    QUANTIZED,
+    Tensors,
+    assert_same_tensors,
+    full,
+    make_every_quantized,
+    refusal,
+    stored_tensors,
+    with_order,
+    word_tokenizer,
+)
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly, in_turn
+from tests._noted import calls_of
+from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, train
 
 KINDS = list(QUANTIZED)
 EXPERTS = [kind for kind in QUANTIZED if "experts" in kind or kind == "mxfp4"]
 LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "q_a_proj"], "init_lora_weights": False}
+ADAPTER = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+QUIET = {"load_kwargs": {"progress": False, "seed": 1}}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-PRECISIONS: list[dict[str, Any]] = [
-    {"dtype": torch.float32},
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float32, "mp_policy": "bf16"},
-]
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "mixed": {"dtype": torch.float32, "mp_policy": "bf16"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +65,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(kind: str, folder: Path, *, dequantize: bool, **options: Any) -> Any:
     lora = LORA | (OF_EXPERTS if kind in EXPERTS else {})
-    kwargs = {"progress": False, "seed": 1}
-    return from_pretrained(folder / kind, dequantize=dequantize, load_kwargs=kwargs, **{"peft_config": lora, **options})
+    return from_pretrained(folder / kind, dequantize=dequantize, **QUIET, **{"peft_config": lora, **options})
 
 
-def one_pass(model: Any, *, train: bool = True) -> dict[str, torch.Tensor]:
+def one_pass(model: Any, *, is_training: bool = True) -> dict[str, torch.Tensor]:
     """Loss, logits, and the whole gradient of each adapter."""
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank()))
-    with torch.set_grad_enabled(train):
-        output = model.train(train)(input_ids=ids, labels=ids, use_cache=False)
+    with torch.set_grad_enabled(is_training):
+        output = model.train(is_training)(input_ids=ids, labels=ids, use_cache=False)
     found = {"loss": output.loss.detach(), "logits": output.logits.detach()}
-    if train:
+    if is_training:
         output.loss.backward()
         found |= {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
@@ -64,32 +89,29 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         assert float((ours[name] - tensor).abs().max()) <= rounded, (what, name)
 
 
-def parities(kinds: list[str], precisions: list[dict[str, Any]], folder: Path) -> None:
-    for kind in kinds:
-        for options in precisions:
-            is_grouped = kind in EXPERTS and options["dtype"] == torch.bfloat16
-            options = options | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
-            ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
-            assert packed_parameters(ours), kind
-            for train in (True, False):
-                assert_equal(one_pass(ours, train=train), one_pass(theirs, train=train), (kind, options, train))
+def parities(combinations: list[tuple[str, str]], folder: Path) -> None:
+    for kind, precision in combinations:
+        is_grouped = kind in EXPERTS and precision == "bf16"
+        options = PRECISIONS[precision] | ({"experts_implementation": "grouped_mm"} if is_grouped else {})
+        ours, theirs = (loaded(kind, folder, dequantize=dequantize, **options) for dequantize in (False, True))
+        assert packed_parameters(ours), kind
+        for mode in (True, False):
+            found = (one_pass(each, is_training=mode) for each in (ours, theirs))
+            assert_equal(*found, (kind, options, mode))
 
 
 SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kinds", "precisions"),
-    [
-        (1, SAMPLE, PRECISIONS[2:]),
-        (2, KINDS, PRECISIONS[:2]),
-        (3, SAMPLE, PRECISIONS[2:]),
-        (4, SAMPLE, PRECISIONS[1:2]),
-    ],
-)
+@fast_and_nightly(in_turn, KINDS, list(PRECISIONS))
 @pytest.mark.shows("bf16", "losses of one process", "stays quantised")
-def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, ranks, kinds, precisions):
-    run_ranks(partial(parities, kinds, precisions), ranks, checkpoints, timeout_s=240)
+def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, combinations):
+    run_ranks(partial(parities, combinations), 2, checkpoints)
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 4))])
+def test_uneven_shards_give_the_same(checkpoints, ranks):
+    run_ranks(partial(parities, [(kind, "mixed") for kind in SAMPLE]), ranks, checkpoints)
 
 
 # ---- what works on plain shards ----
@@ -113,77 +135,47 @@ def generated_and_copied(folder: Path, tmp: Path) -> None:
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     assert torch.equal(ours.generate(input_ids=ids, **options), theirs.generate(input_ids=ids, **options))
     twin = copy.deepcopy(ours)
-    assert_equal(one_pass(twin, train=False), one_pass(ours, train=False), "copy")
+    assert_equal(one_pass(twin, is_training=False), one_pass(ours, is_training=False), "copy")
 
 
 def compiled(folder: Path, tmp: Path) -> None:
     """Compiled blocks compute the same up to rounding."""
-    ours, theirs = (
-        loaded("fp8", folder, dequantize=dequantize, compile={"backend": "aot_eager"}) for dequantize in (False, True)
-    )
-    found, expected = one_pass(ours), one_pass(theirs)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor)
+    found = one_pass(loaded("fp8", folder, dequantize=False, compile={"backend": "aot_eager"}))
+    torch.testing.assert_close(found, one_pass(loaded("fp8", folder, dequantize=True)))
 
 
 # ---- bytes ----
 
 
-@contextmanager
-def dequantised_at_once() -> Iterator[list[int]]:
-    """Values that are dequantised and alive together, each time a weight is dequantised."""
-    alive: list[int] = []
-    made: list[Any] = []
-    plain = PackedForm.floats
-
-    def floats(*args: Any) -> torch.Tensor:
-        result = plain(*args)
-        made.append(weakref.ref(result.untyped_storage()))
-        alive.append(sum(1 for each in made if each() is not None))
-        return result
-
-    PackedForm.floats = floats  # type: ignore[method-assign]
-    try:
-        yield alive
-    finally:
-        PackedForm.floats = plain  # type: ignore[method-assign]
-
-
 def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
     """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
-    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "compressed int4 experts", "gptq experts"):
+    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "gptq experts"):
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         forms = packed_parameters(model)
-        stored = sum(
-            tensor.nbytes
-            for file in (folder / kind).glob("*.safetensors")
-            for key, tensor in load_file(file).items()
-            if key.endswith(("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales"))
-            or tensor.dtype == torch.float8_e4m3fn
-        )
+        names = ("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales")
+        tensors = stored_tensors(folder / kind).items()
+        stored = sum(t.nbytes for key, t in tensors if key.endswith(names) or t.dtype == torch.float8_e4m3fn)
         parts = [model.get_parameter(name) for key, form in forms.items() for name in form.parts(key)]
         assert all(isinstance(part, DTensor) and part.dtype == torch.uint8 for part in parts)
-        gathered = sum(
-            -(-part.shape[part.placements[-1].dim] // dist.get_world_size())
-            * dist.get_world_size()
-            * (part.numel() // part.shape[part.placements[-1].dim])
-            for part in parts
-        )
+        ranks, gathered = dist.get_world_size(), 0
+        for part in parts:
+            rows = part.shape[part.placements[-1].dim]
+            gathered += -(-rows // ranks) * ranks * (part.numel() // rows)
         assert gathered <= 1.02 * stored, (kind, gathered, stored)
+        made: list[Any] = []
         model = loaded(kind, folder, dequantize=False)
-        with dequantised_at_once() as alive:
+        with calls_of(PackedForm, "floats", partial(alive_with, made)) as alive:
             one_pass(model)
         assert max(alive) == 1 and len(alive) > len(forms), (kind, alive)
 
 
+def alive_with(made: list[Any], values: torch.Tensor, *_: Any) -> int:
+    """How many of the values that were dequantised are alive together."""
+    made.append(weakref.ref(values.untyped_storage()))
+    return sum(1 for each in made if each() is not None)
+
+
 # ---- out ----
-
-
-def stored_bytes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    tensors = {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
-    return {
-        key: (t.dtype, tuple(t.shape), bytes(t.reshape(-1).view(torch.uint8).tolist())) for key, t in tensors.items()
-    }
 
 
 def saved_as_stored(folder: Path, tmp: Path) -> None:
@@ -191,9 +183,12 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         assert not any(parameter.requires_grad for parameter in model.parameters())
         save_pretrained(model, tmp / kind)
-        before, after = stored_bytes(folder / kind), stored_bytes(tmp / kind)
-        after = {key: each for key, each in after.items() if "correction_bias" not in key}  # transformers makes it fp32
-        assert after == {key: each for key, each in before.items() if "correction_bias" not in key}, kind
+        after, before = (  # transformers makes a bias fp32
+            {key: t for key, t in stored_tensors(where / kind).items() if "correction_bias" not in key}
+            for where in (tmp, folder)
+        )
+        assert_same_tensors(after, before, kind)
+    for kind in SAMPLE:
         again = loaded(kind, tmp, dequantize=False)
         assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
 
@@ -223,19 +218,204 @@ def refused(folder: Path, tmp: Path) -> None:
     assert "holds quantised values, which a cast destroys" in said
 
 
-CASES = [
-    recomputed_offloaded_and_copied,
-    generated_and_copied,
-    compiled,
-    bytes_of_a_unit,
-    saved_as_stored,
-    a_new_model_is_plain,
-    refused,
-]
+CASES = (
+    recomputed_offloaded_and_copied, generated_and_copied, compiled, bytes_of_a_unit, saved_as_stored,
+    a_new_model_is_plain, refused,
+)  # fmt: skip
 
 
 @pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
 @pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
 def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path):
-    cases = {case.__name__: partial(case, checkpoints) for case in CASES}
-    run_ranks(run_cases, 2, cases, tmp_path, timeout_s=240)
+    run_ranks(run_cases, 2, CASES, checkpoints, tmp_path)
+
+
+# ---- users' ways ----
+
+
+def trained(model: Any, parameters: Any = None, *, steps: int = 2) -> tuple[list[float], Tensors]:
+    """Losses of a plain loop, and all that is trained, whole."""
+    optimizer = torch.optim.AdamW(model.parameters() if parameters is None else parameters, lr=1e-2, weight_decay=0.1)
+    losses = train(model.train(), optimizer, batches_of(make_rows(4 * steps), 4), clip=1.0)
+    return losses, {name: full(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def as_on_floats(folder: Path, **options: Any) -> Any:
+    """The packed model, trained; it and its twin on floats have taken the same steps, to the bit."""
+    models = [
+        from_pretrained(folder, dequantize=dequantize, dtype=torch.float32, **options, **QUIET)
+        for dequantize in (False, True)
+    ]
+    assert packed_parameters(models[0])
+    ours, theirs = map(trained, models)
+    assert ours[0] == theirs[0]
+    assert_same_tensors(ours[1], theirs[1])
+    return models[0]
+
+
+# ---- what is trained beside the adapter ----
+
+
+def new_words(folder: Path, tmp: Path) -> None:
+    """Of a tied table and of one apart, rows that are new are trained alone or with the whole table."""
+    rows = ADAPTER | {"trainable_token_indices": [129, 130, 131, 132]}
+    for kind, lora in (("fp8", rows), ("compressed int4", rows), ("compressed int4", ADAPTER)):
+        whole = {} if "trainable_token_indices" in lora else {"modules_to_save": ["embed_tokens", "lm_head"]}
+        model = as_on_floats(folder / kind, num_tokens=133, peft_config=lora | whole)
+        assert model.config.vocab_size == 133
+    save_pretrained(model, tmp / "words")
+    assert load_file(tmp / "words" / "adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (133, 48)
+
+
+def prompts(folder: Path, tmp: Path) -> None:
+    """What is trained may be outside of the base, which has nothing but frozen bytes then."""
+    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        config = {"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+        as_on_floats(folder / "fp8", peft_config=config)
+
+
+def generates_between_steps(folder: Path, tmp: Path) -> None:
+    ids = torch.arange(3, 9)[None]
+    model = from_pretrained(folder / "mxfp4", dequantize=False, peft_config=ADAPTER, **QUIET)
+    undisturbed = from_pretrained(folder / "mxfp4", dequantize=False, peft_config=ADAPTER, **QUIET)
+    trained(model, steps=1)
+    model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    trained(undisturbed, steps=1)
+    assert trained(model)[0] == trained(undisturbed)[0]
+
+
+def frozen_bytes_in_an_optimizer_are_left_alone(folder: Path, tmp: Path) -> None:
+    """As frozen floats are: they get no gradient."""
+    models = [from_pretrained(folder / "fp8", dequantize=False, peft_config=ADAPTER, **QUIET) for _ in range(2)]
+    before = {name: full(models[0].get_parameter(name)).clone() for name in packed_parts(models[0])}
+    every = trained(models[0])
+    assert every[0] == trained(models[1], [p for p in models[1].parameters() if p.requires_grad])[0]
+    assert before and all(torch.equal(full(models[0].get_parameter(name)), b) for name, b in before.items())
+
+
+# ---- resumed ----
+
+
+def train_and_save(folder: Path, tmp: Path) -> list[float]:
+    """A Trainer's run of four steps, with a checkpoint after two."""
+    return of_trainer(folder, tmp, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+
+
+def of_trainer(folder: Path, tmp: Path, resume: str | None = None, **settings: Any) -> list[float]:
+    set_seed(0)
+    settings = {"max_steps": 4, "bf16": True, "gradient_accumulation_steps": 2, **settings}
+    args = arguments(tmp / "trainer", **settings)
+    accelerator = make_accelerator(args)
+    model = from_pretrained(
+        folder / "compressed nvfp4", dequantize=False, accelerator=accelerator, peft_config=ADAPTER, **QUIET
+    )
+    rows = make_rows(32)
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer)
+
+
+def goes_on(folder: Path, tmp: Path) -> list[float]:
+    """From the middle on one process, which sees the rows of both."""
+    options = {"per_device_train_batch_size": 4, "ignore_data_skip": False}
+    return of_trainer(folder, tmp, str(tmp / "trainer" / "checkpoint-2"), **options)
+
+
+# ---- mistakes ----
+
+
+def nothing_to_train(folder: Path, tmp: Path) -> None:
+    model = from_pretrained(folder / "fp8", dequantize=False, **QUIET)
+    batch = batches_of(make_rows(2), 2)[0]
+    said = refusal(lambda: model.train()(**batch))
+    assert "stay quantised" in said and "peft_config" in said and "dequantize" in said
+    with torch.no_grad():
+        model(**batch)
+    said = refusal(lambda: model.requires_grad_(True))
+    assert "q_proj.weight" in said and "peft_config" in said
+    trainer = ShardedTrainer(model=model, args=arguments(tmp / "x"), train_dataset=make_rows(4))
+    assert "stay quantised" in refusal(trainer.train)
+    saved = "modules_to_save would train model.layers.0"
+    for expected, config in (
+        (f"{saved}.self_attn.v_proj.weight", LoraConfig(**ADAPTER, modules_to_save=["v_proj"])),
+        (f"{saved}.mlp.gate_proj.weight", LoraConfig(**ADAPTER, modules_to_save=["mlp"])),
+        ("a LN_TUNING adapter on this model (only Tensors of floating", LNTuningConfig(target_modules=["v_proj"])),
+    ):
+        load = partial(from_pretrained, folder / "fp8", dequantize=False, peft_config=config, **QUIET)
+        assert expected in refusal(load)
+
+
+def checkpoints_that_do_not_fit(folder: Path, tmp: Path) -> None:
+    """Each is refused by its headers, with the tensor and what to do."""
+    proj, head = "model.layers.0.self_attn.q_proj.weight", torch.zeros(131, 48, dtype=torch.float8_e4m3fn)
+    of_one = "model.layers.0.block_sparse_moe.experts.1.w1.weight_scale_inv"
+    scales = torch.ones(131, 1, dtype=torch.bfloat16)
+    cases: tuple[tuple[str, str, Tensors, dict[str, Any]], ...] = (
+        (
+            f"its scales '{proj}_scale_inv' [7, 3] lie on no blocks of it",
+            "fp8", {f"{proj}_scale_inv": torch.ones(7, 3)}, {},
+        ),
+        (
+            "lm_head.weight cannot be resized while it stays quantised", "compressed per channel",
+            {"lm_head.weight": head, "lm_head.weight_scale": scales}, {"num_tokens": 133},
+        ),
+        (
+            "layers.0.mlp.experts.gate_up_proj of MixtralForCausalLM cannot stay quantised (fp8)",
+            "fp8 experts", {of_one: torch.ones(1, 1)}, {},
+        ),
+    )  # fmt: skip
+    for number, (expected, kind, tensors, options) in enumerate(cases):
+        target = tmp / str(number)
+        if dist.get_rank() == 0:
+            target.mkdir()
+            save_file(stored_tensors(folder / kind) | tensors, target / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((folder / kind / "config.json").read_text())
+            config["quantization_config"] |= {"ignore": []}
+            (target / "config.json").write_text(json.dumps(config))
+        dist.barrier()
+        said = refusal(partial(from_pretrained, target, dequantize=False, peft_config=ADAPTER, **QUIET, **options))
+        assert expected in said, (expected, said)
+
+
+class ShardedGRPO(FSDPTrainerMixin, GRPOTrainer):
+    """TRL's trainer as the README has it."""
+
+
+def grpo(folder: Path, tmp: Path) -> None:
+    """It generates with the model that it trains, whose adapter is turned off to be its own reference."""
+    losses = []
+    for dequantize in (False, True):
+        options = {"dequantize": dequantize, "dtype": torch.float32, **QUIET}
+        model = from_pretrained(folder / "compressed int4", accelerator=make_accelerator(cpu=True), **options)
+        settings = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "max_steps": 2, "seed": 0}
+        trainer = ShardedGRPO(
+            model=model,
+            reward_funcs=lambda completions, **_: [text.count("w3") + 0.1 * len(text) for text in completions],
+            args=arguments(tmp / "grpo", GRPOConfig, bf16=False, **settings),
+            train_dataset=Dataset.from_dict({"prompt": [f"w{n} w4 w5" for n in range(3, 11)]}),
+            processing_class=word_tokenizer(),
+            peft_config=LoraConfig(**ADAPTER),
+        )
+        set_seed(0)
+        trainer.train()
+        losses.append([(entry["loss"], entry["kl"]) for entry in trainer.state.log_history if "kl" in entry])
+    assert losses[0] == losses[1] and len(losses[0]) == 2 and losses[0][0][1] == 0 != losses[0][1][1]
+
+
+def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
+    model = from_pretrained(folder / "fp8", dequantize=False, peft_config=ADAPTER, **QUIET)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        assert "stays quantised, and nothing can be added to it" in refusal(merge)
+
+
+WAYS = (
+    new_words, prompts, generates_between_steps, frozen_bytes_in_an_optimizer_are_left_alone, train_and_save, grpo,
+    nothing_to_train, checkpoints_that_do_not_fit, adapters_do_not_go_into_bytes,
+)  # fmt: skip
+
+
+@pytest.mark.shows("GRPO", "stays quantised")
+def test_users_ways_with_packed_bases(checkpoints, tmp_path):
+    found = run_ranks(run_cases, 2, WAYS, checkpoints, tmp_path)[0]
+    again = run_ranks(goes_on, 1, checkpoints, tmp_path)[0]
+    torch.testing.assert_close(again, found["train and save"], rtol=1e-3, atol=1e-3)

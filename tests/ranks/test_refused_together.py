@@ -9,10 +9,9 @@ from accelerate import ParallelismConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_fsdp_tools import HybridFSDPPlugin, ParallelDims, from_pretrained, make_accelerator
-from tests._checkpoints import make_checkpoint, make_quantized, refusal
+from tests._checkpoints import make_checkpoint, make_quantized, refusal, small_llama
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
-from tests.ranks.test_quantized import small_llama
 
 LORA = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 

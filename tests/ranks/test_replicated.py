@@ -18,6 +18,7 @@ from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.replicated import WholeGradient
 from tests._checkpoints import full
 from tests._dist import num_gpus, run_cases, run_ranks
+from tests._noted import calls_of
 from tests._training import apart, batches_of, full_gradients, full_parameters, make_rows
 
 WHOLE = HybridPolicy(replicate=("model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens"))
@@ -25,9 +26,9 @@ CLIP = 0.5
 NEEDS_TWO_GPUS = pytest.mark.skipif(num_gpus() < 2, reason=f"needs 2 CUDA devices; there are {num_gpus()}")
 
 
-def mixed(folder: Path) -> Any:
+def mixed(folder: Path, **options: Any) -> Any:
     """Three of 21 parameters are whole: two in one of the optimizer's groups with shards, one alone in its group."""
-    return from_pretrained(folder, policy=WHOLE).train()
+    return from_pretrained(folder, policy=WHOLE, **options).train()
 
 
 def plain_model(folder: Path) -> Any:
@@ -66,10 +67,10 @@ STEPS: dict[str, dict[str, bool]] = {
 
 
 def own_loop(model: Any, name: str, rank: int | None) -> dict[str, torch.Tensor]:
-    """Weights after three steps of a loop that uses nothing but torch; gradients stay, as zeros."""
+    """Weights after two steps of a loop that uses nothing but torch; gradients stay, as zeros."""
     groups = [{"params": [model.model.embed_tokens.weight]}, {"params": [*model.parameters()][1:]}]
     optimizer = OPTIMIZERS[name.split(",")[0]](groups, **STEPS[name])
-    for _ in range(3):
+    for _ in range(2):
         backward(model, rank)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -113,24 +114,9 @@ def every_clip(folder: Path) -> dict[str, tuple[float, dict[str, torch.Tensor]]]
 # ---- the average ----
 
 
-class Calls:
-    """Notes the all-reduces of this package."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.dtypes: set[torch.dtype] = set()
-        self._plain = dist.all_reduce
-
-    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.sizes.append(tensor.numel())
-        self.dtypes.add(tensor.dtype)
-        return self._plain(tensor, *args, **kwargs)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    calls = Calls()
-    monkeypatch.setattr(dist, "all_reduce", calls)
-    return calls
+def reductions() -> Any:
+    """Size and dtype of each all-reduce of this package in a block."""
+    return calls_of(dist, "all_reduce", lambda _, tensor, *__: (tensor.numel(), tensor.dtype))
 
 
 def gradients_are_sent_together(folder: Path) -> None:
@@ -139,25 +125,19 @@ def gradients_are_sent_together(folder: Path) -> None:
     for _ in range(2):
         backward(plain, None)
     model = mixed(folder)
-    sizes = [p.numel() for p in model.parameters() if not isinstance(p, DTensor)]
+    size = sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
     for number in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            calls = counted(patch)
+        with reductions() as sent:
             backward(model, rank)
-        assert calls.sizes == [sum(sizes)], f"one call for micro-batch {number}"
+        assert [count for count, _ in sent] == [size], f"one call for micro-batch {number}"
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-6
-    norm = model.model.norm.weight
-    assert type(norm.grad) is WholeGradient
+    assert type(model.model.norm.weight.grad) is WholeGradient
 
-    model = from_pretrained(folder, policy=WHOLE, activation_checkpointing=True).train()
-    with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch)
-        backward(model, rank)
-    assert calls.sizes == [sum(sizes)]
-
-    model, plain, seen = mixed(folder), plain_model(folder), []
+    model, plain, seen = mixed(folder, activation_checkpointing=True), plain_model(folder), []
     model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    backward(model, rank)
+    with reductions() as sent:
+        backward(model, rank)
+    assert sum(count for count, _ in sent) == size
     backward(plain, None)
     torch.testing.assert_close(seen[0].as_subclass(torch.Tensor), plain.model.norm.weight.grad, rtol=1e-5, atol=1e-7)
     assert apart(full_gradients(model), full_gradients(plain)) < 1e-6
@@ -170,8 +150,7 @@ def a_backward_pass_that_fails_leaves_nothing_undone(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         backward(model, dist.get_rank())
     handle.remove()
-    for each in (model, plain):
-        each.zero_grad()
+    model.zero_grad()
     model.reset_iter_state()
     backward(model, dist.get_rank())
     backward(plain, None)
@@ -183,21 +162,18 @@ def _fail(gradient: torch.Tensor) -> None:
 
 
 def gradients_in_bf16_are_summed_in_fp32(folder: Path) -> None:
-    model = from_pretrained(folder, policy=WHOLE, dtype=torch.bfloat16)
-    weight, rank = model.model.norm.weight, dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch)
+    weight, rank = mixed(folder, dtype=torch.bfloat16).model.norm.weight, dist.get_rank()
+    with reductions() as sent:
         (weight.float() * (1.0 + rank)).sum().backward()
-    assert calls.dtypes == {torch.float32}
+    assert {dtype for _, dtype in sent} == {torch.float32}
     assert torch.equal(full(weight.grad), torch.full(weight.shape, 1.5, dtype=torch.bfloat16))
 
 
 def replicas_of_shards_are_clipped_and_stepped(folder: Path) -> None:
     """Gradients are averaged over both axes of the mesh, and clipped on it."""
     mesh = ParallelDims(dp_replicate_size=2).build_mesh(local_device().type)
-    model, plain = from_pretrained(folder, policy=WHOLE, mesh=mesh), plain_model(folder)
-    found = [own_loop(each.train(), "AdamW, foreach", rank) for each, rank in ((model, dist.get_rank()), (plain, None))]
-    assert apart(*found) < 5e-5
+    ours = own_loop(mixed(folder, mesh=mesh), "AdamW, foreach", dist.get_rank())
+    assert apart(ours, own_loop(plain_model(folder), "AdamW, foreach", None)) < 5e-5
 
 
 def an_infinite_gradient_on_one_rank_stops_all_of_them(folder: Path) -> None:

@@ -23,11 +23,11 @@ from hf_fsdp_tools.proof.case import build
 from hf_fsdp_tools.proof.shrink import shrink
 from hf_fsdp_tools.sharding import shard, skipped
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._training import ShardedTrainer, apart, arguments, full_gradients, full_parameters
 
 KINDS = {
     "llava": hf.LlavaForConditionalGeneration,
-    "qwen2_5_vl": hf.Qwen2_5_VLForConditionalGeneration,
     "qwen3_vl": hf.Qwen3VLForConditionalGeneration,
     "mllama": hf.MllamaForConditionalGeneration,
     "qwen2_audio": hf.Qwen2AudioForConditionalGeneration,
@@ -47,18 +47,14 @@ def text_only(batch: Batch, seed: int) -> Batch:
 def logged() -> Iterator[Log]:
     """FSDP2's collectives of this rank in their order, each with what it is of, and rounds of the store."""
     log: Log = []
-
-    def noting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            log.append((name, first[0]._param_fqn if isinstance(first, list) else ""))
-            return own(first, *args, **kwargs)
-
-        return call
-
     with ExitStack() as stack:
         for name, owner in (("foreach_all_gather", fsdp2), ("foreach_reduce", fsdp2), ("exchange", rounds.Rounds)):
-            stack.enter_context(patch.object(owner, name, noting(name, getattr(owner, name))))
+            stack.enter_context(calls_of(owner, name, partial(_noted, log, name)))
         yield log
+
+
+def _noted(log: Log, name: str, _: Any, first: Any, *__: Any) -> None:
+    log.append((name, first[0]._param_fqn if isinstance(first, list) else ""))
 
 
 def same_on_all(log: Log) -> Log:
@@ -108,8 +104,7 @@ def with_media(kind: str, model: Any, seed: int) -> Batch:
         media["aspect_ratio_mask"] = torch.tensor([1, 0, 0, 0]).expand(2, 1, 4)
         media["cross_attention_mask"] = torch.tensor([1, 0, 0, 0]).expand(2, 40, 1, 4)
     else:
-        batch = next(candidates(model))
-        return random_batch(batch, seed)
+        return random_batch(next(candidates(model)), seed)
     return {"input_ids": ids, "labels": ids.clone(), **media}
 
 
@@ -170,7 +165,7 @@ def run_towers(cases: dict[str, Any], folder: Path) -> Any:
         runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
     runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
     runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
-    runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen2_5_vl"])
+    runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen3_vl"])
     return run_cases(runs)
 
 
@@ -202,12 +197,8 @@ def trains_in_a_trainer(
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < first
-    moved = apart(full_parameters(trainer.model), full_parameters(model_of(folder, kind)))
+    moved = apart(full_parameters(trainer.model), full_parameters(kind.from_pretrained(folder)))
     assert 1e-4 < moved < 1e-2  # three steps of Adam, each of at most the learning rate
-
-
-def model_of(folder: Path, kind: Any) -> Any:
-    return kind.from_pretrained(folder)
 
 
 def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
@@ -235,15 +226,13 @@ def exit_early(model: Any, layers: int) -> None:
     model.config.num_hidden_layers = layers
 
 
-def with_dropped_layers(model: Any, row: int) -> None:
-    """Drop layers by chance, others for each row and pass."""
-    torch.manual_seed(row)
-
-
-LAYERS: dict[str, tuple[Any, Callable[[Any, int], None]]] = {
+LAYERS: dict[str, tuple[Any, Callable[[Any, int], Any]]] = {
     "early exit": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 1 + row)),
     "no layer": (hf.LlamaConfig(num_hidden_layers=4), lambda model, row: exit_early(model, 2 * (row % 2))),
-    "dropped": (hf.BartConfig(encoder_layerdrop=0.5, decoder_layerdrop=0.5, **NO_CHANCE), with_dropped_layers),
+    "dropped": (
+        hf.BartConfig(encoder_layerdrop=0.5, decoder_layerdrop=0.5, **NO_CHANCE),
+        lambda _, row: torch.manual_seed(row),
+    ),
 }
 
 
@@ -253,8 +242,7 @@ def layered(tmp_path_factory) -> dict[str, Any]:
     made = {}
     for name, (config, prepare) in LAYERS.items():
         kind = hf.LlamaForCausalLM if config.model_type == "llama" else hf.BartForConditionalGeneration
-        tiny = shrink(config, "tiny")
-        model = build(kind, tiny).train()
+        model = build(kind, shrink(config, "tiny")).train()
         folder = tmp_path_factory.mktemp("layers")
         model.save_pretrained(folder)
         ids = torch.randint(5, 20, (4, 1, 8), generator=torch.Generator().manual_seed(0))

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs(tmp_path, monkeypatch):
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for name, value in {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}.items():
