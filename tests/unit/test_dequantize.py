@@ -152,7 +152,6 @@ WORDS = bytes_of(25, 48).view(torch.int32)
 
 STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tensor]]] = {
     "blocks": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of(3, 6)}, FP8, in_fp32),
-    "one scale": ({"a.weight": fp8_of(24, 96), "a.weight_scale_inv": scales_of()}, FP8, in_fp32),
     "short blocks": (
         {"a.weight": fp8_of(25, 70), "a.weight_scale_inv": scales_of(4, 5)},
         BLOCKS_8_16,
@@ -161,7 +160,6 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
     "exponents": ({"a.weight": fp8_of(24, 96), "a.scale": EXPONENTS}, None, in_fp32),
     "4 bits": ({"a.weight": bytes_of(24, 48).view(torch.int8), "a.qscale_weight": FP4_EXPONENTS}, FP8, in_fp32),
     "fused experts": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3, 2, 6)}, FP8, in_fp32),
-    "a scale per expert": ({"a.up": fp8_of(3, 8, 96), "a.up_scale_inv": scales_of(3)}, FP8, in_fp32),
     "mxfp4": ({"a.up_blocks": bytes_of(3, 8, 6, 4), "a.up_scales": EXPONENTS.view(3, 8, 6)}, None, as_gpt_oss),
     "per channel": (
         {"a.weight": fp8_of(24, 96), "a.weight_scale": scales_of(24, 1).bfloat16()},
@@ -173,16 +171,6 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         COMPRESSED | {"config_groups": {"group_0": WEIGHTS_IN_BLOCKS}},
         on_blocks_of_16,
     ),
-    "integers per channel": (
-        {"a.weight": INTEGERS, "a.weight_scale": scales_of(24, 1)},
-        COMPRESSED,
-        in_the_dtype_of_scales,
-    ),
-    "int4 in groups": (
-        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 6).bfloat16()},
-        pack_quantized(4),
-        partial(integers_less_zero_points, 4),
-    ),
     "int4 with zero points": (
         {
             "a.weight_packed": WORDS,
@@ -192,11 +180,6 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
         pack_quantized(4),
         partial(integers_less_zero_points, 4),
     ),
-    "packed int8 per channel": (
-        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 1).bfloat16()},
-        pack_quantized(8),
-        partial(integers_less_zero_points, 8),
-    ),
     "nvfp4": (
         {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6), "a.weight_global_scale": scales_of(1)},
         COMPRESSED,
@@ -204,12 +187,6 @@ STORED: dict[str, tuple[Tensors, dict[str, Any] | None, Callable[..., torch.Tens
     ),
     "gptq": (gptq(4), GPTQ, partial(as_gptq, 4, 0x11111111)),
     "gptq of 8 bits": (gptq(8), GPTQ, partial(as_gptq, 8, 0x01010101)),
-    "gptq_v2": (gptq(4, g_idx=None), GPTQ | {"checkpoint_format": "gptq_v2"}, partial(as_gptq, 4, 0)),
-    "gptq_v2 of 8 bits": (
-        gptq(8, scales=scales_of(2, 40).bfloat16()),
-        GPTQ | {"checkpoint_format": "gptq_v2"},
-        partial(as_gptq, 8, 0),
-    ),
     "gptq of one group": (
         gptq(4, qzeros=words_of(1, 5), scales=scales_of(1, 40).half(), g_idx=torch.zeros(96, dtype=torch.int32)),
         GPTQ | {"group_size": -1, "desc_act": True},
@@ -239,20 +216,17 @@ def test_any_part_of_any_view_is_that_part_of_the_whole(tmp_path, name):
     with Reader(staging_bytes=2**17, side=None) as reader:
         for dtype in (torch.bfloat16, torch.float32):
             whole = rule(*tensors.values(), dtype)
-            assert index.tensors[key].shape == whole.shape and index.num_bytes == sum(
-                t.nbytes for t in tensors.values()
-            )
-            for _ in range(30):
+            assert index.tensors[key].shape == whole.shape
+            assert index.num_bytes == sum(t.nbytes for t in tensors.values())
+            for _ in range(10):
                 symbol, expected = PieceTensor.stored(index.tensors[key], dtype), whole
                 for _ in range(rng.randrange(4)):
-                    symbol, expected = (
-                        moved(t, random.Random(seed)) for seed in [rng.random()] for t in (symbol, expected)
-                    )
+                    seed = rng.random()
+                    symbol, expected = (moved(t, random.Random(seed)) for t in (symbol, expected))
                 start = [rng.randrange(n) for n in expected.shape]
                 length = [rng.randint(1, n - s) for n, s in zip(expected.shape, start, strict=True)]
-                memory = torch.full([2 * n for n in length], 7, dtype=dtype)[
-                    tuple(slice(None, None, 2) for _ in length)
-                ]
+                memory = torch.full([2 * n for n in length], 7, dtype=dtype)
+                memory = memory[tuple(slice(None, None, 2) for _ in length)]
                 box = Box(start=tuple(start), length=tuple(length))
                 read_into([(memory, symbol, box)], index, reader, staging_bytes=2**17)
                 part = expected[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))]
@@ -412,20 +386,10 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         None,
         r"'c\.weight' \(float8_e4m3fn \[8, 8\]\) has no scales beside it",
     ),
-    "no values": (
-        good_but(c__weight_scale_inv=scales_of(1, 1)),
-        FP8,
-        r"'c\.weight_scale_inv' holds scales, but what it scales, 'c\.weight', is no such tensor",
-    ),
     "another shape": (
         good_but(a__weight_scale_inv=scales_of(3, 2)),
         FP8 | {"weight_block_size": [16, 32]},
         r"its scales 'a\.weight_scale_inv' \[3, 2\] lie on no blocks of it, nor on blocks of 16 x 32 as the config",
-    ),
-    "another dtype": (
-        good_but(a__weight_scale_inv=torch.ones(2, 2, dtype=torch.int64)),
-        FP8,
-        r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
     ),
     "blocks of another number": (
         {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
@@ -446,30 +410,16 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         COMPRESSED,
         r"it has no 'a\.weight_global_scale' beside it",
     ),
-    "columns ordered by activation": (
-        {
-            "a.weight_packed": WORDS,
-            "a.weight_scale": scales_of(25, 3),
-            "a.weight_g_idx": torch.ones(96, dtype=torch.int32),
-        },
-        pack_quantized(4),
-        r"'a\.weight_g_idx' orders its columns by activation, so that no block .* model\.dequantize\(\)",
-    ),
     "gptq of 3 bits": (
         gptq(3, qweight=words_of(9, 32), qzeros=words_of(2, 3), scales=scales_of(2, 32).half()),
         GPTQ,
         r"mean integers of 3 bits, expected 4 or 8; make a plain .* model\.dequantize\(\)",
     ),
-    "awq of 8 bits": (gptq(8), AWQ, r"mean integers of 8 bits, expected 4; make a plain .* model\.dequantize\(\)"),
     "gptq for marlin": (
         gptq(4),
         GPTQ | {"checkpoint_format": "marlin"},
         r"format is 'marlin', expected gptq or gptq_v2; make a plain .* model\.dequantize\(\)",
     ),
-    "awq for gemv": (gptq(4), AWQ | {"version": "gemv"}, r"format is 'gemv', expected gemm; make a plain"),
-    "awq of llm-awq": (gptq(4), AWQ | {"backend": "llm-awq"}, r"format is 'llm-awq', expected gemm; make a plain"),
-    "gptq without scales": (gptq(4, scales=None), GPTQ, r"'a\.qweight' \(.*\): it has no 'a\.scales' beside it"),
-    "gptq without zero points": (gptq(4, qzeros=None), GPTQ, r"'a\.qweight' \(.*\): it has no 'a\.qzeros' beside it"),
     "gptq without values": (gptq(4, qweight=None), GPTQ, r"'a\.qzeros' .* what it scales, 'a\.qweight', is no such"),
     "awq packed as gptq": (gptq(4), AWQ, r"'a\.qweight': \[12, 40\], .* not of one matrix of \[12, 320\] integers"),
     "gptq of other groups": (
@@ -477,17 +427,6 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         GPTQ,
         r"'a\.g_idx': \[48\]\} are not of one matrix of \[96, 40\] integers of 4 bits",
     ),
-    "gptq of no matrix": (
-        gptq(4, scales=scales_of(40).half()),
-        GPTQ,
-        r"expected three matrices, .*'a\.scales': \[40\]",
-    ),
-    "gptq of short groups": (
-        gptq(4, qzeros=words_of(5, 5), scales=scales_of(5, 40).half()),
-        GPTQ,
-        r"its scales 'a\.scales' \[5, 40\] lie on no blocks of it, nor on blocks of 64 x 1 as the config says",
-    ),
-    "gptq of groups of words": (gptq(4), GPTQ | {"group_size": "64"}, r"group_size is '64', expected -1 or a number"),
     "gptq ordered by activation": (
         gptq(4),
         GPTQ | {"desc_act": True},
@@ -516,12 +455,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        ("auto-round", "packs values with zero points per group"),
-        ("torchao", "no rule is known"),
-        (7, "no rule is known"),
-    ],
+    ("method", "reason"), [("auto-round", "packs values with zero points per group"), (7, "no rule is known")]
 )
 def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, method, reason):
     """Whatever the files hold; and the script that makes a plain checkpoint is there."""

@@ -10,14 +10,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import (
     ConfigError,
     FSDPTrainerMixin,
     from_pretrained,
     make_accelerator,
-    save_pretrained,
 )
 from tests._checkpoints import full_state, make_checkpoint
 
@@ -106,30 +105,9 @@ def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) 
 # ---- folders that hold something else ----
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(IDS).logits
-    return found
-
-
 def lora_of(folder: Path) -> Any:
     torch.manual_seed(3)
     return from_pretrained(folder, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-
-
-def test_a_reused_folder_opens_as_what_was_saved_last(folder: Path, tmp_path: Path) -> None:
-    """By plain transformers, and by this package; what is the user's own stays."""
-    full, adapted = from_pretrained(folder), lora_of(folder)
-    with torch.no_grad():
-        full.lm_head.weight.mul_(2)
-    (tmp_path / "notes.txt").write_text("mine")
-    for model in (full, adapted, full, adapted):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save_pretrained(model, tmp_path)
-        for opened in (AutoModelForCausalLM.from_pretrained(tmp_path), from_pretrained(tmp_path)):
-            assert torch.allclose(logits(opened), logits(model), atol=1e-5)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 class ShardedTrainer(FSDPTrainerMixin, Trainer):
