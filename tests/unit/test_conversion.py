@@ -90,7 +90,7 @@ def movements(draw: Callable[..., Any]) -> Callable[[list[torch.Tensor]], torch.
     return run
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(movement=movements(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_any_chain_of_movements_is_followed(movement: Callable[..., torch.Tensor], shape: list[int]) -> None:
     size = math.prod(shape)
@@ -112,10 +112,8 @@ def test_an_operation_that_computes_is_opaque_with_the_right_shape_and_inputs() 
 
 OPERATIONS: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]], list[str]]] = {
     "Chunk": (ops.Chunk(dim=0), {"qkv": [(12, 5)]}, ["q", "k", "v"]),
-    "Chunk columns": (ops.Chunk(dim=1), {"gate_up": [(4, 10)]}, ["gate", "up"]),
     "Concatenate": (ops.Concatenate(dim=1), {"gate": [(4, 5)], "up": [(4, 3)]}, ["gate_up"]),
     "Interleave": (ops.Interleave(dim=0), {"w": [(8, 3)]}, ["w"]),
-    "Interleave inverse": (ops.Interleave(dim=1, inverse=True), {"w": [(3, 8)]}, ["w"]),
     "MergeModulelist": (ops.MergeModulelist(dim=0), {"experts.*.w": [(3, 5)] * 4}, ["experts.w"]),
     "SplitModulelist": (ops.SplitModulelist(dim=0), {"experts.w": [(4, 3, 5)]}, ["experts.*.w"]),
     "Transpose": (ops.Transpose(1, 2), {"w": [(4, 3, 5)]}, ["w"]),
@@ -161,7 +159,11 @@ def model_class(config: Any) -> type[transformers.PreTrainedModel]:
     raise AssertionError(f"no auto class for {type(config).__name__}")
 
 
-@pytest.mark.parametrize("model_type", CONVERTED + RENAMED)
+FEW = ("mixtral", "deepseek_v3", "jamba", "minimax_m2", "nemotron_h", "ernie4_5_moe", "olmo_hybrid", "gte", "t5")
+TYPES = [pytest.param(t, marks=[] if t in FEW else [pytest.mark.nightly]) for t in CONVERTED + RENAMED]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
 def test_an_architecture_loads_and_saves_as_transformers_does(model_type: str, tmp_path: Path) -> None:
     """One process, no shards: the same values and reports, every byte read in place, and the same files written."""
     if model_type not in transformers.CONFIG_MAPPING:  # 5.17, which is supported too, lacks some of 5.23

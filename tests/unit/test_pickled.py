@@ -67,12 +67,8 @@ def test_every_tensor_is_where_the_index_says(tmp_path: Path) -> None:
         assert torch.equal(read_back(tensor).to(torch.float64), want.to(torch.float64)), tensor.key
     assert stored[0].offset == stored[1].offset and stored[2].strides == (1, 6) and stored[-1].strides is None
     assert num_bytes < file.stat().st_size * 3  # each part of the directory at most a few times
-
-
-def test_the_data_is_not_read(tmp_path: Path) -> None:
-    file = tmp_path / "x.bin"
     torch.save({"a": torch.zeros(2**21)}, file)  # 8 MiB
-    assert parse_pickled(file)[1] < 200_000
+    assert parse_pickled(file)[1] < 200_000, "the data is not read"
 
 
 def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
@@ -105,8 +101,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file),
         r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
     ),
-    "sparse": (lambda file: torch.save({"a": torch.ones(3, 3).to_sparse()}, file), r"bad\.bin: "),
-    "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "a pipe": (os.mkfifo, "is no regular file"),
 }
 
@@ -123,13 +117,6 @@ def archive(pickled: bytes, records: int = 0) -> Any:
     return make
 
 
-def nested(times: int, wrap: Any) -> Any:
-    value: Any = ()
-    for _ in range(times):
-        value = wrap(value)
-    return value
-
-
 DOUBLED = b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(60)) + b"K\x01s."
 """A dict whose one key is a tuple of two tuples of two tuples of …"""
 
@@ -138,11 +125,6 @@ HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x
 ENDLESS: dict[str, tuple[Any, str]] = {
     "tuples of tuples": (archive(DOUBLED), "containers hold [0-9,]+ values in 23 levels"),
     "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
-    "a deep list": (lambda file: torch.save(nested(200, lambda inner: [inner]), file), "values in 101 levels"),
-    "numbers of one hash": (
-        lambda file: torch.save({i * (2**61 - 1): 1 for i in range(11_000)}, file),
-        "more than 10,000 keys are neither texts",
-    ),
     "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
     "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
     "records in one place": (archive(DOUBLED, records=50), r"its records hold more than the [\d,]+ bytes"),
@@ -206,7 +188,7 @@ def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) ->
         assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(position=st.integers(0, 3000), value=st.integers(0, 255))
 @example(position=2078, value=85)  # torch 2.13 raises an EOFError without a text
 def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
