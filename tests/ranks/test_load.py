@@ -34,36 +34,11 @@ from tests._checkpoints import (
     make_checkpoint,
     make_model,
     plain_model,
+    refusal,
     sharded_meta_model,
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-
-
-def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
-    rows = []
-    for kind, folder in folders.items():
-        model = sharded_meta_model(kind, folder)
-        report = load_weights(model, folder)
-        assert_same_model(model, plain_model(kind, folder), kind)
-        assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, (
-            kind,
-            str(report),
-        )
-        rows.append((kind, report.read_ratio, report.share_bytes))
-    return rows
-
-
-@pytest.mark.shows("reads its own bytes", "FSDP2")
-def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str, Path]) -> None:
-    for rows in zip(*run_ranks(load_every_kind, 3, folders), strict=True):
-        kind = rows[0][0]
-        for _, ratio, _ in rows:
-            assert ratio <= 1.01, (kind, ratio)
-        shares = sum(share for _, _, share in rows)
-        stored = CheckpointIndex.open(folders[kind]).num_bytes
-        assert stored <= shares <= 1.05 * stored, kind  # no rank's share is the whole, all shares are
-
 
 # ---- other placements, dtypes, and what is in no file ----
 
@@ -97,10 +72,9 @@ def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
     broken = Mock(side_effect=OSError(5, "Input/output error"))
-    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv), pytest.raises(CheckpointError) as caught:
-        load_weights(model, folders["llama"])
-    assert "failed on 1 of 4 ranks" in str(caught.value) and "rank 1: " in str(caught.value)
-    assert len(set(all_ranks(str(caught.value)))) == 1
+    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv):
+        said = refusal(lambda: load_weights(model, folders["llama"]), CheckpointError)
+    assert "failed on 1 of 4 ranks" in said and "rank 1: " in said
     load_weights(model, folders["llama"])
     assert_same_model(model, plain_model("llama", folders["llama"]))
 
@@ -125,27 +99,21 @@ def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
     assert report.dtypes == ("float32",) and report.staging_bytes > 0 and report.read_ratio == 1.0
 
 
-def fp32_files_in_a_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
-    model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16)
+def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
+    offload = CPUOffloadPolicy(pin_memory=False)
+    model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16, offload_policy=offload)
     load_weights(model, folders["gpt2"])
     assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
-
-
-def offloaded(folders: dict[str, Path], tmp: Path) -> None:
-    model = sharded_meta_model("gpt2", folders["gpt2"], offload_policy=CPUOffloadPolicy(pin_memory=False))
-    load_weights(model, folders["gpt2"])
-    assert_same_model(model, plain_model("gpt2", folders["gpt2"]))
 
 
 ALONE = (
     over_two_axes_where_the_disk_of_one_rank_fails,
     bf16_files_in_an_fp32_model,
-    fp32_files_in_a_bf16_model,
-    offloaded,
+    fp32_files_in_an_offloaded_bf16_model,
 )
 OTHERWISE: dict[str, Callable[..., None]] = {
     **{case.__name__: case for case in ALONE},
-    **{f"{kind} over two axes": partial(over_two_axes, kind) for kind in ("tied", "mixtral")},
+    "over two axes": partial(over_two_axes, "mixtral"),
     **{f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2")},
 }
 
@@ -191,7 +159,7 @@ def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
 def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (2, 3)}
+    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (1, 2)}
     report, head, mismatched, embedding = results[2][0]
     assert report.missing_keys == report.initialized_keys == ("score.weight",)
     assert report.unexpected_keys == ("lm_head.weight",)
@@ -199,7 +167,7 @@ def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
     assert {key for key, *_ in mismatched.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert mismatched.mismatched_keys[0][1:] == ((131, 48), (77, 48))
     assert "score.weight" in str(report) and "other shape" in str(mismatched)
-    for _, other_head, _, other_embedding in (*results[2], *results[3]):
+    for _, other_head, _, other_embedding in (*results[2], *results[1]):
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
 
@@ -227,25 +195,20 @@ def only_head(folder: Path, target: Path) -> Path:
     return target
 
 
-def load_ties(good: list[Path], bad: Path) -> str:
+def load_ties(good: list[Path], bad: Path) -> None:
     for folder in good:
         model = sharded_meta_model("tied", folder)
         report = load_weights(model, folder)
         assert not report.missing_keys
         assert_same_model(model, plain_model("tied", folder), folder.name)
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(sharded_meta_model("tied", bad), bad)
-    return str(caught.value)
+    said = refusal(lambda: load_weights(sharded_meta_model("tied", bad), bad), CheckpointError)
+    assert all(part in said for part in ("rank 1: ", "different values", "tie_word_embeddings=False"))
 
 
 def test_tied_weights_under_one_name_or_both(folders: dict[str, Path], tmp_path: Path) -> None:
     good = [untied_copy(folders["tied"], tmp_path / "equal", equal=True), only_head(folders["tied"], tmp_path / "head")]
     bad = untied_copy(folders["tied"], tmp_path / "different", equal=False)
-    messages = run_ranks(load_ties, 2, good, bad)
-    assert messages[0] == messages[1]
-    assert (
-        "rank 1: " in messages[0] and "different values" in messages[0] and "tie_word_embeddings=False" in messages[0]
-    )
+    run_ranks(load_ties, 2, good, bad)
 
 
 # ---- mistakes ----
@@ -294,28 +257,32 @@ def test_a_module_from_outside_transformers(tmp_path: Path) -> None:
 # ---- memory ----
 
 
-def load_large(folder: Path, dtype: torch.dtype | None, staging_bytes: int) -> tuple[LoadReport, int]:
+STAGING = 8 * 2**20
+
+
+def load_large(folder: Path, dtype: torch.dtype | None) -> tuple[LoadReport, int]:
     model = build_meta_model(folder)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    report = load_weights(model, folder, dtype=dtype, staging_bytes=staging_bytes)
+    report = load_weights(model, folder, dtype=dtype, staging_bytes=STAGING)
     return report, sum(p.to_local().nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    """220 MB in bf16; a whole embedding is 33 MB, a rank's shards 110 or 220 MB."""
+def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path) -> None:
+    """220 MB in bf16; a whole embedding is 33 MB, a rank's shards 110 or, in fp32, 220 MB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="90MB")
     total = CheckpointIndex.open(tmp_path).num_bytes
     assert total > 200e6
-    staging_bytes = 8 * 2**20
-    for report, shard_bytes in run_ranks(load_large, 2, tmp_path, dtype, staging_bytes):
+    of_ranks = [
+        (dtype, found) for dtype in (None, torch.float32) for found in run_ranks(load_large, 2, tmp_path, dtype)
+    ]
+    for dtype, (report, shard_bytes) in of_ranks:
         assert shard_bytes == total // (1 if dtype else 2)
         assert report.read_ratio <= 1.01 and report.bytes_read <= 0.51 * total
-        assert report.staging_bytes <= staging_bytes
+        assert report.staging_bytes <= STAGING
         assert (report.staging_bytes > 0) == (dtype is not None)
         # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
-        assert report.peak_host_bytes <= staging_bytes + 16 * 2**20, str(report)
+        assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)

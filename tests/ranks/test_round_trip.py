@@ -6,6 +6,7 @@ What is saved again is, to the bit, what transformers saves of its own plain mod
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
@@ -60,8 +61,12 @@ def resave_kinds(kinds: dict[str, dict[str, Path]], folder: Path) -> None:
     run_cases({name: partial(resave_and_compare, name, found, folder) for name, found in kinds.items()})
 
 
-def test_every_kind_is_saved_again_as_transformers_saves_it(tmp_path: Path) -> None:
-    kinds = dict(zip(KINDS, run_alone(save_by_transformers, list(KINDS), tmp_path), strict=True))
-    assert "older" in kinds["BertForMaskedLM"] and "older" in kinds["Wav2Vec2ForCTC"]
-    assert "model" in kinds["MixtralForCausalLM"] and "model" in kinds["LlavaForConditionalGeneration"]
+FEW = ["GptOssForCausalLM", "JambaForCausalLM", "BertForMaskedLM", "CvtForImageClassification", "MixtralForCausalLM"]
+FORMS = {"BertForMaskedLM": "older", "Wav2Vec2ForCTC": "older", "MixtralForCausalLM": "model"}
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([n for n in KINDS if n not in FEW], marks=pytest.mark.nightly)])
+def test_every_kind_is_saved_again_as_transformers_saves_it(names: list[str], tmp_path: Path) -> None:
+    kinds = dict(zip(names, run_alone(save_by_transformers, names, tmp_path), strict=True))
+    assert all(FORMS[name] in kinds[name] for name in FORMS.keys() & kinds.keys())
     run_ranks(resave_kinds, 2, kinds, tmp_path)

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_tools import from_pretrained, load_weights, save_pretrained, stores, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import all_ranks
@@ -35,7 +33,7 @@ from tests._checkpoints import (
 )
 from tests._dist import run_cases, run_ranks
 from tests._store import Server, kill_self, s3_server, use
-from tests.ranks.test_background_saves import Doubled
+from tests.ranks.test_save import Doubled, with_conversion
 
 for _package in ("s3fs", "moto"):
     pytest.importorskip(_package, reason="needs s3fs and moto: pip install 'hf-fsdp-tools[test]'")
@@ -149,9 +147,7 @@ def heads(folders: dict[str, Path], tmp: Path) -> None:
 
 def what_a_conversion_computes(folders: dict[str, Path], tmp: Path) -> None:
     """A conversion that every llama has from then on would need its tensors whole: refused, and nothing is written."""
-    converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Doubled()])
-    register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
-    plain = LlamaForCausalLM.from_pretrained(folders["llama"])
+    plain = with_conversion(folders["llama"], Doubled())
     model = opened("llama", folders["llama"])
     model._weight_conversions = plain._weight_conversions
     said = refusal(lambda: save_pretrained(model, "s3://bucket/gathered", max_shard_size=SIZE))
