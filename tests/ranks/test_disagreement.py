@@ -76,12 +76,7 @@ def loading_and_saving_need_no_collective(root: Path) -> None:
         save_pretrained(model, root / "saved")
 
 
-FILES = (
-    loading_and_saving_need_no_collective,
-    other_config,
-    other_header,
-    equal_copies_are_loaded,
-)
+FILES = (loading_and_saving_need_no_collective, other_config, other_header, equal_copies_are_loaded)
 
 
 def test_copies_that_differ_are_refused(copies: Path) -> None:

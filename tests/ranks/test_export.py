@@ -165,10 +165,7 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
     ):
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
-        with (
-            patch.object(export, "_PART_BYTES", 4 * 2**20),
-            patch.object(export, "STAGING_BYTES", 8 * 2**20),
-        ):
+        with patch.object(export, "_PART_BYTES", 4 * 2**20), patch.object(export, "STAGING_BYTES", 8 * 2**20):
             report = road(source, root / name, max_shard_size=SIZE if name == "state" else "90MB", dtype=CAST.get(name))
         found.append((report.bytes_written, report.total_bytes, watch.above(0)))
     return found

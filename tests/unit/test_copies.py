@@ -13,11 +13,7 @@ from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.loading.io.files import write_in_turn
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.saving import copies
-from hf_fsdp_tools.saving.copies import (
-    HostCopies,
-    copied_transfers,
-    free_kept_memory,
-)
+from hf_fsdp_tools.saving.copies import HostCopies, copied_transfers, free_kept_memory
 from tests._late import LateSideStream, Machine
 
 MIB = 2**20

@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_fsdp_tools import CheckpointError, ConfigError, export_checkpoint
 from hf_fsdp_tools.saving import export
-from tests._checkpoints import (
-    dequantized_by_transformers,
-    make_checkpoint,
-    make_quantized,
-    randomize,
-    stored_tensors,
-)
+from tests._checkpoints import dequantized_by_transformers, make_checkpoint, make_quantized, randomize, stored_tensors
 from tests._round_trip import differences
 from tests.ranks.test_adapter import CASES, grown, lora
 

@@ -22,12 +22,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.saving import export
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.requantize import quantize
-from tests._checkpoints import (
-    Tensors,
-    dequantized_by_transformers,
-    make_quantized,
-    stored_tensors,
-)
+from tests._checkpoints import Tensors, dequantized_by_transformers, make_quantized, stored_tensors
 
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "q_a_proj", "o_proj"], "init_lora_weights": False}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

@@ -12,12 +12,7 @@ from torch.distributed.tensor import Shard
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.sharding.placement import (
-    check_partial_resharding,
-    choose_placement,
-    padded_ratio,
-    split_dim,
-)
+from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, padded_ratio, split_dim
 
 
 @pytest.mark.parametrize(

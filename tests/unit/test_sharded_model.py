@@ -12,12 +12,7 @@ from accelerate.utils import DynamoBackend
 from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 
-from hf_fsdp_tools import (
-    ConfigError,
-    FSDPTrainerMixin,
-    from_pretrained,
-    make_accelerator,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from tests._checkpoints import full_state, make_checkpoint
 
 IDS = torch.arange(3, 11)[None]
