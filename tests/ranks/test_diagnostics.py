@@ -84,15 +84,12 @@ def sharded_by_accelerate() -> None:
     assert not _codes(diagnose(fsdp2_prepare_model(accelerator, make_model("llama"))))
 
 
-def wrapped_for_checkpointing() -> None:
+def wrapped_for_checkpointing_or_compiled() -> None:
     wrapped = make_model("llama")
     for index, block in enumerate(wrapped.model.layers):
         wrapped.model.layers[index] = checkpoint_wrapper(block)
     assert not _codes(diagnose(_sharded(model=wrapped)))
     assert not _codes(diagnose(_sharded(activation_checkpointing=True)))
-
-
-def compiled_before() -> None:
     assert not _codes(diagnose(_sharded(model=torch.compile(make_model("llama")))))
 
 
@@ -112,12 +109,9 @@ def wrapped_by_fsdp1() -> None:
 # ---- units ----
 
 
-def no_unit_at_all() -> None:
+def no_unit_or_the_root_alone() -> None:
     fact = r"each of 2 ranks holds all 183\.7 kB"
     _expect(diagnose(make_model("llama")), "not-sharded", "error", fact, r"shard_model\(model")
-
-
-def the_root_alone() -> None:
     diagnosis = diagnose(fully_shard(make_model("llama"), mesh=_mesh()))
     fact = r"gathers 45\.9 K of 45\.9 K parameters"
     finding = _expect(diagnosis, "root-only", "error", fact, r"HybridFSDPPlugin")
@@ -151,7 +145,7 @@ def a_given_plan_is_compared_unit_by_unit() -> None:
 # ---- parameters ----
 
 
-def added_after_sharding() -> None:
+def added_after_sharding_or_nan() -> None:
     with torch.device("meta"):
         adapter = nn.Linear(48, 48)
     model = _sharded()
@@ -159,6 +153,12 @@ def added_after_sharding() -> None:
     diagnosis = diagnose(model)
     _expect(diagnosis, "meta-parameters", "error", r"2 of \d+ parameters .*q_proj\.adapter\.weight", r"load_weights")
     _expect(diagnosis, "unmanaged-parameters", "error", r"2 trainable .*q_proj\.adapter\.weight", r"shard the whole")
+    spoiled = _sharded()
+    with torch.no_grad():
+        spoiled.model.norm.weight.to_local()[:3] = float("nan")
+    assert not _codes(diagnose(spoiled)), "values are read when asked"
+    fact = r"model\.norm\.weight \(6 elements\)"
+    _expect(diagnose(spoiled, values=True), "non-finite-values", "error", fact, r"load_weights")
 
 
 def weights_in_low_precision() -> None:
@@ -170,25 +170,13 @@ def weights_in_low_precision() -> None:
     _expect(diagnosis, "low-precision-masters", "info", r"^48 of .* are kept in bfloat16", r"dtype=torch\.float32")
 
 
-def nan() -> None:
-    spoiled = _sharded()
-    with torch.no_grad():
-        spoiled.model.norm.weight.to_local()[:3] = float("nan")
-    assert not _codes(diagnose(spoiled)), "values are read when asked"
-    fact = r"model\.norm\.weight \(6 elements\)"
-    _expect(diagnose(spoiled, values=True), "non-finite-values", "error", fact, r"load_weights")
-
-
-def tie_broken_by_to_empty() -> None:
+def ties_that_came_apart() -> None:
     emptied = make_model("tied").to("meta").to_empty(device="cpu")
     for parameter in emptied.parameters():
         nn.init.constant_(parameter, 0.5)
     nn.init.zeros_(emptied.lm_head.weight)
     fact = r"1 tied .* 1 of them .*model\.embed_tokens\.weight = lm_head"
     _expect(diagnose(emptied), "tie-broken", "error", fact, r"load_weights, which keeps ties")
-
-
-def tied_again_after_sharding() -> None:
     again = make_model("tied")
     for module in (*again.model.layers, again.model.embed_tokens, again.lm_head, again):
         fully_shard(module, mesh=_mesh())
@@ -204,18 +192,18 @@ def tied_again_after_sharding() -> None:
 ONE_MODEL = r"same model with the same policy"
 
 
-def policies_differ() -> None:
+def policies_buffers_or_models_differ() -> None:
     """Nothing is sharded yet, so nothing can hang."""
     policy = HybridPolicy() if dist.get_rank() == 0 else HybridPolicy(block_types=("LlamaMLP",))
     fact = r"rank 1: \d+ differences from rank 0: unit model\.layers\.0\.mlp \(9648 parameters\) is not on rank 0"
     _expect(diagnose(make_model("llama"), policy=policy), "plans-differ", "error", fact, ONE_MODEL)
-
-
-def buffers_differ() -> None:
     rotary = _sharded()
     rotary.model.rotary_emb.inv_freq += dist.get_rank()
     fact = r"rank 1: 1 differences from rank 0: model\.rotary_emb\.inv_freq is \(6,\) float32 crc32 "
     _expect(diagnose(rotary), "buffers-differ", "error", fact, r"initialize_missing")
+    rank = dist.get_rank()
+    with pytest.raises(FSDPToolsError, match="no parameters"):
+        diagnose(make_model("llama") if rank == 0 else nn.Identity())
 
 
 def a_module_on_one_rank() -> None:
@@ -227,30 +215,18 @@ def a_module_on_one_rank() -> None:
     _expect(diagnosis, "plans-differ", "error", r"parameter model\.extra\.weight .* is not on rank 0", ONE_MODEL)
 
 
-def no_model_on_one_rank() -> None:
-    rank = dist.get_rank()
-    with pytest.raises(FSDPToolsError, match="no parameters"):
-        diagnose(make_model("llama") if rank == 0 else nn.Identity())
-
-
 def test_what_is_wrong_is_named_and_other_ways_to_shard_are_read_too():
     cases = (
         sharded_by_accelerate,
-        wrapped_for_checkpointing,
-        compiled_before,
+        wrapped_for_checkpointing_or_compiled,
         wrapped_by_fsdp1,
-        no_unit_at_all,
-        the_root_alone,
+        no_unit_or_the_root_alone,
         blocks_are_missed_and_a_unit_is_too_large,
         a_given_plan_is_compared_unit_by_unit,
-        added_after_sharding,
+        added_after_sharding_or_nan,
         weights_in_low_precision,
-        nan,
-        tie_broken_by_to_empty,
-        tied_again_after_sharding,
-        policies_differ,
-        buffers_differ,
+        ties_that_came_apart,
+        policies_buffers_or_models_differ,
         a_module_on_one_rank,
-        no_model_on_one_rank,
     )
     run_ranks(run_cases, 2, cases)

@@ -17,9 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from hf_fsdp_tools import from_pretrained, make_accelerator
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests.ranks.test_load import last_even_dim
@@ -134,14 +132,6 @@ def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -
     assert full(headed.score.weight).std() > 0
 
 
-def saved_again_as_on_the_hub(folders: dict[str, Path], root: Path) -> None:
-    mixtral = sharded_meta_model("mixtral", folders["mixtral"])
-    load_weights(mixtral, root / "job" / "mixtral")
-    save_pretrained(mixtral, root / "saved again")
-    keys = CheckpointIndex.open(folders["mixtral"]).tensors.keys()
-    assert dist.get_rank() or CheckpointIndex.open(root / "saved again").tensors.keys() == keys
-
-
 def break_dcp(folder: Path, root: Path) -> None:
     """Damaged copies of a DCP folder, named as in `BROKEN`."""
     for name in BROKEN:
@@ -187,7 +177,6 @@ WAYS = (
     saved_by_accelerate_and_torch,
     saved_whole,
     into_the_base_model_and_another_head,
-    saved_again_as_on_the_hub,
     broken_folders,
 )
 

@@ -17,11 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
@@ -64,7 +62,6 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
         buffers = sum(buffer.nbytes for buffer in model.buffers())  # whole on every rank, which reads them for itself
         assert sum(all_ranks(report.bytes_read)) <= 1.02 * stored + 3 * buffers, str(report)
         assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
-    assert_boxes_are_dtensors_own(model)
 
 
 def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp: Path) -> None:
@@ -84,7 +81,6 @@ def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> No
     assert any(p.placements == (Shard(1),) for p in model.parameters())
     load_weights(model, folders[kind])
     assert_same_model(model, plain_model(kind, folders[kind]))
-    assert_boxes_are_dtensors_own(model)
 
 
 def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
@@ -116,20 +112,6 @@ OTHERWISE: dict[str, Callable[..., None]] = {
     "over two axes": partial(over_two_axes, "mixtral"),
     **{f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2")},
 }
-
-
-def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
-    """Our arithmetic, which needs no mesh, agrees with DTensor's, which does."""
-    for name, parameter in model.named_parameters():
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        boxes = local_boxes_of(parameter)
-        if not parameter.to_local().numel():
-            assert boxes == (), name
-            continue
-        ((box, start),) = boxes
-        assert (box.length, box.start, set(start)) == (shape, offset, {0}), name
 
 
 @pytest.mark.shows("reads its own bytes", "HSDP", "offload")

@@ -96,6 +96,8 @@ def memory_that_is_exhausted_on_one_rank(folder: Path) -> None:
     kinds = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert kinds[1][0] == "MemoryError" and kinds[0][0] == "CheckpointError" and "rank 1: MemoryError" in kinds[0][1]
     assert is_untouched(model)
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
+        model(torch.ones(1, 3, dtype=torch.long))  # FSDP2 does not recover from a pass that it refused
 
 
 def another_try(folder: Path) -> None:
@@ -119,14 +121,6 @@ def another_try(folder: Path) -> None:
     assert all(p.to_local().isnan().all() for p in model.parameters())
     load_weights(model, folder)
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())
-
-
-def forward_after_a_failed_load(folder: Path) -> None:
-    unused = sharded(folder)  # not used before, as FSDP2 does not recover from a forward pass that it refused
-    with preadv(broken, rank=1):
-        refusal(lambda: load_weights(unused, folder))
-    with pytest.raises(RuntimeError, match="materialized from meta device"):
-        unused(torch.ones(1, 3, dtype=torch.long))
 
 
 def wait_for_storage(folder: Path) -> None:
@@ -168,7 +162,6 @@ FAILURES = (
     file_that_shrinks_under_the_reader,
     memory_that_is_exhausted_on_one_rank,
     another_try,
-    forward_after_a_failed_load,
     wait_for_storage,
     fail_under_fsdp1,
 )

@@ -100,20 +100,25 @@ def test_what_repeats_inside_a_block_is_part_of_the_block() -> None:
 
     assert blocks_of(Model(nn.ModuleList(WithHeads() for _ in range(3)))) == numbered("layers.", 3)
     assert blocks_of(Model(nn.ModuleList(T5Like() for _ in range(3)))) == numbered("layers.", 3)
-
-
-def test_a_shared_layer_is_one_block() -> None:
     shared = Block()
     assert blocks_of(Model(nn.ModuleList([shared] * 6))) == ("layers.0",)
     assert blocks_of(Model(nn.ModuleList([Block(64)]))) == ("layers.0",)
 
 
-def test_a_small_stack_is_minor_also_of_one_class() -> None:
+def test_small_stacks_are_minor_and_wrapped_models_keep_their_names() -> None:
     model = Model(nn.ModuleList(Block(64) for _ in range(8)))
     model.tower = nn.ModuleList(Block(4) for _ in range(3))
     model.norm.owner = model  # a model that registers its parent
     stacks = detect_blocks(model).stacks
     assert [(stack.fqn, stack.is_major) for stack in stacks] == [("layers", True), ("tower", False)]
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model(nn.ModuleList(Block() for _ in range(4)))
+    assert blocks_of(torch.compile(model)) == numbered("_orig_mod.layers.", 4)
+    for index in range(4):
+        model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
+    assert blocks_of(model) == numbered("layers.", 4)
+    assert detect_blocks(model).stacks[0].class_names == ("Block",)
 
 
 @pytest.mark.parametrize("is_made", [True, False])
@@ -133,17 +138,6 @@ def test_parts_around_the_blocks_are_named(is_made: bool) -> None:
     assert list(found.ties) == [("embed.weight", "head.weight")]
     assert found.scalars == ("scale",)
     assert found.num_params == sum(parameter.numel() for parameter in model.parameters()) - apart
-
-
-def test_wrapped_models_keep_their_own_names() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model(nn.ModuleList(Block() for _ in range(4)))
-    assert blocks_of(torch.compile(model)) == numbered("_orig_mod.layers.", 4)
-    for index in range(4):
-        model.layers[index] = checkpoint_wrapper(model.layers[index])  # type: ignore[index, operator]
-    assert blocks_of(model) == numbered("layers.", 4)
-    assert detect_blocks(model).stacks[0].class_names == ("Block",)
 
 
 def test_a_model_without_parameters_says_what_to_pass() -> None:

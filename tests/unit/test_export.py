@@ -173,15 +173,12 @@ def adapter(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return adapter_on(model_of(folders["llama"], torch.float32), lora(), folder)
 
 
-def test_each_command_names_the_other(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused_and_destroys_nothing(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is an adapter of .* hf-fsdp export --adapter"):
         export_checkpoint(adapter, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"No adapter_config\.json in .* without --adapter"):
         export_checkpoint(None, tmp_path / "out", adapter=folders["llama"])
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_in_the_folder_is_not_destroyed(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
     source = shutil.copytree(folders["llama"], tmp_path / "source")
     for write in (partial(export_checkpoint, source), partial(export_checkpoint, source, adapter=adapter)):
         with pytest.raises(CheckpointError, match="is what is read"):
@@ -196,6 +193,22 @@ def test_what_is_in_the_folder_is_not_destroyed(folders: dict[str, Path], adapte
     former = shutil.copytree(folders["llama"], tmp_path / "former")
     export_checkpoint(source, former, max_shard_size="50KB")
     assert differences(former, source) == []
+    _, config = CASES["prompt"]
+    prompts = adapter_on(model_of(folders["llama"], torch.float32), config(), tmp_path / "prompts")
+    with pytest.raises(ConfigError, match="no adapter in its modules that could be merged"):
+        export_checkpoint(None, tmp_path / "out", adapter=prompts)
+    with pytest.raises(ConfigError, match=r"PEFT cannot make this LORA adapter: Target modules .*not found"):
+        export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter)
+    packed = shutil.copytree(folders["llama"], tmp_path / "packed")
+    written = json.loads((packed / "config.json").read_text())
+    kept = {"llm_int8_skip_modules": ["gate_proj", "up_proj", "down_proj", "lm_head"]}  # their values fill no blocks
+    written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True} | kept
+    (packed / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
+        export_checkpoint(packed, tmp_path / "out", adapter=adapter)
+    with pytest.raises(ConfigError, match="max_shard_size='5X' is no size of a file"):
+        export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_class_or_a_config_that_does_not_fit_loses_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -217,22 +230,3 @@ def test_a_class_or_a_config_that_does_not_fit_loses_nothing(folders: dict[str, 
     with pytest.raises(CheckpointError, match=r"does not hold 1 tensors of LlamaForSequence.*: score\.weight"):
         export_checkpoint(folders["llama"], tmp_path / "other", auto_class=AutoModelForSequenceClassification)
     assert not (tmp_path / "other").exists()
-
-
-def test_what_cannot_be_merged(folders: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
-    _, config = CASES["prompt"]
-    prompts = adapter_on(model_of(folders["llama"], torch.float32), config(), tmp_path / "prompts")
-    with pytest.raises(ConfigError, match="no adapter in its modules that could be merged"):
-        export_checkpoint(None, tmp_path / "out", adapter=prompts)
-    with pytest.raises(ConfigError, match=r"PEFT cannot make this LORA adapter: Target modules .*not found"):
-        export_checkpoint(folders["gpt2"], tmp_path / "out", adapter=adapter)
-    packed = shutil.copytree(folders["llama"], tmp_path / "packed")
-    written = json.loads((packed / "config.json").read_text())
-    kept = {"llm_int8_skip_modules": ["gate_proj", "up_proj", "down_proj", "lm_head"]}  # their values fill no blocks
-    written["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True} | kept
-    (packed / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match=r"in 4 bits.*STATE"):
-        export_checkpoint(packed, tmp_path / "out", adapter=adapter)
-    with pytest.raises(ConfigError, match="max_shard_size='5X' is no size of a file"):
-        export_checkpoint(folders["llama"], tmp_path / "out", max_shard_size="5X")
-    assert not (tmp_path / "out").exists()

@@ -43,7 +43,7 @@ def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
     assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
 
 
-def test_what_is_used_of_accelerates_private_parts_is_there():
+def test_what_is_used_of_private_parts_is_there():
     source = inspect.getsource(Accelerator.__init__)
     for held in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
         assert f"self.{held} = []" in source
@@ -53,9 +53,6 @@ def test_what_is_used_of_accelerates_private_parts_is_there():
     for state in (AcceleratorState, PartialState):
         assert isinstance(state._shared_state, dict) and callable(state._reset_state)
     assert "_from_accelerator" in inspect.signature(AcceleratorState).parameters
-
-
-def test_what_is_used_of_torchs_private_parts_is_there():
     assert callable(torch.autograd.Variable._execution_engine.queue_callback)
     assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)
     assert callable(torch._amp_foreach_non_finite_check_and_unscale_)

@@ -121,7 +121,7 @@ def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
     assert torch.equal(state, torch.get_rng_state()), "the user's random state is left alone"
 
 
-def test_a_buffer_that_nothing_fills_is_an_error():
+def test_buffers_and_adapters_that_nothing_fills_are_errors():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,9 +133,6 @@ def test_a_buffer_that_nothing_fills_is_an_error():
     allocate(model, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"table.*persistent"):
         initialize_missing(model, missing_keys=())
-
-
-def test_adapters_are_not_initialised_as_if_they_were_layers():
     model = get_peft_model(build_meta_model(LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
     allocate(model, device=torch.device("cpu"))
     missing = [name for name in model.state_dict() if "lora_B" in name]

@@ -52,15 +52,12 @@ def test_the_layers_that_transformers_would_quantise():
     assert model.is_loaded_in_4bit and model.config.quantization_config is model.hf_quantizer.quantization_config
 
 
-def test_the_plan_has_the_units_of_the_plain_model():
+def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_refused():
     config = hf.LlamaConfig(**TINY)
     units = [unit.modules for unit in make_wrap_plan(build_meta_model(config)).units]
     for storage in (torch.uint8, torch.float32):
         model = build_meta_model(config, quantization_config=four_bits(bnb_4bit_quant_storage=storage))
         assert [unit.modules for unit in make_wrap_plan(model).units] == units, storage
-
-
-def test_what_cannot_be_quantised_is_refused():
     config = hf.LlamaConfig(**TINY)
     for other in (BitsAndBytesConfig(load_in_8bit=True), hf.EetqConfig()):
         with pytest.raises(ConfigError, match=r"only 4-bit weights of bitsandbytes .*load_in_4bit=True"):

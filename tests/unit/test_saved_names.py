@@ -107,7 +107,7 @@ TWO = {"1": {"w": WHOLE[:, :4].contiguous()}, "2": {"w": WHOLE[:, 4:].contiguous
 STARTS = {"1": {"w": {"saved_offsets": [0, 0]}}, "2": {"w": {"saved_offsets": [0, 4]}}}
 
 
-def test_parts_are_one_tensor_and_each_lies_in_its_file(tmp_path: Path) -> None:
+def test_parts_are_one_tensor_and_what_one_process_writes_is_a_plain_file(tmp_path: Path) -> None:
     index = CheckpointIndex.open(write_parts(tmp_path / "x", TWO, STARTS))
     tensor = index.tensors["w"]
     assert tensor.shape == (4, 6) and index.num_bytes == WHOLE.numel() * 4
@@ -118,9 +118,6 @@ def test_parts_are_one_tensor_and_each_lies_in_its_file(tmp_path: Path) -> None:
         part = tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.length, strict=True))
         made[part] = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(piece.box.length)
     assert torch.equal(made, WHOLE)
-
-
-def test_what_one_process_writes_is_a_plain_file(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save({"w": WHOLE, "s": torch.tensor(3)}, storage_writer=writer, no_dist=True)
     tensors = CheckpointIndex.open(tmp_path).tensors

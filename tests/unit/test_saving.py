@@ -136,7 +136,7 @@ def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:
     assert left(1, str(folders[0])) == "16"
 
 
-def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_counts_no_more_and_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     seen: list[tuple[set[str], str]] = []
     unlink = os.unlink
@@ -150,9 +150,11 @@ def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_
         remove_checkpoint(folder)
     assert len(seen) >= 4 and not folder.exists()
     assert all(problem or whole <= names for names, problem in seen)
-
-
-def test_of_a_linked_checkpoint_the_link_alone_is_deleted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
+    with denied, pytest.warns(UserWarning, match=r"checkpoint-1' cannot be deleted"):
+        remove_checkpoint(folder)
+    assert problem_of(folder)
     archive = checkpoint(tmp_path / "archive" / "checkpoint-1")
     out = tmp_path / "out"
     checkpoint(out / "checkpoint-2", 2)
@@ -175,14 +177,6 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
         "state"
     ]
-
-
-def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
-    with denied, pytest.warns(UserWarning, match=r"checkpoint-1' cannot be deleted"):
-        remove_checkpoint(folder)
-    assert problem_of(folder)
 
 
 # ---- one folder in place of another ----
