@@ -17,7 +17,6 @@ from tests._dist import run_cases, run_ranks
 
 
 def same_error(kind, call):
-    """The message of the error that the call raises on every rank, the same on all."""
     with pytest.raises(kind) as caught:
         call()
     messages = all_ranks(str(caught.value))

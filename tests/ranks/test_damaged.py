@@ -28,7 +28,6 @@ def lora(**options: Any) -> LoraConfig:
 
 
 def copy(folder: Path, name: str, damage: Damage, *, everywhere: bool = True) -> Path:
-    """A damaged copy beside the folder; or one whose copy for rank 1 alone is damaged."""
     if everywhere:
         target = folder.parent / name
         if dist.get_rank() == 0:
@@ -80,9 +79,6 @@ def loads_as_on_one_process(model: Any, root: Path) -> None:
     plain = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora())
     plain.load_adapter(root / "adapter", "default")
     torch.testing.assert_close(model(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
-
-
-# ---- states to resume from ----
 
 
 def run_code(optimizer: Path, marker: Path) -> None:

@@ -52,9 +52,6 @@ def _expect(diagnosis, code, severity, fact, cure):
     return finding
 
 
-# ---- nothing wrong ----
-
-
 def _healthy(kind: str) -> str:
     model = _sharded(kind)
     diagnosis = diagnose(model, values=True)
@@ -94,7 +91,6 @@ def wrapped_for_checkpointing_or_compiled() -> None:
 
 
 def _by_hand(model):
-    """A unit for each block, and the root."""
     for block in model.model.layers:
         fully_shard(block, mesh=_mesh())
     return fully_shard(model, mesh=_mesh())
@@ -104,9 +100,6 @@ def wrapped_by_fsdp1() -> None:
     with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"wrapped by FSDP1.*Shard it with FSDP2"):
         warnings.simplefilter("ignore")  # FSDP1 is deprecated upstream
         diagnose(FullyShardedDataParallel(make_model("llama"), device_id=torch.device("cpu")))
-
-
-# ---- units ----
 
 
 def no_unit_or_the_root_alone() -> None:
@@ -140,9 +133,6 @@ def a_given_plan_is_compared_unit_by_unit() -> None:
     assert not found, "a policy asks for no exact units"
     with pytest.raises(WrapPlanError, match="NoSuchLayer"):
         diagnose(model, policy=HybridPolicy(block_types=("NoSuchLayer",)))
-
-
-# ---- parameters ----
 
 
 def added_after_sharding_or_nan() -> None:
@@ -184,9 +174,6 @@ def ties_that_came_apart() -> None:
     fact = r"in lm_head and in model\.embed_tokens"
     finding = _expect(diagnose(again), "managed-twice", "error", fact, r"before sharding")
     assert "model.embed_tokens.weight = lm_head.weight" in finding.fact
-
-
-# ---- between ranks ----
 
 
 ONE_MODEL = r"same model with the same policy"

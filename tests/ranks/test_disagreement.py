@@ -29,16 +29,11 @@ from tests._dist import run_cases, run_ranks
 
 
 def mine(first: Any, second: Any) -> Any:
-    """What this rank is given."""
     return second if dist.get_rank() else first
-
-
-# ---- other files ----
 
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, copies as they lie on the disks of other nodes, and an adapter."""
     root = tmp_path_factory.mktemp("copies")
     good = make_checkpoint("llama", root / "good")
     shutil.copytree(good, root / "equal", copy_function=shutil.copyfile)
@@ -79,9 +74,6 @@ FILES = (loading_and_saving_need_no_collective, other_config, other_header_or_eq
 
 def test_copies_that_differ_are_refused(copies: Path) -> None:
     run_ranks(run_cases, 2, FILES, copies)
-
-
-# ---- other arguments ----
 
 
 DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -18,14 +18,11 @@ from hf_fsdp_tools import from_pretrained, make_accelerator
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.load import load_weights
-from tests._checkpoints import assert_same_model, full, pickled_copy, plain_model, sharded_meta_model
+from tests._checkpoints import assert_same_model, full, loaded, pickled_copy, plain_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests.ranks.test_load import last_even_dim
 
 KINDS = ("tied", "mixtral", "deepseek_v3")
-
-
-# ---- legacy files ----
 
 
 def load_pickled(legacy: dict[str, Path], folders: dict[str, Path]) -> list[float]:
@@ -52,20 +49,15 @@ def test_bin_files_are_read_slice_by_slice(folders: dict[str, Path], tmp_path: P
         assert len(ratios) == 3 and max(ratios[:-1]) <= 1.01 and ratios[-1] < 2.2
 
 
-# ---- DCP folders ----
-
-
 def save_all(folders: dict[str, Path], root: Path) -> None:
     """What people have on disk: saved by 3 ranks in every way that is in use."""
     for kind in KINDS:
-        model = sharded_meta_model(kind, folders[kind])
-        load_weights(model, folders[kind])
+        model = loaded(kind, folders[kind])
         optimizer = {f"state.{key}": {"exp_avg": full(t) * 2} for key, t in model.state_dict().items()}
         job = {"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}
         dcp.save(job, checkpoint_id=root / "job" / kind)
     mesh = init_device_mesh("cpu", (3,))
-    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh, shard_placement_fn=last_even_dim)
-    load_weights(model, folders["mixtral"])
+    model = loaded("mixtral", folders["mixtral"], mesh=mesh, shard_placement_fn=last_even_dim)
     dcp.save(model.state_dict(), checkpoint_id=root / "columns")
     accelerator = make_accelerator(cpu=True)
     plugin = accelerator.state.fsdp_plugin
@@ -84,7 +76,6 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
 
 
 def saved_by_dcp(folders: dict[str, Path], root: Path) -> list[float]:
-    """Alone and as a part of a job's state; the read ratio of each."""
     ratios = []
     for kind, source in [("llama", root / "plain"), *((kind, root / "job" / kind) for kind in KINDS)]:
         model = sharded_meta_model(kind, folders[kind])
@@ -113,7 +104,6 @@ def saved_by_accelerate_and_torch(folders: dict[str, Path], root: Path) -> list[
 
 
 def saved_whole(folders: dict[str, Path], root: Path) -> None:
-    """Fused experts, as the model has them."""
     mixtral = sharded_meta_model("mixtral", folders["mixtral"])
     load_weights(mixtral, root / "full", allow_pickle=True)
     assert_same_model(mixtral, plain_model("mixtral", folders["mixtral"]), "full")
@@ -133,7 +123,6 @@ def into_the_base_model_and_another_head(folders: dict[str, Path], root: Path) -
 
 
 def break_dcp(folder: Path, root: Path) -> None:
-    """Damaged copies of a DCP folder, named as in `BROKEN`."""
     for name in BROKEN:
         shutil.copytree(folder, root / name)
     (root / "code" / METADATA).write_bytes(pickle.dumps({"a": Path.touch}))

@@ -42,7 +42,6 @@ def short_sleeps() -> Iterator[list[float]]:
 
 
 def in_short(case: Callable[..., Any], *args: Any) -> None:
-    """A case with short sleeps."""
     with short_sleeps():
         case(*args)
 
@@ -92,7 +91,6 @@ def adapters(main: Path, tagged: Path, url: str) -> None:
 
 
 def refusals(main: Path, tagged: Path, url: str) -> None:
-    """Each says what huggingface_hub says, and what to do."""
     message = refusal(lambda: from_pretrained("org/model", revision="v9"))
     assert "'org/model' at revision 'v9'" in message and "RevisionNotFoundError" in message
     refused = {"org/private": "RepositoryNotFoundError: 401", "org/absent": "RepositoryNotFoundError: 404"}

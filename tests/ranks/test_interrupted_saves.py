@@ -30,7 +30,7 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving import hidden_folder, publish
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from tests._checkpoints import full_state, make_checkpoint, make_model, refusal, sharded_meta_model
+from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, refusal, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
 
@@ -67,7 +67,6 @@ def hearing(listener: Callable[[], None]) -> Iterator[None]:
 
 
 def visible(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder outside of hidden folders."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -132,7 +131,6 @@ def by_index(folder: Path) -> PreTrainedModel:
 
 
 def begin_and_end(folder: Path) -> Path:
-    """What the next save does first."""
     hidden = HiddenFolder(folder)
     hidden.begin()
     hidden.end()
@@ -145,8 +143,7 @@ def make_former(target: Path, size: str | None) -> None:
 
 
 def save_while_it_is_copied(former: str | None, size: str, other: bool, source: Path, root: Path) -> int:
-    model = sharded_meta_model("llama", source)
-    load_weights(model, source)
+    model = loaded("llama", source)
     configured(model, other)
     if dist.get_rank() == 0 and former is not None:
         make_former(root / "saved", former)
@@ -203,15 +200,12 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
 
 
 def build_and_load(folder: Path) -> PreTrainedModel:
-    """This package's reader, in one process."""
     model = build_meta_model(folder, auto_class=AutoModelForCausalLM)
     load_weights(model, folder, strict=True)
     return model
 
 
 class FailsOnce:
-    """A listener that fails at the n-th change."""
-
     def __init__(self, n: int) -> None:
         self.left = n
 
@@ -466,8 +460,7 @@ FAULTS = [
 
 
 def every_fault(source: Path, target: Path) -> None:
-    model = sharded_meta_model("llama", source)
-    load_weights(model, source)
+    model = loaded("llama", source)
     adapter = from_pretrained(source, peft_config=LoraConfig(r=3, target_modules=["q_proj"]))
     run_cases(FAULTS, model, adapter, target)
 
@@ -486,7 +479,6 @@ def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(tmp_pat
 
 
 def record_syncs(source: Path, target: Path) -> list[str]:
-    """What this rank synced and renamed, in order, by name."""
     model, done = sharded_meta_model("llama", source), []
     load_weights(model, source)
     sync, rename, remove = os.fsync, os.replace, os.unlink

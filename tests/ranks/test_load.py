@@ -29,6 +29,7 @@ from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import (
     assert_same_model,
     full,
+    loaded,
     make_checkpoint,
     make_model,
     plain_model,
@@ -97,8 +98,7 @@ def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
 
 def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
-    model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16, offload_policy=offload)
-    load_weights(model, folders["gpt2"])
+    model = loaded("gpt2", folders["gpt2"], dtype=torch.bfloat16, offload_policy=offload)
     assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
 
 
@@ -120,7 +120,6 @@ def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -
 
 
 def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
-    """A classification head that the checkpoint lacks, then a vocabulary of another size."""
     config = LlamaConfig.from_pretrained(folder, num_labels=5)
     model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
     for block in model.model.layers:
@@ -153,11 +152,7 @@ def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
 
-# ---- ties ----
-
-
 def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
-    """A tied checkpoint rewritten with both names, of equal or of different values."""
     tensors = stored_tensors(folder)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     embedding = tensors["model.embed_tokens.weight"]
@@ -169,7 +164,6 @@ def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
 
 
 def only_head(folder: Path, target: Path) -> Path:
-    """A tied checkpoint that holds the weight under the head's name only."""
     untied_copy(folder, target, equal=True)
     tensors = load_file(target / "model.safetensors")
     del tensors["model.embed_tokens.weight"]
@@ -191,9 +185,6 @@ def test_tied_weights_under_one_name_or_both(folders: dict[str, Path], tmp_path:
     good = [untied_copy(folders["tied"], tmp_path / "equal", equal=True), only_head(folders["tied"], tmp_path / "head")]
     bad = untied_copy(folders["tied"], tmp_path / "different", equal=False)
     run_ranks(load_ties, 2, good, bad)
-
-
-# ---- mistakes ----
 
 
 def test_mistakes_of_the_caller(folders: dict[str, Path]) -> None:
@@ -234,9 +225,6 @@ def load_plain_module(folder: Path) -> None:
 
 def test_a_module_from_outside_transformers(tmp_path: Path) -> None:
     run_ranks(load_plain_module, 2, tmp_path)
-
-
-# ---- memory ----
 
 
 STAGING = 8 * 2**20

@@ -39,7 +39,6 @@ def sharded(folder: Path) -> PreTrainedModel:
 
 
 def copy(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
-    """A copy beside the folder, made and changed by rank 0."""
     target = folder.parent / name
     if dist.get_rank() == 0:
         change(Path(shutil.copytree(folder, target)))
@@ -49,16 +48,12 @@ def copy(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def preadv(replacement: Callable[..., int], rank: int) -> Iterator[None]:
-    """Reading goes through a shim on one rank."""
     with patch("os.preadv", replacement if dist.get_rank() == rank else os.preadv):
         yield
 
 
 def is_untouched(model: nn.Module) -> bool:
     return all(p.is_meta for p in model.parameters())
-
-
-# ---- whatever fails, all ranks stop ----
 
 
 def broken(*_: Any) -> int:

@@ -56,7 +56,6 @@ def save(folder: Path, sent: signal.Signals, **layout: Any) -> None:
 
 
 def send(folder: Path, sent: signal.Signals, **layout: Any) -> None:
-    """Rank 1 is lost while rank 0 waits for what it sends."""
     weights = live_weights(from_pretrained(folder, **layout))
     with patch.object(dist, "batch_isend_irecv", once(sent, dist.batch_isend_irecv)):
         weights.send(lambda bucket: None, 2**16)
@@ -132,7 +131,6 @@ def live(rank: int, port: int, road: str, folder: Path, sizes: dict[str, int]) -
 
 @contextmanager
 def living(ranks: list[BaseProcess]) -> Iterator[list[BaseProcess]]:
-    """Ranks that are started, and killed where the block ends."""
     for rank in ranks:
         rank.start()
     try:

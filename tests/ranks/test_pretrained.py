@@ -94,9 +94,6 @@ def test_settings_reach_the_step_they_are_for(tmp_path):
         torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
 
 
-# ---- work that is done once ----
-
-
 def _counted(folder: Path, **options: Any) -> Counter[str]:
     """How often one load meets the other ranks, walks the model, and asks about it."""
     counts: Counter[str] = Counter()
@@ -133,9 +130,6 @@ def _counted_twice(folder: Path) -> None:
 
 def test_a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders: dict[str, Path]) -> None:
     run_ranks(_counted_twice, 2, folders["llama"])
-
-
-# ---- step by step ----
 
 
 def _written_out(folder, url):

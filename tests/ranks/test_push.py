@@ -119,9 +119,6 @@ def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out
     assert not target.exists()
 
 
-# ---- the Trainer ----
-
-
 def trainer_of(model: Any, folder: Path, name: str, **settings: Any) -> ShardedTrainer:
     usual = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     hub = {"push_to_hub": True, "hub_model_id": name, "hub_token": "secret", "hub_always_push": True}

@@ -40,6 +40,7 @@ from tests._checkpoints import (
     KINDS,
     assert_same_model,
     full_state,
+    loaded,
     make_checkpoint,
     make_model,
     plain_model,
@@ -92,9 +93,6 @@ def test_every_kind_is_loaded_and_saved_as_by_transformers(
         assert {p.name for p in (tmp_path / kind).iterdir() if p.name.startswith(".")} == set()
 
 
-# ---- other placements, dtypes, layouts ----
-
-
 def no_space(*_: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -102,8 +100,7 @@ def no_space(*_: Any) -> int:
 def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     """HSDP, other shard dimensions, and fp32 master weights saved in the dtype they came from."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded_meta_model("mixtral", folders["mixtral"], mesh=mesh)
-    load_weights(model, folders["mixtral"])
+    model = loaded("mixtral", folders["mixtral"], mesh=mesh)
     reports = [save_pretrained(model, root / "hsdp", max_shard_size="60KB")]
     with patch.object(held, "_MIN_PART_BYTES", 64):  # else all are so small that one replica writes them alone
         reports.append(save_pretrained(model, root / "hsdp, cut", max_shard_size="60KB"))
@@ -114,8 +111,7 @@ def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:
     with broken, pytest.raises(CheckpointError, match=r"rank 3: .*Cannot write .*No space left"):
         save_pretrained(model, root / "hsdp", max_shard_size="60KB")
     for kind in ("mixtral", "gpt2"):
-        model = sharded_meta_model(kind, folders[kind], shard_placement_fn=last_even_dim)
-        load_weights(model, folders[kind])
+        model = loaded(kind, folders[kind], shard_placement_fn=last_even_dim)
         reports.append(save_pretrained(model, root / f"columns {kind}", max_shard_size="60KB"))
     model = sharded_meta_model("mixtral", folders["bf16"])
     load_weights(model, folders["bf16"], dtype=torch.float32)
@@ -199,8 +195,7 @@ def save_what_cannot_be_written_in_place(folder: Path, tmp: Path) -> list[tuple[
 
 def save_twice(folder: Path, target: Path) -> None:
     """Many files, then one, then many again: what is there afterwards is the last save and nothing else."""
-    model = sharded_meta_model("llama", folder)
-    load_weights(model, folder)
+    model = loaded("llama", folder)
     for size, expected in (("60KB", 4), ("5GB", 1), ("100KB", 2)):
         with patch.object(Rounds, "exchange", autospec=True, side_effect=Rounds.exchange) as exchange:
             report = save_pretrained(model, os.path.relpath(target), max_shard_size=size)
@@ -214,8 +209,7 @@ def save_twice(folder: Path, target: Path) -> None:
 
 def save_after_a_step(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Training leaves the root unit gathered; what is saved are the shards, with the update in them."""
-    model = sharded_meta_model("tied", folder)
-    load_weights(model, folder)
+    model = loaded("tied", folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(24).reshape(2, 12)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -259,9 +253,6 @@ def test_saves_are_replaced_whole_hold_updates_and_gather_what_cannot_be_written
         for way in ("ours", "flat"):
             ours = stored_tensors(tmp_path / f"{name} {way}")
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], t) for k, t in theirs.items()), name
-
-
-# ---- room on the disk ----
 
 
 def test_blocks_are_reserved_and_never_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,11 @@
 import hashlib
 import os
 import shutil
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,29 +29,22 @@ from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.ranks.test_interrupted_saves import hearing
 
 # ---- at each moment of a save ----
 
 
-class Moments:
-    """Copies of a folder, made on this rank before each event of the file system within it."""
+@contextmanager
+def moments(folder: Path, target: Path, watching: bool = True) -> Iterator[list[Path]]:
+    """Copies of a folder, made on this rank before each change of the file system in the block."""
+    copies: list[Path] = []
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self.target = folder, target
-        self.count, self.watching = 0, False
-        sys.addaudithook(self._hook)
+    def copy() -> None:
+        copies.append(target / f"{len(copies)}")
+        _copy(folder, copies[-1])
 
-    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        """Copy; opening a file to read it (to bring it to disk, too) changes nothing."""
-        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link") or (
-            event == "open" and (args[1] or "r")[:1] in "wax+"
-        )
-        if not self.watching or not changes or str(self.folder) not in str(args[0]):
-            return
-        self.watching = False
-        _copy(self.folder, self.target / f"{self.count}")
-        self.count += 1
-        self.watching = True
+    with hearing(copy) if watching else nullcontext():
+        yield copies
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -68,14 +60,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _content(folder: Path) -> dict[str, str]:
-    """Every file that matters for a resume, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".incomplete", ".json"))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 class Remembers(TrainerCallback):
-    """What each checkpoint holds once it is saved."""
-
     def __init__(self) -> None:
         self.contents: dict[str, dict[str, str]] = {}
 
@@ -98,47 +87,42 @@ def _trainer(source: Path, out: Path, **settings: Any) -> Any:
 
 def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) -> None:
     folder, remembers = out / "run", Remembers()
-    moments = Moments(folder, out / "copies")
     settings = {"max_steps": 3, "save_total_limit": limit, "attributes": {"blocking": blocking}}
     trainer = _trainer(source, folder, callbacks=[remembers], **settings)
-    moments.watching = dist.get_rank() == 0
-    trainer.train()
-    moments.watching = False
+    with moments(folder, out / "copies", dist.get_rank() == 0) as seen:
+        trainer.train()
     if dist.get_rank() != 0:
         return
     assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
     begun = False
-    for number in range(moments.count):
-        copies = sorted((out / "copies" / f"{number}").glob("checkpoint-*"))
-        complete = [path for path in copies if not problem_of(path)]
+    for moment in seen:
+        complete = [path for path in sorted(moment.glob("checkpoint-*")) if not problem_of(path)]
         begun |= bool(complete)
-        assert begun == bool(complete), f"moment {number}: a complete checkpoint was there, and none is"
+        assert begun == bool(complete), f"{moment}: a complete checkpoint was there, and none is"
         for path in complete:
-            assert _content(path) == remembers.contents[path.name], f"moment {number}: {path.name}"
-    assert moments.count > 50 and begun
+            assert _content(path) == remembers.contents[path.name], path
+    assert len(seen) > 50 and begun
     assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
 
 
 def a_number_that_exists(source: Path, out: Path) -> None:
     """A run that was started again without a resume: at each moment the older checkpoint is whole, or the new one."""
-    seen = []
+    saved = []
     for blocking in (None, False):
         folder, remembers = out / "run", Remembers()
         settings = {"max_steps": 1, "callbacks": [remembers], "attributes": {"blocking": blocking is not False}}
-        trainer = _trainer(source, folder, learning_rate=1e-3 * len(seen) + 1e-3, **settings)
-        moments = Moments(folder, out / f"copies {blocking}")
-        moments.watching = dist.get_rank() == 0 and blocking is not None
-        trainer.train()
-        moments.watching = False
-        seen.append(remembers.contents["checkpoint-1"])
-        for number in range(moments.count):
-            copy = out / f"copies {blocking}" / f"{number}" / "checkpoint-1"
-            assert not problem_of(copy) and _content(copy) in seen[-2:], f"moment {number}"
+        trainer = _trainer(source, folder, learning_rate=1e-3 * len(saved) + 1e-3, **settings)
+        watching = dist.get_rank() == 0 and blocking is not None
+        with moments(folder, out / "copies", watching) as seen:
+            trainer.train()
+        saved.append(remembers.contents["checkpoint-1"])
+        for copy in (moment / "checkpoint-1" for moment in seen):
+            assert not problem_of(copy) and _content(copy) in saved[-2:], copy
             assert (copy / "mine.json").exists()
-        assert moments.count > 20 or blocking is None or dist.get_rank() != 0
+        assert len(seen) > 20 or not watching
         (folder / "checkpoint-1" / "mine.json").touch()
         dist.barrier()
-    assert seen[0] != seen[1] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
+    assert saved[0] != saved[1] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
 
 
 class FailsAlone(ShardedTrainer):
@@ -169,7 +153,6 @@ def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
 
 
 def _slowly(sync: Callable[[int], None], opened: threading.Event, descriptor: int) -> None:
-    """So that training goes on meanwhile."""
     if threading.current_thread().name == "save":
         time.sleep(0.05)
         assert opened.wait(200), "nobody lets it through"
@@ -370,8 +353,6 @@ def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, tuple[Ca
 
 
 class NoStep(TrainerCallback):
-    """Fails where training begins."""
-
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         pytest.fail("a step was trained")
 

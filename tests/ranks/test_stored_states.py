@@ -57,7 +57,6 @@ class Run:
         return losses
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Every parameter and every tensor of its optimizer state, gathered."""
         tensors = dict(self.model.named_parameters())
         for name, parameter in self.model.named_parameters():
             tensors |= {f"{name}.{key}": each for key, each in self.optimizer.state.get(parameter, {}).items()}
@@ -76,9 +75,6 @@ def names_in(place: str) -> dict[str, tuple[int, int]]:
 def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
     use(url, f"rank{dist.get_rank()}", **options)
     return run_cases(cases, *args)
-
-
-# ---- what is saved is resumed ----
 
 
 def resumed_to_the_bit(folders: dict[str, Path], tmp: Path) -> dict[str, torch.Tensor]:
@@ -142,7 +138,6 @@ def bad_names(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def damaged(folders: dict[str, Path], tmp: Path) -> None:
-    """A file that is gone, and one of other bytes, where the state has checksums."""
     fs, run = fsspec.filesystem("s3"), Run(folders["llama"])
     name = "bucket/run/optimizer_0/__1_0.distcp"
     content = fs.cat_file(name)
@@ -171,7 +166,6 @@ def elsewhere(url: str, folders: dict[str, Path], saved: dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def saved(server: Server, folders: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """What the state at `RUN` holds, which was resumed to the bit."""
     first, _ = run_ranks(on_ranks, 2, server.url, [resumed_to_the_bit], folders, None)
     return first["resumed to the bit"]
 
@@ -189,11 +183,7 @@ def test_other_states_and_what_is_refused(server: Server, folders: dict[str, Pat
     run_ranks(on_ranks, 2, server.url, cases, folders, tmp_path)
 
 
-# ---- bytes ----
-
-
 def wide(url: str, folder: Path, saves: bool) -> int:
-    """Load a state that some ranks have saved; the bytes of this rank's shards of model and optimizer."""
     use(url, f"rank{dist.get_rank()}")
     run = Run(folder)
     if saves:
@@ -207,16 +197,12 @@ def wide(url: str, folder: Path, saves: bool) -> int:
 
 @pytest.mark.nightly
 def test_a_rank_reads_its_share_of_model_and_optimizer(server: Server, tmp_path: Path) -> None:
-    """By ranges, also where another number of ranks has saved them."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=2048)).save_pretrained(tmp_path)
     for ranks in (2, 3):
         server.sent.clear()
         for rank, share in enumerate(run_ranks(wide, ranks, server.url, tmp_path, ranks == 2)):
             assert share > 2**22 and share <= server.sent[f"rank{rank}"] <= 1.1 * share, (ranks, server.sent, share)
-
-
-# ---- faults ----
 
 
 def denied(url: str, folders: dict[str, Path]) -> None:

@@ -23,11 +23,11 @@ from tests._checkpoints import (
     add_heads,
     assert_same_model,
     full_state,
+    loaded,
     make_checkpoint,
     make_model,
     plain_model,
     refusal,
-    sharded_meta_model,
     stored_tensors,
     word_tokenizer,
 )
@@ -53,7 +53,6 @@ def opened(kind: str, name: Any, **options: Any) -> Any:
 
 
 def fetched(place: str, folder: Path) -> Path:
-    """A place in the store as a local folder, the same on all ranks."""
     if dist.get_rank() == 0:
         fs = fsspec.filesystem("s3")
         fs.invalidate_cache()
@@ -66,14 +65,10 @@ def names_in(place: str) -> dict[str, tuple[int, int]]:
     return {name: there.version for name, there in stores.files_at(f"s3://bucket/{place}").items()}
 
 
-# ---- what is saved comes back ----
-
-
 def every_kind_comes_back(folders: dict[str, Path], tmp: Path) -> None:
     """Boxes of either dimension, experts one by one, tied weights; the values are those that a folder would hold."""
     for kind in ("tied", "mixtral"):
-        model = sharded_meta_model(kind, folders[kind])
-        load_weights(model, folders[kind], progress=False)
+        model = loaded(kind, folders[kind])
         report = save_pretrained(
             model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, tokenizer=word_tokenizer()
         )
@@ -155,7 +150,6 @@ def what_a_conversion_computes(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def adapters(folders: dict[str, Path], tmp: Path) -> None:
-    """An adapter alone, opened with its base from the store; and merged."""
     from peft import LoraConfig
 
     base = "s3://bucket/base"
@@ -209,9 +203,6 @@ def test_what_is_saved_in_a_store_comes_back(
     assert max(server.most.values()) < 2**20, "the files are small, and the bodies as well"
 
 
-# ---- bytes ----
-
-
 def load_wide(url: str) -> tuple[int, int]:
     use(url, f"rank{dist.get_rank()}")
     _, report = from_pretrained("s3://bucket/wide", output_loading_info=True, **QUIET)
@@ -229,13 +220,10 @@ def test_a_rank_reads_its_share_and_no_more(server: Server, tmp_path: Path) -> N
         assert share <= server.sent[f"rank{rank}"] <= 1.05 * share, "headers and all, as the server counts"
 
 
-# ---- faults ----
-
 FORMER, SAID = "s3://bucket/former", "as the test says"
 
 
 def former_and_new(folders: dict[str, Path]) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """A new model, and what is in the store of the one before."""
     return opened("llama", folders["llama"]), names_in("former")
 
 
@@ -299,7 +287,6 @@ def one_fault(url: str, case: Callable[..., None], folders: dict[str, Path], opt
 
 @pytest.fixture
 def former(server: Server, tmp_path: Path) -> dict[str, tuple[int, int]]:
-    """What a store holds before each fault: another model."""
     fs = fsspec.filesystem("s3")
     make_checkpoint("llama", tmp_path / "former", seed=7)
     with suppress(FileNotFoundError):

@@ -62,7 +62,6 @@ def filled(symbol: PieceTensor, sources: dict[str, torch.Tensor]) -> torch.Tenso
 
 @st.composite
 def movements(draw: Callable[..., Any]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """A random chain of movements of three equal tensors."""
     names = draw(st.lists(st.sampled_from(["permute", "split", "flatten", "reverse", "narrow", "halve"]), max_size=5))
     join = draw(st.sampled_from([torch.cat, torch.stack]))
     seeds = draw(st.lists(st.integers(0, 1000), min_size=len(names) + 1, max_size=len(names) + 1))

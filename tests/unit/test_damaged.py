@@ -38,7 +38,6 @@ MOST_CHARACTERS = 1500
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model in two formats."""
     root = tmp_path_factory.mktemp("good")
     files = make_checkpoint("llama", root / "files")
     dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
@@ -54,8 +53,6 @@ def use(folder: Path) -> None:
 
 
 def config(name: str = "config.json", **changed: Any) -> Damage:
-    """The config with other values."""
-
     def damage(folder: Path) -> None:
         file = folder / name
         file.write_text(json.dumps(json.loads(file.read_text()) | changed))
@@ -68,8 +65,6 @@ def text(name: str, content: str) -> Damage:
 
 
 def metadata(change: Callable[[Metadata], object]) -> Damage:
-    """The metadata of a DCP folder with other parts."""
-
     def damage(folder: Path) -> None:
         content = pickle.loads((folder / METADATA).read_bytes())
         change(content)
@@ -163,9 +158,6 @@ def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
             parse_dcp(tmp_path)
 
 
-# ---- adapters ----
-
-
 @pytest.fixture(scope="module")
 def adapter(good: dict[str, Path]) -> Path:
     model = AutoModelForCausalLM.from_pretrained(good["files"])
@@ -257,9 +249,6 @@ def test_patterns_that_cannot_be_compiled_are_refused(pattern: str) -> None:
     with pytest.raises(CheckpointError, match=r"is no regular expression .*: (missing|it is too long)") as caught:
         packed_forms._is_named("model", [pattern])
     assert len(str(caught.value)) < MOST_CHARACTERS
-
-
-# ---- other files beside the weights ----
 
 
 def in_file(name: str, content: str) -> Callable[[Path], Path]:

@@ -23,9 +23,6 @@ PLAIN = {"prompt"}
 """Cases of adapters that work beside the base."""
 
 
-# ---- checkpoints of models ----
-
-
 @pytest.mark.parametrize("kind", ["tied", "gpt2", "deepseek_v3", "t5"])
 def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
     folders: dict[str, Path], tmp_path: Path, kind: str
@@ -38,7 +35,6 @@ def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
 
 
 def test_dtypes_stay_as_they_are_stored_unless_asked(tmp_path: Path) -> None:
-    """A config that says bf16 casts nothing."""
     source = make_checkpoint("llama", tmp_path / "source", dtype=torch.bfloat16)
     (file, *_) = sorted(source.glob("*.safetensors"))
     save_file({key: t.float() for key, t in load_file(file).items()}, file, metadata={"format": "pt"})
@@ -80,9 +76,6 @@ def test_added_tokens_are_found_where_the_config_is_of_the_original(folders: dic
     model.save_pretrained(tmp_path / "grown")
     export_checkpoint(tmp_path / "grown", tmp_path / "out", config=folders["llama"])
     assert differences(tmp_path / "out", tmp_path / "grown") == []
-
-
-# ---- adapters ----
 
 
 def merged_by_peft(base: PreTrainedModel, adapter: Path, target: Path, **options: Any) -> None:
@@ -162,9 +155,6 @@ def test_another_base_and_another_dtype(tmp_path: Path) -> None:
     ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
     assert all(torch.equal(ours[key], theirs[key].bfloat16()) for key in theirs), "cast after it was merged"
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == "of the adapter"
-
-
-# ---- bad input ----
 
 
 @pytest.fixture(scope="module")

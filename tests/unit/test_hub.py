@@ -18,7 +18,6 @@ from tests._checkpoints import make_checkpoint
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The home folder, with a model and an adapter in it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "model"))
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")

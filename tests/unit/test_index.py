@@ -38,9 +38,6 @@ def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -
     return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
 
 
-# ---- good ones ----
-
-
 def test_every_entry_says_where_the_bytes_are(tmp_path: Path) -> None:
     index = CheckpointIndex.open(make_checkpoint("mixtral", tmp_path))
     assert len({t.file for t in index.tensors.values()}) > 3
@@ -67,9 +64,6 @@ def test_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
     save_file({"e": torch.zeros(0, 3), "x": torch.ones(2)}, tmp_path / "model.safetensors")
     assert CheckpointIndex.open(tmp_path).tensors["e"].num_bytes == 0
     assert parse_header(write(tmp_path / "none.safetensors", {})) == ([], 10)
-
-
-# ---- bad ones ----
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -195,9 +189,6 @@ def test_a_symlink_loop_a_folder_and_a_pipe_in_place_of_a_file(tmp_path: Path) -
             CheckpointIndex.open(tmp_path)
 
 
-# ---- folders that a save is changing ----
-
-
 @pytest.mark.parametrize(("module", "name"), [(index_module, "parse_header"), (opening, "load_config")])
 def test_a_save_that_ends_while_the_folder_is_opened_is_opened_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
@@ -257,8 +248,6 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path)
     assert all(parameter.is_meta for parameter in fresh.parameters())
     load_weights(fresh, folder)
 
-
-# ---- fuzzing ----
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(list(DTYPES)),

@@ -44,7 +44,6 @@ def make_adapter(base: Path, folder: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """The quantised checkpoint of a kind, and an adapter of it."""
     root = tmp_path_factory.mktemp("quantised")
 
     def make(kind: str) -> tuple[Path, Path]:
@@ -70,9 +69,6 @@ def changed(ours: Tensors, theirs: Tensors) -> set[str]:
 def kept(base: Path, adapter: Path, folder: Path, **options: Any) -> tuple[SaveReport, Tensors]:
     report = export_checkpoint(base, folder, adapter=adapter, keep_stored_format=True, **options)
     return report, stored_tensors(folder)
-
-
-# ---- the rule, beside that of transformers ----
 
 
 def by_transformers(weight: torch.Tensor, block: tuple[int, int], scale_fmt: str = "float") -> Tensors:
@@ -113,9 +109,6 @@ def test_the_rule_is_that_of_transformers_bit_for_bit(name: str) -> None:
     assert bits(found(weight[:61, :90], stored=of_edge)[0]) == bits(padded)
     zeros, scale = found(torch.zeros(64, 96))
     assert bool((torch.isfinite(scale.float()) & (scale.float() > 0)).all()) and set(bits(zeros)[2]) == {0}
-
-
-# ---- merged checkpoints ----
 
 
 @pytest.mark.parametrize("kind", ["fp8 of 128 x 128", "fp8 experts"])
@@ -179,9 +172,6 @@ def test_whatever_peft_merges(made: Callable[[str], tuple[Path, Path]], tmp_path
     assert ("lm_head.weight" in found) == ("trained whole" in name)
 
 
-# ---- the command and bad input ----
-
-
 def test_the_command_says_the_errors(
     made: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +189,6 @@ def test_the_command_says_the_errors(
 
 @pytest.mark.parametrize("kind", ["fp8 and fp4 experts", "compressed per channel", "mxfp4", "gptq"])
 def test_every_other_format_is_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str) -> None:
-    """Also FP4 experts beside FP8 layers."""
     base, adapter = made(kind)
     with pytest.raises(ConfigError, match=r"does not hold .*(proj|experts).* as fine-grained FP8.*Merge into floats"):
         kept(base, adapter, tmp_path / "kept")

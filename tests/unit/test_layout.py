@@ -16,7 +16,6 @@ from tests._checkpoints import make_model
 
 
 def model() -> nn.Module:
-    """Of three tensors of 4,000 bytes and one of 40,000."""
     parts = {name: nn.Linear(100, 10 if name != "large" else 100, bias=False) for name in ("a", "b", "large", "z")}
     return nn.ModuleDict(parts)
 

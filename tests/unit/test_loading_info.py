@@ -29,8 +29,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Quiet(LlamaForCausalLM):
-    """Says which keys it does not want to hear of."""
-
     _keys_to_ignore_on_load_missing: ClassVar = [r"q_proj"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"adapter"]
 
@@ -77,7 +75,6 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] 
 
 
 def checkpoint(kind: str, change: Callable[[Tensors], Tensors], folder: Path) -> Path:
-    """One file, changed."""
     model = make_model("llama").model if kind == "base" else make_model(kind)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"

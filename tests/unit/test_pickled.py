@@ -46,7 +46,6 @@ def state_dict() -> dict[str, Any]:
 
 
 def read_back(stored: StoredTensor) -> torch.Tensor:
-    """The tensor by file, offset, strides and dtype alone."""
     raw = torch.frombuffer(bytearray(stored.file.read_bytes()), dtype=torch.uint8)[stored.offset :]
     if not stored.num_bytes:
         return torch.empty(stored.shape, dtype=stored.dtype)
@@ -79,7 +78,6 @@ def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
 
 
 def saved(beside: Path) -> Path:
-    """A good file beside another."""
     torch.save(state_dict(), beside.with_name("good.bin"))
     return beside.with_name("good.bin")
 
@@ -134,7 +132,6 @@ ENDLESS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("make", "said"), [*(REFUSED | ENDLESS).values()], ids=[*(REFUSED | ENDLESS)])
 def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
-    """Code, other formats, and whatever takes endless time or memory."""
     make(tmp_path / "bad.bin")
     with pytest.raises(CheckpointError, match=said) as caught:
         parse_pickled(tmp_path / "bad.bin")
@@ -202,9 +199,6 @@ def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: in
     except CheckpointError:
         return
     assert all(0 <= t.offset <= t.offset + t.num_bytes <= len(content) for t in stored)
-
-
-# ---- as a checkpoint ----
 
 
 def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.no
 
 
 def found(*paths: Any) -> dict[str, str]:
-    """The model's part of a state; each tensor is its own path."""
     tensors = {(path,) if isinstance(path, str) else path: path for path in paths}
     return model_part(tensors, KEYS, "state")
 
@@ -90,11 +89,7 @@ def test_base_and_adapter_are_told_apart_by_the_wrappers_of_peft() -> None:
     assert split(*prompts, "base_model.model.embed.weight") == ({"base_model.model.embed.weight"}, prompts)
 
 
-# ---- parts of tensors ----
-
-
 def write_parts(folder: Path, parts: dict[str, dict[str, torch.Tensor]], starts: Any) -> Path:
-    """Files of parts, with what torch's writer says of them in the header."""
     folder.mkdir()
     for name, tensors in parts.items():
         said = starts[name] if isinstance(starts.get(name), str) else json.dumps(starts.get(name, {}))

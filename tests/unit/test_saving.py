@@ -22,7 +22,6 @@ from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, w
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
-    """What a Trainer leaves, complete."""
     (folder / "optimizer_0").mkdir(parents=True)
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
@@ -97,9 +96,6 @@ def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> Non
     (folder / "mine" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"mine/adapter_model\.safetensors: is damaged"):
         checkpoints.check_checkpoint(trainer, folder)
-
-
-# ---- old checkpoints ----
 
 
 @pytest.mark.parametrize("real_times", [True, False])
@@ -177,9 +173,6 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
         "state"
     ]
-
-
-# ---- one folder in place of another ----
 
 
 FILES = ("scheduler*",)

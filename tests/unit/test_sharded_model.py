@@ -32,9 +32,6 @@ def without_accelerator() -> Any:
     GradientState._reset_state()
 
 
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -53,9 +50,6 @@ def test_names_of_torch_are_names_of_precisions() -> None:
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
 
 
-# ---- a sharded model ----
-
-
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, disable_tqdm=True, **settings
@@ -67,7 +61,6 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp_path: Path) -> None:
-    """Both trained without a word in one process, so that the mistake showed on the cluster first."""
     lora = LoraConfig(target_modules=["q_proj"])
     for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
@@ -95,9 +88,6 @@ def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) 
         model(IDS)
     said = " ".join(str(warning.message) for warning in told)
     assert said.count("weights of LlamaForCausalLM are float16") == 1
-
-
-# ---- folders that hold something else ----
 
 
 def lora_of(folder: Path) -> Any:

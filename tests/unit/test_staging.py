@@ -26,9 +26,6 @@ OWN = 1  # of devices 0 and 1
 IN_FLIGHT = 4
 
 
-# ---- buffers ----
-
-
 class Copy:
     """Stands for an event of a stream: done once it was waited for."""
 
@@ -84,9 +81,6 @@ def test_buffers_are_as_many_as_threads_and_within_the_bound(staging_bytes: int,
     assert size & (size - 1) == 0 or not pinned, "PyTorch would round it up beyond the bound"
 
 
-# ---- the road to an accelerator ----
-
-
 @contextmanager
 def devices(late_s: float = 1e-3) -> Iterator[tuple[Machine, LateSideStream]]:
     with Machine(late_s=late_s) as machine:
@@ -116,7 +110,6 @@ def whole(machine: Machine, dtype: torch.dtype) -> Callable[[torch.Tensor], torc
 
 
 def every_other_row(machine: Machine, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Memory with gaps."""
     return lambda tensor: machine.tensor(2 * tensor.shape[0], *tensor.shape[1:], dtype=dtype)[::2]
 
 

@@ -24,7 +24,6 @@ QUIET = {"load_kwargs": {"progress": False}}
 
 @pytest.fixture
 def store(folders: dict[str, Path]) -> Iterator[Any]:
-    """A store with a checkpoint at memory://run."""
     fs = fsspec.filesystem("memory")
     fs.put(str(folders["llama"]), "/run", recursive=True)
     yield fs

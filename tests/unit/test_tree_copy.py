@@ -20,7 +20,6 @@ class Block(nn.Module):
 
 
 def make_tree() -> nn.Sequential:
-    """A block inside two wrappers, which also stands at the top, and a layer."""
     block = Block()
     wrapped = checkpoint_wrapper(torch.compile(block, backend="eager"))
     return nn.Sequential(wrapped, nn.Linear(2, 2), block)
