@@ -100,13 +100,19 @@ def test_any_chain_of_movements_is_followed(movement: Callable[..., torch.Tensor
     assert torch.equal(filled(found, real), expected)
 
 
-def test_an_operation_that_computes_is_opaque_with_the_right_shape_and_inputs() -> None:
+def test_an_operation_that_computes_is_opaque_and_one_that_fails_is_one_error(tmp_path: Path) -> None:
     a, b = (PieceTensor.named(k, (4, 6), torch.float32) for k in "ab")
     result = torch.cat([a * 2, b])[:3].to(torch.bfloat16)
     assert isinstance(result, PieceTensor)
     assert result.pieces is None and result.shape == (3, 6) and result.dtype == torch.bfloat16
     assert result.sources == {"a", "b"}
     assert a.to(torch.float32).pieces == a.pieces  # nothing to compute
+    folder = make_checkpoint("mixtral", tmp_path)
+    tensors = dict(CheckpointIndex.open(folder).tensors)
+    key = next(k for k in tensors if "experts.1.w1" in k)
+    tensors[key] = replace(tensors[key], shape=(3, 3))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
+        loading_map(make_model("mixtral"), tensors)
 
 
 OPERATIONS: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]], list[str]]] = {
@@ -225,13 +231,3 @@ def test_a_conversion_that_computes_is_run_on_whole_tensors_and_counted(
         t.num_bytes for k, t in CheckpointIndex.open(folder).tensors.items() if "down_proj" in k
     )
     assert "read whole" in str(report)
-
-
-def test_a_checkpoint_that_a_conversion_cannot_take_is_one_error(tmp_path: Path) -> None:
-    """Experts of different shapes cannot be stacked."""
-    folder = make_checkpoint("mixtral", tmp_path)
-    tensors = dict(CheckpointIndex.open(folder).tensors)
-    key = next(k for k in tensors if "experts.1.w1" in k)
-    tensors[key] = replace(tensors[key], shape=(3, 3))
-    with pytest.raises(CheckpointError, match=r"gate_up_proj.*fails.*does not fit this model"):
-        loading_map(make_model("mixtral"), tensors)

@@ -146,7 +146,7 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
 
 
-def test_large_tensors_are_divided_so_that_several_requests_bring_them(
+def test_large_tensors_take_several_requests_and_short_reads_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
@@ -158,10 +158,6 @@ def test_large_tensors_are_divided_so_that_several_requests_bring_them(
         stats = reader.read([whole(file, tensor, memory)])
     assert torch.equal(tensor, memory)
     assert stats.calls == 12 and sum(arrived) == 12000 and max(arrived) == 1024
-
-
-def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may return less than asked: here a third at a time, across two buffers."""
     tensor = torch.randn(100)
     file = tmp_path / "stored.bin"
     file.write_bytes(raw(tensor))

@@ -59,7 +59,7 @@ def test_without_a_class_that_can_be_trained_the_kind_decides(config_class, expe
     assert model_class(config, as_stored=True) is base
 
 
-def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
+def test_trusted_code_goes_first_and_what_the_caller_says_before_the_config():
     config = hf.LlamaConfig(**TINY, architectures=["LlamaForCausalLM"])
     config.auto_map = {"AutoModel": "code.LlamaModel", "AutoModelForCausalLM": "code.LlamaForCausalLM"}
     assert model_class(config) is hf.LlamaForCausalLM
@@ -70,9 +70,6 @@ def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
     config.architectures = ["Absent"]
     config.auto_map = {"AutoModelForTokenClassification": "code.Absent"}
     assert model_class(config) is hf.AutoModelForTokenClassification, "whose error says what to trust"
-
-
-def test_what_the_caller_says_goes_before_the_config():
     config = hf.LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
     for given in ("AutoModelForCausalLM", hf.AutoModelForCausalLM, "LlamaForCausalLM", hf.LlamaForCausalLM):
         assert type(build_meta_model(config, auto_class=given)) is hf.LlamaForCausalLM

@@ -95,7 +95,7 @@ def of_group(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group}}
 
 
-def test_layers_that_a_config_leaves_plain_are_plain():
+def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are_refused():
     def packed(**quantization: Any) -> set[str]:
         return {fqn.removeprefix("model.layers.") for fqn in stored_forms(llama(**quantization))}
 
@@ -109,6 +109,13 @@ def test_layers_that_a_config_leaves_plain_are_plain():
     patterns = of_group()
     patterns["config_groups"]["a"]["targets"] = [r"re:.*\.down_proj$"]
     assert packed(**patterns) == {n for n in every if "down_proj" in n}
+    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=131, num_local_experts=2)
+    config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
+    assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
+    config.intermediate_size = 97
+    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
+        stored_forms(build_meta_model(config))
 
 
 @pytest.mark.parametrize("size", [[32, 16], "32x16"])
@@ -135,14 +142,3 @@ def test_a_config_whose_weights_cannot_stay_is_one_error(quantization, said):
     with pytest.raises(ConfigError) as caught:
         stored_forms(llama(**quantization))
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_blocks_through_which_a_conversion_cuts_are_refused():
-    """Gate and up are joined along rows, of which blocks of one would reach into the other."""
-    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = hf.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=131, num_local_experts=2)
-    config.quantization_config = FP8 | {"weight_block_size": [64, 64]}
-    assert len(stored_forms(build_meta_model(config))) == 6  # of 96 rows two blocks of 48, as transformers takes them
-    config.intermediate_size = 97
-    with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
-        stored_forms(build_meta_model(config))

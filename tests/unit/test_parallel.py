@@ -46,7 +46,7 @@ def test_what_cannot_be_divided_is_refused_with_values_and_cure(kind, changes, s
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_rows_are_tried_before_experts_are_divided():
+def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
     """Divided experts exchange tokens, for which a model on meta has no ranks."""
     model = build_meta_model(tiny_config("qwen3_moe", 2))
     mlp = model.model.layers[0].mlp
@@ -59,9 +59,6 @@ def test_rows_are_tried_before_experts_are_divided():
             parallelize_model(model, mesh)
     finally:
         dist.destroy_process_group()
-
-
-def test_adapters_come_after_layers_are_divided():
     model = get_peft_model(build_meta_model(tiny_config("llama", 2)), LoraConfig(), low_cpu_mem_usage=True)
     with pytest.raises(ConfigError, match=r"has adapters already .* Give peft_config to from_pretrained"):
         checked_rules(model.get_base_model(), 2, 1)

@@ -45,9 +45,13 @@ def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, An
         make_accelerator(**given)
 
 
-def test_names_of_torch_are_names_of_precisions() -> None:
+def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> None:
     accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
+    with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):
+
+        class Late(Trainer, FSDPTrainerMixin):
+            pass
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
@@ -69,13 +73,6 @@ def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp
     model = from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"In a loop, make the Accelerator with make_accelerator\(\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
-
-
-def test_the_mixin_after_the_trainer_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):
-
-        class Late(Trainer, FSDPTrainerMixin):
-            pass
 
 
 def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) -> None:
