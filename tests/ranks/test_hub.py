@@ -46,7 +46,7 @@ def in_short(case: Callable[..., Any], *args: Any) -> None:
         case(*args)
 
 
-def names_and_revisions(main: Path, tagged: Path, url: str) -> None:
+def names_revisions_and_adapters(main: Path, tagged: Path, url: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model = from_pretrained("org/model")
@@ -56,6 +56,13 @@ def names_and_revisions(main: Path, tagged: Path, url: str) -> None:
         assert_equal(from_pretrained("org/model", revision="v1"), tagged)
         assert_equal(from_pretrained("org/model", revision=commit_of("v1")), tagged)
         assert_equal(from_pretrained("org/kept", subfolder="inner"), main)
+    adapted = from_pretrained("org/adapter").state_dict()
+    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
+    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
+        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
+    assert not added
+    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
+        load_adapter(from_pretrained("org/model"), "org/model")
 
 
 def without_the_network(main: Path, tagged: Path, url: str) -> None:
@@ -78,16 +85,6 @@ def a_push_between_two_nodes(main: Path, tagged: Path, url: str) -> None:
             found = [rf"{commit_of(name)} \(host \S+\) on rank {rank}" for rank, name in enumerate(("main", "v1"))]
             assert re.search(", ".join(found), message), message
             get(revision="main")
-
-
-def adapters(main: Path, tagged: Path, url: str) -> None:
-    adapted = from_pretrained("org/adapter").state_dict()
-    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
-    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
-        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
-    assert not added
-    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
-        load_adapter(from_pretrained("org/model"), "org/model")
 
 
 def refusals(main: Path, tagged: Path, url: str) -> None:
@@ -117,10 +114,9 @@ def a_hub_that_falls_silent(main: Path, tagged: Path, url: str) -> None:
 
 
 CASES = (
-    names_and_revisions,
+    names_revisions_and_adapters,
     without_the_network,
     a_push_between_two_nodes,
-    adapters,
     refusals,
     a_hub_that_falls_silent,
 )

@@ -93,7 +93,7 @@ REFUSED = {  # repository and token: what huggingface_hub says
 }
 
 
-def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> None:
+def what_is_refused_is_said_before_anything_is_saved_or_the_save_stays(main: Path, out: Path) -> None:
     model: Any = from_pretrained(main)
     for case, said in REFUSED.items():
         name, token = case.split(", ")
@@ -104,9 +104,6 @@ def what_the_hub_refuses_is_said_and_the_save_stays(main: Path, out: Path) -> No
         assert f"{str(folder)!r} is saved and complete, but its upload to {name!r} failed" in message
         assert said in message and f"Then upload it: `hf upload {name} {folder}`" in message, message
         assert_opens(str(folder), model)
-
-
-def what_cannot_be_asked_for_is_refused_before_anything_is_saved(main: Path, out: Path) -> None:
     model: Any = from_pretrained(main)
     target = out / "refused"
     for asked, said in (
@@ -162,8 +159,7 @@ CASES = (
     a_trainer_says_what_it_could_not_upload,
     a_save_is_uploaded,
     an_adapter_then_the_merged_model,
-    what_the_hub_refuses_is_said_and_the_save_stays,
-    what_cannot_be_asked_for_is_refused_before_anything_is_saved,
+    what_is_refused_is_said_before_anything_is_saved_or_the_save_stays,
 )
 
 MOODS = {"org/down": ("preupload HTTP 503 under maintenance", 99)}

@@ -106,6 +106,7 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         config(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
         r"configuration of .*'nonsense'.*config\.json",
     ),
+    "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
     "generation config a list": (
         "files",
         text("generation_config.json", "[]"),
@@ -132,17 +133,15 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path) -> None:
+def test_values_of_another_kind_are_not_called_quantised_and_other_layers_not_refused(
+    good: dict[str, Path], tmp_path: Path
+) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' holds int32, expected floating-point") as caught:
         load_weights(build_meta_model(good["files"]), tmp_path)
     assert "uanti" not in str(caught.value)
-
-
-def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
-    """Fewer layers than the files hold, or some more, are the user's choice, as in transformers."""
     folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
@@ -186,6 +185,7 @@ def of_other_shape(folder: Path) -> None:
 
 
 DAMAGED_ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "base a number": (adapter_config(base_model_name_or_path=3), r"base_model_name_or_path is 3, expected a name"),
     "unknown type": (adapter_config(peft_type="EVIL"), r"config\.json: cannot be used by PEFT: KeyError: 'EVIL'"),
     "truncated": (truncated, r"adapter_model\.safetensors: cannot be read as the weights of an adapter: Safetensor"),
     "code": (with_code, r"adapter_model\.bin: holds more than tensors.*could run code"),

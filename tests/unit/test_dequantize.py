@@ -373,6 +373,11 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         FP8 | {"weight_block_size": [16, 32]},
         r"its scales 'a\.weight_scale_inv' \[3, 2\] lie on no blocks of it, nor on blocks of 16 x 32 as the config",
     ),
+    "another dtype": (
+        good_but(a__weight_scale_inv=torch.ones(2, 2, dtype=torch.int64)),
+        FP8,
+        r"'a\.weight_scale_inv' beside it holds int64, expected float32 or bfloat16",
+    ),
     "blocks of another number": (
         {"a.up_blocks": bytes_of(6, 16, 5, 16), "a.up_scales": bytes_of(6, 16, 4)},
         None,
@@ -386,6 +391,11 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
         },
         pack_quantized(4),
         r"its zero points 'a\.weight_zero_point' are \[3, 3\], .* one word for each 8 rows",
+    ),
+    "columns ordered by activation": (
+        {"a.weight_packed": WORDS, "a.weight_scale": scales_of(25, 3), "a.weight_g_idx": torch.ones(96).int()},
+        pack_quantized(4),
+        r"'a\.weight_g_idx' orders its columns by activation, so that no block .* model\.dequantize\(\)",
     ),
     "no scale of the weight": (
         {"a.weight_packed": bytes_of(25, 48), "a.weight_scale": fp8_of(25, 6)},
@@ -404,6 +414,12 @@ BAD: dict[str, tuple[Tensors, dict[str, Any] | None, str]] = {
     ),
     "gptq without values": (gptq(4, qweight=None), GPTQ, r"'a\.qzeros' .* what it scales, 'a\.qweight', is no such"),
     "awq packed as gptq": (gptq(4), AWQ, r"'a\.qweight': \[12, 40\], .* not of one matrix of \[12, 320\] integers"),
+    "gptq of no matrix": (
+        gptq(4, scales=scales_of(40).half()),
+        GPTQ,
+        r"expected three matrices, .*'a\.scales': \[40\]",
+    ),
+    "gptq of groups of words": (gptq(4), GPTQ | {"group_size": "64"}, r"group_size is '64', expected -1 or a number"),
     "gptq of other groups": (
         gptq(4, g_idx=torch.zeros(48, dtype=torch.int32)),
         GPTQ,

@@ -58,7 +58,7 @@ def test_what_is_used_of_private_parts_is_there():
     assert callable(torch._amp_foreach_non_finite_check_and_unscale_)
 
 
-def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch):
+def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monkeypatch):
     class Fine(FSDPTrainerMixin, Trainer):
         pass
 
@@ -73,8 +73,6 @@ def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch)
         class Renamed(FSDPTrainerMixin, Trainer):
             pass
 
-
-def test_versions_that_nobody_tried_are_told_once(monkeypatch):
     hooks._warn_of_untried_versions.cache_clear()
     monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.1", "5.2"))
     with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.1 to 5\.2") as seen:

@@ -133,6 +133,8 @@ BAD_INDICES: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
         "'gone.safetensors' for 1 tensors, .*not there",
     ),
     "absent key": (lambda m: {"weight_map": m | {"ghost": "x.safetensors"}}, "names 'ghost' in 'x.safetensors'"),
+    "leaves the folder": (lambda m: {"weight_map": m | {"a": "../x.safetensors"}}, "inside the folder"),
+    "map of numbers": (lambda m: {"weight_map": {"a": 1}}, "expected a 'weight_map'"),
     "not a weight file": (lambda m: {"weight_map": m | {"a": "x.bin"}}, "expected a safetensors file"),
     "not an object": (lambda m: [1], r"expected a JSON object, found \[1\]"),
 }

@@ -40,7 +40,7 @@ def test_same_tensors_as_from_pretrained(kind, dtype, tmp_path):
     assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
 
 
-def test_errors_name_the_cure(tmp_path):
+def test_errors_name_the_cure_and_a_bug_of_the_callers_class_shows(tmp_path):
     with pytest.raises(CheckpointError, match=r"No such folder.*/nowhere.*Give an existing"):
         build_meta_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"No config\.json in .*found: nothing"):
@@ -55,9 +55,6 @@ def test_errors_name_the_cure(tmp_path):
         build_meta_model(BertConfig(), auto_class=transformers.AutoModelForSpeechSeq2Seq)
     with pytest.raises(ConfigError, match="flash: neither the config nor the model"):
         build_meta_model(LlamaConfig(**TINY), flash=True)
-
-
-def test_a_config_of_the_caller_that_cannot_be_built_is_a_setting_and_a_bug_of_the_callers_class_shows():
     with pytest.raises(ConfigError, match=r"The LlamaConfig cannot be used to build .*RuntimeError.*Correct the conf"):
         build_meta_model(LlamaConfig(**TINY | {"vocab_size": -3}))
 

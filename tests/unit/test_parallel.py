@@ -26,6 +26,8 @@ UP = "model.layers.*.mlp.up_proj"
         ("llama", {"vocab_size": 67}, (2, 1), {}, r"\(67, 64\) cannot be divided by tp_size 2. Add rows: .*of=2"),
         ("qwen3_moe", {}, (1, 3), {}, r"gate_up_proj of shape \(4, .* divided by ep_size 3. Use another ep_size"),
         ("gpt2", {}, (2, 1), {}, "GPT2LMHeadModel has no tp_plan for tp_size 2. Leave tp_size out, or give rules"),
+        ("llama", {}, (1, 2), {}, "LlamaForCausalLM has no ep_plan for ep_size 2. Leave ep_size out, or give rules"),
+        ("llama", {}, (2, 1), {"tp_plan": "auto"}, "tp_plan is 'auto': it must be a dict of rules"),
         ("gemma3n_text", {}, (2, 1), {}, "computes something else than one process: statistics of the units"),
         ("llama", {}, (2, 1), {"tp_plan": {f"{UP}j": "colwise"}}, f"tp_plan names {UP}j.*did you mean {UP}"),
         ("llama", {}, (2, 1), {"tp_plan": {UP: "colwize"}}, "the style 'colwize', which .*: did you mean colwise"),

@@ -99,6 +99,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file),
         r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
     ),
+    "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "a pipe": (os.mkfifo, "is no regular file"),
 }
 
@@ -123,6 +124,10 @@ HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x
 ENDLESS: dict[str, tuple[Any, str]] = {
     "tuples of tuples": (archive(DOUBLED), "containers hold [0-9,]+ values in 23 levels"),
     "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
+    "numbers of one hash": (
+        lambda file: torch.save({i * (2**61 - 1): 1 for i in range(11_000)}, file),
+        "more than 10,000 keys are neither texts",
+    ),
     "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
     "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
     "records in one place": (archive(DOUBLED, records=50), r"its records hold more than the [\d,]+ bytes"),
@@ -139,16 +144,12 @@ def test_what_is_refused_and_why(tmp_path: Path, make: Any, said: str) -> None:
     assert not (tmp_path / "ran").exists(), "code of the file was run"
 
 
-def test_training_states_are_checked_too(tmp_path: Path) -> None:
+def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None:
     for name in ("scheduler.pt", "rng_state.pth"):
         archive(DOUBLED)(tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name}: .*containers hold"):
             refuse_damage(tmp_path)
         (tmp_path / name).unlink()
-
-
-def test_usual_states_are_read(tmp_path: Path) -> None:
-    """Random states, schedulers, sets, and classes that the user or the caller allows."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -39,7 +39,7 @@ class Copy:
         self.waited.append(self.name)
 
 
-def test_a_buffer_comes_back_only_after_the_copy_from_it() -> None:
+def test_a_buffer_comes_back_only_after_the_copy_from_it_and_counts_only_if_there_is_memory() -> None:
     waited: list[str] = []
     made: list[torch.Tensor] = []
 
@@ -54,9 +54,6 @@ def test_a_buffer_comes_back_only_after_the_copy_from_it() -> None:
         ring.give_back(given[-1], Copy(name, waited))
     assert [id(b) for b in given] == [id(made[i % 2]) for i in range(5)] and len(made) == 2
     assert waited == ["a", "b", "c"]  # one copy runs while the other buffer is filled
-
-
-def test_a_buffer_for_which_there_is_no_memory_is_not_counted() -> None:
     answers = iter([MemoryError("no memory"), torch.empty(4)])
 
     def make() -> torch.Tensor:
@@ -180,7 +177,7 @@ def test_few_large_runs_are_copied_straight_and_many_small_ones_by_one_copy_and_
         assert machine.done == ["copy", "copy_each"] and stats.calls == 1
 
 
-def test_what_was_queued_before_on_the_programs_stream_comes_first(tmp_path: Path) -> None:
+def test_what_was_queued_before_comes_first_and_host_memory_does_not_travel(tmp_path: Path) -> None:
     """The memory of a shard may be in use: here the program still writes to it."""
     file, tensors = stored(tmp_path, 4, (64, 300), torch.bfloat16)
     with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
@@ -192,10 +189,6 @@ def test_what_was_queued_before_on_the_programs_stream_comes_first(tmp_path: Pat
             reader.read(transfers)
             machine.stream(OWN).mark().synchronize()
             assert all(torch.equal(t.memory, tensor) for t, tensor in zip(transfers, tensors, strict=True))
-
-
-def test_host_memory_does_not_travel_through_the_device(tmp_path: Path) -> None:
-    """Offloaded shards that are cast, beside whole parameters on the device."""
     file, tensors = stored(tmp_path, 20, (64, 300), torch.float32)
     with devices() as (machine, side), Reader(staging_bytes=MIB, side=side, in_flight=IN_FLIGHT) as reader:
         transfers = places(file, tensors, lambda tensor: torch.empty(tensor.shape, dtype=torch.bfloat16))

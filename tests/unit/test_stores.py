@@ -60,18 +60,15 @@ def test_a_stub_is_made_anew_where_the_checkpoint_has_changed(
         stores.stub_of("memory://run")
 
 
-def test_errors_name_the_store_and_not_the_stub(store: Any) -> None:
+def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory://run"]) in (0, None)
+    assert "LlamaDecoderLayer" in capsys.readouterr().out
     store.pipe_file("/run/model.safetensors.index.json", b"{")
     with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json: is not valid JSON"):
         from_pretrained("memory://run", **QUIET)
     store.pipe_file("/run/model.safetensors", (2**60).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors: cannot be read as safetensors"):
         from_pretrained("memory://run", **QUIET)
-
-
-def test_the_command_line_takes_a_place(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "memory://run"]) in (0, None)
-    assert "LlamaDecoderLayer" in capsys.readouterr().out
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> None:

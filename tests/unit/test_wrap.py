@@ -339,7 +339,7 @@ def test_a_plan_says_for_whom_a_unit_is_kept_whatever_its_reason_says() -> None:
     assert kept(reshard_after_forward={"lm_head": False}) == {"model.norm": "user"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "units": [{"modules": []}]}'])
+@pytest.mark.parametrize("text", ["", "[" * 5000, "{}", '{"format": 9}', '{"format": 1, "units": [{"modules": []}]}'])
 def test_what_is_no_plan_is_refused_with_the_cure(text: str) -> None:
     with pytest.raises(WrapPlanError, match=r"WrapPlan\.to_json"):
         WrapPlan.from_json(text)
