@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_fsdp_tools import ConfigError, HybridPolicy
 from hf_fsdp_tools.distributed.mesh import ParallelDims

@@ -117,8 +117,10 @@ def test_an_operation_that_computes_is_opaque_and_one_that_fails_is_one_error(tm
 
 OPERATIONS: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]], list[str]]] = {
     "Chunk": (ops.Chunk(dim=0), {"qkv": [(12, 5)]}, ["q", "k", "v"]),
+    "Chunk columns": (ops.Chunk(dim=1), {"gate_up": [(4, 10)]}, ["gate", "up"]),
     "Concatenate": (ops.Concatenate(dim=1), {"gate": [(4, 5)], "up": [(4, 3)]}, ["gate_up"]),
     "Interleave": (ops.Interleave(dim=0), {"w": [(8, 3)]}, ["w"]),
+    "Interleave inverse": (ops.Interleave(dim=1, inverse=True), {"w": [(3, 8)]}, ["w"]),
     "MergeModulelist": (ops.MergeModulelist(dim=0), {"experts.*.w": [(3, 5)] * 4}, ["experts.w"]),
     "SplitModulelist": (ops.SplitModulelist(dim=0), {"experts.w": [(4, 3, 5)]}, ["experts.*.w"]),
     "Transpose": (ops.Transpose(1, 2), {"w": [(4, 3, 5)]}, ["w"]),

@@ -60,6 +60,13 @@ def test_a_single_file_opens_by_folder_and_by_name(tmp_path: Path, name: str) ->
     assert set(CheckpointIndex.open(tmp_path).tensors) == set(TENSORS)
 
 
+def test_every_dtype_is_named_as_safetensors_names_it(tmp_path: Path) -> None:
+    tensors = {str(d): torch.zeros(3, dtype=d) for d in DTYPES.values() if d != torch.float8_e8m0fnu}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = CheckpointIndex.open(tmp_path).tensors
+    assert {key: tensor.dtype for key, tensor in found.items()} == {key: t.dtype for key, t in tensors.items()}
+
+
 def test_empty_tensors_and_empty_files_are_fine(tmp_path: Path) -> None:
     save_file({"e": torch.zeros(0, 3), "x": torch.ones(2)}, tmp_path / "model.safetensors")
     assert CheckpointIndex.open(tmp_path).tensors["e"].num_bytes == 0

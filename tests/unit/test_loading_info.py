@@ -47,6 +47,7 @@ def same(tensors: Tensors) -> Tensors:
 
 CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] = {
     # name: (kind of checkpoint, what is changed, class that loads it, arguments)
+    "nothing wrong": ("llama", same, AutoModelForCausalLM, {}),
     "head to base": ("llama", same, AutoModel, {}),
     "base to head": ("base", same, AutoModelForCausalLM, {}),
     "tied, embedding missing": ("tied", drop("embed_tokens"), AutoModelForCausalLM, {}),

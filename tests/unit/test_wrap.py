@@ -28,6 +28,10 @@ SAMPLE = """
     llama gpt2 mixtral deepseek_v3 olmo_hybrid jamba zamba2 gpt_oss bert albert t5 led switch_transformers clip gemma4
     mllama blip-2 florence2 swin resnet mobilevit levit funnel rt_detr vit wav2vec2 whisper encodec perceiver
 """.split()  # noqa: SIM905 (a table is easier to read and change than so many quoted names)
+MORE = """
+    qwen3 mamba falcon_mamba zamba inkling_text mobilebert deberta-v2 longformer bart pegasus encoder-decoder siglip llava
+    gemma3 chameleon vision-text-dual-encoder convnext regnet pvt mobilenet_v1 grounding-dino bark
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def fake_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize("model_type", [*SAMPLE, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in MORE)])
 def test_census_sample(fake_group: None, model_type: str) -> None:
     row = plans.examine(model_type, classes_by_default(model_type)["main"])
     assert row["verdict"] == "agrees", row["why"]
@@ -227,6 +231,7 @@ SHAPES = {
     "shared module in every block": tied_across_blocks,
     "one layer many times": lambda: Model(nn.ModuleList([RunningBlock(32)] * 6)),
     "nothing repeats": lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 100), nn.LayerNorm(100)),
+    "one leaf": lambda: nn.Linear(8, 8),
     "many kinds": lambda: nn.Sequential(
         nn.Linear(64, 64), nn.Conv1d(64, 64, 1), nn.Bilinear(8, 8, 64), nn.GRU(32, 16), nn.PReLU(4000), nn.RNN(40, 40)
     ),
