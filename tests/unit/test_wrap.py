@@ -29,8 +29,8 @@ SAMPLE = """
     mllama blip-2 florence2 swin resnet mobilevit levit funnel rt_detr vit wav2vec2 whisper encodec perceiver
 """.split()  # noqa: SIM905 (a table is easier to read and change than so many quoted names)
 MORE = """
-    qwen3 mamba falcon_mamba zamba inkling_text mobilebert deberta-v2 longformer bart pegasus encoder-decoder siglip llava
-    gemma3 chameleon vision-text-dual-encoder convnext regnet pvt mobilenet_v1 grounding-dino bark
+    qwen3 mamba falcon_mamba zamba inkling_text mobilebert deberta-v2 longformer bart pegasus encoder-decoder siglip
+    llava gemma3 chameleon vision-text-dual-encoder convnext regnet pvt mobilenet_v1 grounding-dino bark
 """.split()  # noqa: SIM905
 
 
