@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.proof.shrink import shrink
 from tests.census.defaults import build_config
@@ -486,6 +487,13 @@ def sharded_meta_model(
         for block in module:
             fully_shard(block, **sharding)
     fully_shard(model, **sharding)
+    return model
+
+
+def loaded(kind: str, folder: Path, **sharding: Any) -> PreTrainedModel:
+    """That model with the weights of the folder."""
+    model = sharded_meta_model(kind, folder, **sharding)
+    load_weights(model, folder, progress=False)
     return model
 
 

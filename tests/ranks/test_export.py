@@ -25,7 +25,6 @@ from hf_fsdp_tools import (
     HybridFSDPPlugin,
     export_checkpoint,
     from_pretrained,
-    load_weights,
     make_accelerator,
     save_pretrained,
 )
@@ -33,7 +32,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.fsdp1.flat_shards import plain_view
 from hf_fsdp_tools.loading.report import MemoryWatch
 from hf_fsdp_tools.saving import export
-from tests._checkpoints import plain_model, sharded_meta_model, stored_tensors
+from tests._checkpoints import loaded, plain_model, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
 
@@ -41,15 +40,11 @@ SIZE = "60KB"
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Every file of a checkpoint: weights by their bytes, JSON by its content."""
     return {
         path.name: json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
         for path in folder.iterdir()
         if path.name.startswith(("model", "config", "generation"))
     }
-
-
-# ---- states of a training ----
 
 
 def trained(model: Any) -> None:
@@ -60,7 +55,6 @@ def trained(model: Any) -> None:
 
 
 def accelerates_sharded_state(folders: dict[str, Path], root: Path) -> None:
-    """fp32 masters of a bf16 run, fused experts."""
     accelerator = make_accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(from_pretrained(folders["mixtral"], accelerator=accelerator))
     trained(model)
@@ -81,7 +75,6 @@ def accelerates_state_of_fsdp1(folders: dict[str, Path], root: Path) -> None:
 
 
 def accelerates_whole_state(folders: dict[str, Path], root: Path) -> None:
-    """Pickled, with no config beside it."""
     accelerator = make_accelerator(cpu=True)
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     model = accelerator.prepare(from_pretrained(folders["llama"], accelerator=accelerator))
@@ -101,8 +94,7 @@ def a_trainers_checkpoint(folders: dict[str, Path], root: Path) -> None:
 
 def a_job_saved_by_torch(folders: dict[str, Path], root: Path) -> None:
     """Model and optimizer in one DCP folder, with a router's buffer in fp32 beside weights in bf16."""
-    model = sharded_meta_model("deepseek_v3", folders["deepseek_v3"], dtype=torch.bfloat16)
-    load_weights(model, folders["deepseek_v3"])
+    model = loaded("deepseek_v3", folders["deepseek_v3"], dtype=torch.bfloat16)
     optimizer = {f"state.{name}": {"exp_avg": parameter.detach() * 2} for name, parameter in model.named_parameters()}
     dcp.save({"app": {"model": model.state_dict(), "optim": optimizer}, "step": 3}, checkpoint_id=root / "state")
     save_pretrained(model, root / "saved", max_shard_size=SIZE)
@@ -151,9 +143,6 @@ def test_a_state_becomes_the_files_that_its_training_writes(states: Path, tmp_pa
     assert set(report.files) == {file for file in expected if file.endswith(".safetensors")}
 
 
-# ---- several ranks, and memory ----
-
-
 def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> list[tuple[int, int, int]]:
     """(bytes that this rank wrote, bytes in all, bytes by which its memory rose) of a state, a model and an adapter."""
     found = []
@@ -165,10 +154,7 @@ def export_and_merge(states: Path, large: Path, adapter: Path, root: Path) -> li
     ):
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far (proc(5))
         watch = MemoryWatch()
-        with (
-            patch.object(export, "_PART_BYTES", 4 * 2**20),
-            patch.object(export, "STAGING_BYTES", 8 * 2**20),
-        ):
+        with patch.object(export, "_PART_BYTES", 4 * 2**20), patch.object(export, "STAGING_BYTES", 8 * 2**20):
             report = road(source, root / name, max_shard_size=SIZE if name == "state" else "90MB", dtype=CAST.get(name))
         found.append((report.bytes_written, report.total_bytes, watch.above(0)))
     return found
@@ -205,9 +191,9 @@ def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
 
 
 def test_ranks_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
-    """220 MB in bf16, of which the embedding is 33 MB and the largest adapted module 6 MB, in parts of 4 MiB."""
+    """143 MB in bf16, of which the embedding is 33 MB and the largest adapted module 6 MB, in parts of 4 MiB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
+    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=3, dtype="bfloat16")
     large, adapter = tmp_path / "large", tmp_path / "adapter"
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(large, max_shard_size="90MB")
@@ -233,9 +219,6 @@ def test_ranks_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) ->
         # Less than what a process writes: a module of 6 MB in bf16, with what PEFT computes for it in fp32, and memory
         # that the allocator has not given back.
         assert merged_rise <= total // 2 + adapter_bytes
-
-
-# ---- the command ----
 
 
 WAITING = """

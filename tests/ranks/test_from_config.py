@@ -43,16 +43,13 @@ def values(folder: Path) -> None:
     assert not torch.equal(from_config(LlamaConfig(**SIZES)).lm_head.weight.full_tensor(), drawn[0])
 
 
-def masters(folder: Path) -> None:
+def masters_and_what_is_refused(folder: Path) -> None:
     accelerator = make_accelerator(mixed_precision="bf16", cpu=local_device().type == "cpu")
     model = from_config(LlamaConfig(**SIZES, dtype="bfloat16"), accelerator=accelerator, seed=5)
     assert "computation  bfloat16" in describe_sharding(model)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model = from_config(LlamaConfig(**SIZES), accelerator=accelerator, dtype="bfloat16", attn_implementation="eager")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.config._attn_implementation == "eager"
-
-
-def refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="absent"):
         from_config(folder / "absent")
     rank = torch.distributed.get_rank()
@@ -61,4 +58,4 @@ def refused(folder: Path) -> None:
 
 
 def test_a_new_model_is_the_same_on_any_number_of_ranks(tmp_path):
-    run_ranks(run_cases, 2, (values, masters, refused), tmp_path)
+    run_ranks(run_cases, 2, (values, masters_and_what_is_refused), tmp_path)

@@ -26,10 +26,6 @@ from tests._dist import run_cases, run_ranks
 from tests._hub import commit_of, fake_hub, impatient, use_hub
 
 
-def load(name: str, **hub_kwargs: Any) -> Any:
-    return from_pretrained(name, **hub_kwargs)
-
-
 def assert_equal(model: torch.nn.Module, folder: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for key, tensor in full_state(model).items():
@@ -46,38 +42,44 @@ def short_sleeps() -> Iterator[list[float]]:
 
 
 def in_short(case: Callable[..., Any], *args: Any) -> None:
-    """A case with short sleeps."""
     with short_sleeps():
         case(*args)
 
 
-def names_and_revisions(main: Path, tagged: Path, url: str) -> None:
+def names_revisions_and_adapters(main: Path, tagged: Path, url: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        model = load("org/model")
+        model = from_pretrained("org/model")
         assert_equal(model, main)
         assert model.config._name_or_path == "org/model" and model.config._commit_hash == commit_of("main")
         assert model.generation_config.max_new_tokens == 17
-        assert_equal(load("org/model", revision="v1"), tagged)
-        assert_equal(load("org/model", revision=commit_of("v1")), tagged)
-        assert_equal(load("org/kept", subfolder="inner"), main)
+        assert_equal(from_pretrained("org/model", revision="v1"), tagged)
+        assert_equal(from_pretrained("org/model", revision=commit_of("v1")), tagged)
+        assert_equal(from_pretrained("org/kept", subfolder="inner"), main)
+    adapted = from_pretrained("org/adapter").state_dict()
+    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
+    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
+        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
+    assert not added
+    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
+        load_adapter(from_pretrained("org/model"), "org/model")
 
 
 def without_the_network(main: Path, tagged: Path, url: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert_equal(load("org/model", local_files_only=True), main)
+        assert_equal(from_pretrained("org/model", local_files_only=True), main)
         with patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
-            assert_equal(load("org/model"), main)
-            assert "OfflineModeIsEnabled" in refusal(lambda: load("org/other"))
-    assert "LocalEntryNotFoundError" in refusal(lambda: load("org/other", local_files_only=True))
+            assert_equal(from_pretrained("org/model"), main)
+            assert "OfflineModeIsEnabled" in refusal(lambda: from_pretrained("org/other"))
+    assert "LocalEntryNotFoundError" in refusal(lambda: from_pretrained("org/other", local_files_only=True))
 
 
 def a_push_between_two_nodes(main: Path, tagged: Path, url: str) -> None:
     """The hub answers one node before the push, and the other after it."""
     ours = {"revision": ("main", "v1")[dist.get_rank()]}
     with patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
-        for get in (partial(load, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
+        for get in (partial(from_pretrained, "org/model"), partial(load_weights, build_meta_model(main), "org/model")):
             message = refusal(partial(get, **ours))
             assert "'org/model' is not the same on all nodes" in message
             found = [rf"{commit_of(name)} \(host \S+\) on rank {rank}" for rank, name in enumerate(("main", "v1"))]
@@ -85,53 +87,36 @@ def a_push_between_two_nodes(main: Path, tagged: Path, url: str) -> None:
             get(revision="main")
 
 
-def adapters(main: Path, tagged: Path, url: str) -> None:
-    adapted = load("org/adapter").state_dict()
-    added = {key: tensor for key, tensor in adapted.items() if "lora_" in key}
-    for key, expected in load_file(main.with_name("adapter") / "adapter_model.safetensors").items():
-        assert torch.equal(added.pop(key.replace(".weight", ".default.weight")).full_tensor(), expected), key
-    assert not added
-    with pytest.raises(CheckpointError, match=r"No adapter_config.json in 'org/model'. Give a folder"):
-        load_adapter(load("org/model"), "org/model")
-
-
 def refusals(main: Path, tagged: Path, url: str) -> None:
-    """Each says what huggingface_hub says, and what to do."""
-    message = refusal(lambda: load("org/model", revision="v9"))
+    message = refusal(lambda: from_pretrained("org/model", revision="v9"))
     assert "'org/model' at revision 'v9'" in message and "RevisionNotFoundError" in message
-    for name, said in {
-        "org/private": "RepositoryNotFoundError: 401",
-        "org/absent": "RepositoryNotFoundError: 404",
-        "org/gated": "403",
-        "org/broken": "503",
-        "org/resets": "ReadError",
-    }.items():
-        message = refusal(lambda name=name: load(name))
+    refused = {"org/private": "RepositoryNotFoundError: 401", "org/absent": "RepositoryNotFoundError: 404"}
+    for name, said in (refused | {"org/gated": "403", "org/broken": "503", "org/resets": "ReadError"}).items():
+        message = refusal(lambda name=name: from_pretrained(name))
         assert said in message and "private or gated, the token (`hf auth login`); or download it" in message, message
-    assert_equal(load("org/private", token="secret"), main)
-    assert "No config.json in 'org/empty'" in refusal(lambda: load("org/empty"))
+    assert_equal(from_pretrained("org/private", token="secret"), main)
+    assert "No config.json in 'org/empty'" in refusal(lambda: from_pretrained("org/empty"))
     with impatient("ETAG"):
-        assert "Timeout" in refusal(lambda: load("org/silent"))
+        assert "Timeout" in refusal(lambda: from_pretrained("org/silent"))
 
 
 def a_hub_that_falls_silent(main: Path, tagged: Path, url: str) -> None:
     """In the middle of a file; and it answers nothing from here on."""
     with impatient("DOWNLOAD"):
-        message = refusal(lambda: load("org/silences"))
+        message = refusal(lambda: from_pretrained("org/silences"))
     assert "'org/silences'" in message and "ReadTimeout" in message
     with impatient("ETAG"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_equal(load("org/kept", subfolder="inner"), main)
+        assert_equal(from_pretrained("org/kept", subfolder="inner"), main)
     said = [str(warning.message) for warning in caught if "did not give" in str(warning.message)]
     assert len(said) == (dist.get_rank() == 0), "the first rank of a node asks, once, and says it"
     assert all("'org/kept' (ReadTimeout" in text and "Using what is cached, in " in text for text in said)
 
 
 CASES = (
-    names_and_revisions,
+    names_revisions_and_adapters,
     without_the_network,
     a_push_between_two_nodes,
-    adapters,
     refusals,
     a_hub_that_falls_silent,
 )
@@ -170,14 +155,9 @@ def test_hub_names_on_two_ranks(tmp_path: Path) -> None:
     with fake_hub(repositories, moods) as server:
         run_ranks(use_and_run, 2, server.url, tmp_path / "home", NAMES, main, tagged, server.url)
         files = {f.name for f in main.glob("model-*.safetensors")}
-        for name in ("org/model", "org/private"):
-            count = {
-                f: n
-                for (method, repo, f), n in server.requests.items()
-                if method == "GET" and repo == name and f in files
-            }
-            assert set(count) == files
-            assert set(count.values()) == {2 if name == "org/model" else 1}, "each revision, once for both ranks"
+        for name, revisions in (("org/model", 2), ("org/private", 1)):
+            counts = {server.requests["GET", name, file] for file in files}
+            assert counts == {revisions}, "each revision, once for both ranks"
         assert server.requests["GET", "org/adapter", "adapter_model.safetensors"] == 1
         # One rank alone asks; after a hub that did not answer, the cache is used without asking again.
         assert server.requests["GET", "org/kept", ""] <= 7

@@ -17,11 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.shards import local_boxes_of
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.load import load_weights
@@ -31,39 +29,15 @@ from hf_fsdp_tools.saving.save import save_pretrained
 from tests._checkpoints import (
     assert_same_model,
     full,
+    loaded,
     make_checkpoint,
     make_model,
     plain_model,
+    refusal,
     sharded_meta_model,
     stored_tensors,
 )
 from tests._dist import run_cases, run_ranks
-
-
-def load_every_kind(folders: dict[str, Path]) -> list[tuple[str, float, int]]:
-    rows = []
-    for kind, folder in folders.items():
-        model = sharded_meta_model(kind, folder)
-        report = load_weights(model, folder)
-        assert_same_model(model, plain_model(kind, folder), kind)
-        assert not report.missing_keys and not report.unexpected_keys and not report.converted_bytes, (
-            kind,
-            str(report),
-        )
-        rows.append((kind, report.read_ratio, report.share_bytes))
-    return rows
-
-
-@pytest.mark.shows("reads its own bytes", "FSDP2")
-def test_every_kind_equals_from_pretrained_and_reads_its_share(folders: dict[str, Path]) -> None:
-    for rows in zip(*run_ranks(load_every_kind, 3, folders), strict=True):
-        kind = rows[0][0]
-        for _, ratio, _ in rows:
-            assert ratio <= 1.01, (kind, ratio)
-        shares = sum(share for _, _, share in rows)
-        stored = CheckpointIndex.open(folders[kind]).num_bytes
-        assert stored <= shares <= 1.05 * stored, kind  # no rank's share is the whole, all shares are
-
 
 # ---- other placements, dtypes, and what is in no file ----
 
@@ -89,7 +63,6 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
         buffers = sum(buffer.nbytes for buffer in model.buffers())  # whole on every rank, which reads them for itself
         assert sum(all_ranks(report.bytes_read)) <= 1.02 * stored + 3 * buffers, str(report)
         assert (report.bytes_read > 0.4 * stored) == (dist.get_rank() < 2)
-    assert_boxes_are_dtensors_own(model)
 
 
 def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp: Path) -> None:
@@ -97,10 +70,9 @@ def over_two_axes_where_the_disk_of_one_rank_fails(folders: dict[str, Path], tmp
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
     broken = Mock(side_effect=OSError(5, "Input/output error"))
-    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv), pytest.raises(CheckpointError) as caught:
-        load_weights(model, folders["llama"])
-    assert "failed on 1 of 4 ranks" in str(caught.value) and "rank 1: " in str(caught.value)
-    assert len(set(all_ranks(str(caught.value)))) == 1
+    with patch("os.preadv", broken if dist.get_rank() == 1 else os.preadv):
+        said = refusal(lambda: load_weights(model, folders["llama"]), CheckpointError)
+    assert "failed on 1 of 4 ranks" in said and "rank 1: " in said
     load_weights(model, folders["llama"])
     assert_same_model(model, plain_model("llama", folders["llama"]))
 
@@ -110,7 +82,6 @@ def along_other_dimensions(kind: str, folders: dict[str, Path], tmp: Path) -> No
     assert any(p.placements == (Shard(1),) for p in model.parameters())
     load_weights(model, folders[kind])
     assert_same_model(model, plain_model(kind, folders[kind]))
-    assert_boxes_are_dtensors_own(model)
 
 
 def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
@@ -125,43 +96,22 @@ def bf16_files_in_an_fp32_model(folders: dict[str, Path], tmp: Path) -> None:
     assert report.dtypes == ("float32",) and report.staging_bytes > 0 and report.read_ratio == 1.0
 
 
-def fp32_files_in_a_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
-    model = sharded_meta_model("gpt2", folders["gpt2"], dtype=torch.bfloat16)
-    load_weights(model, folders["gpt2"])
+def fp32_files_in_an_offloaded_bf16_model(folders: dict[str, Path], tmp: Path) -> None:
+    offload = CPUOffloadPolicy(pin_memory=False)
+    model = loaded("gpt2", folders["gpt2"], dtype=torch.bfloat16, offload_policy=offload)
     assert_same_model(model, plain_model("gpt2", folders["gpt2"], dtype=torch.bfloat16))
-
-
-def offloaded(folders: dict[str, Path], tmp: Path) -> None:
-    model = sharded_meta_model("gpt2", folders["gpt2"], offload_policy=CPUOffloadPolicy(pin_memory=False))
-    load_weights(model, folders["gpt2"])
-    assert_same_model(model, plain_model("gpt2", folders["gpt2"]))
 
 
 ALONE = (
     over_two_axes_where_the_disk_of_one_rank_fails,
     bf16_files_in_an_fp32_model,
-    fp32_files_in_a_bf16_model,
-    offloaded,
+    fp32_files_in_an_offloaded_bf16_model,
 )
 OTHERWISE: dict[str, Callable[..., None]] = {
     **{case.__name__: case for case in ALONE},
-    **{f"{kind} over two axes": partial(over_two_axes, kind) for kind in ("tied", "mixtral")},
+    "over two axes": partial(over_two_axes, "mixtral"),
     **{f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2")},
 }
-
-
-def assert_boxes_are_dtensors_own(model: nn.Module) -> None:
-    """Our arithmetic, which needs no mesh, agrees with DTensor's, which does."""
-    for name, parameter in model.named_parameters():
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        boxes = local_boxes_of(parameter)
-        if not parameter.to_local().numel():
-            assert boxes == (), name
-            continue
-        ((box, start),) = boxes
-        assert (box.length, box.start, set(start)) == (shape, offset, {0}), name
 
 
 @pytest.mark.shows("reads its own bytes", "HSDP", "offload")
@@ -170,7 +120,6 @@ def test_other_placements_and_dtypes(folders: dict[str, Path], tmp_path: Path) -
 
 
 def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
-    """A classification head that the checkpoint lacks, then a vocabulary of another size."""
     config = LlamaConfig.from_pretrained(folder, num_labels=5)
     model = build_meta_model(config, auto_class=AutoModelForSequenceClassification)
     for block in model.model.layers:
@@ -191,7 +140,7 @@ def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
 def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (2, 3)}
+    results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (1, 2)}
     report, head, mismatched, embedding = results[2][0]
     assert report.missing_keys == report.initialized_keys == ("score.weight",)
     assert report.unexpected_keys == ("lm_head.weight",)
@@ -199,15 +148,11 @@ def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
     assert {key for key, *_ in mismatched.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert mismatched.mismatched_keys[0][1:] == ((131, 48), (77, 48))
     assert "score.weight" in str(report) and "other shape" in str(mismatched)
-    for _, other_head, _, other_embedding in (*results[2], *results[3]):
+    for _, other_head, _, other_embedding in (*results[2], *results[1]):
         assert torch.equal(other_head, head) and torch.equal(other_embedding, embedding)
 
 
-# ---- ties ----
-
-
 def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
-    """A tied checkpoint rewritten with both names, of equal or of different values."""
     tensors = stored_tensors(folder)
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     embedding = tensors["model.embed_tokens.weight"]
@@ -219,7 +164,6 @@ def untied_copy(folder: Path, target: Path, *, equal: bool) -> Path:
 
 
 def only_head(folder: Path, target: Path) -> Path:
-    """A tied checkpoint that holds the weight under the head's name only."""
     untied_copy(folder, target, equal=True)
     tensors = load_file(target / "model.safetensors")
     del tensors["model.embed_tokens.weight"]
@@ -227,28 +171,20 @@ def only_head(folder: Path, target: Path) -> Path:
     return target
 
 
-def load_ties(good: list[Path], bad: Path) -> str:
+def load_ties(good: list[Path], bad: Path) -> None:
     for folder in good:
         model = sharded_meta_model("tied", folder)
         report = load_weights(model, folder)
         assert not report.missing_keys
         assert_same_model(model, plain_model("tied", folder), folder.name)
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(sharded_meta_model("tied", bad), bad)
-    return str(caught.value)
+    said = refusal(lambda: load_weights(sharded_meta_model("tied", bad), bad), CheckpointError)
+    assert all(part in said for part in ("rank 1: ", "different values", "tie_word_embeddings=False"))
 
 
 def test_tied_weights_under_one_name_or_both(folders: dict[str, Path], tmp_path: Path) -> None:
     good = [untied_copy(folders["tied"], tmp_path / "equal", equal=True), only_head(folders["tied"], tmp_path / "head")]
     bad = untied_copy(folders["tied"], tmp_path / "different", equal=False)
-    messages = run_ranks(load_ties, 2, good, bad)
-    assert messages[0] == messages[1]
-    assert (
-        "rank 1: " in messages[0] and "different values" in messages[0] and "tie_word_embeddings=False" in messages[0]
-    )
-
-
-# ---- mistakes ----
+    run_ranks(load_ties, 2, good, bad)
 
 
 def test_mistakes_of_the_caller(folders: dict[str, Path]) -> None:
@@ -291,31 +227,32 @@ def test_a_module_from_outside_transformers(tmp_path: Path) -> None:
     run_ranks(load_plain_module, 2, tmp_path)
 
 
-# ---- memory ----
+STAGING = 8 * 2**20
 
 
-def load_large(folder: Path, dtype: torch.dtype | None, staging_bytes: int) -> tuple[LoadReport, int]:
+def load_large(folder: Path, dtype: torch.dtype | None) -> tuple[LoadReport, int]:
     model = build_meta_model(folder)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    report = load_weights(model, folder, dtype=dtype, staging_bytes=staging_bytes)
+    report = load_weights(model, folder, dtype=dtype, staging_bytes=STAGING)
     return report, sum(p.to_local().nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    """220 MB in bf16; a whole embedding is 33 MB, a rank's shards 110 or 220 MB."""
+def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path) -> None:
+    """143 MB in bf16; a whole embedding is 33 MB, a rank's shards 72 or, in fp32, 143 MB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=6, dtype="bfloat16")
+    config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=3, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="90MB")
     total = CheckpointIndex.open(tmp_path).num_bytes
-    assert total > 200e6
-    staging_bytes = 8 * 2**20
-    for report, shard_bytes in run_ranks(load_large, 2, tmp_path, dtype, staging_bytes):
+    assert total > 140e6
+    of_ranks = [
+        (dtype, found) for dtype in (None, torch.float32) for found in run_ranks(load_large, 2, tmp_path, dtype)
+    ]
+    for dtype, (report, shard_bytes) in of_ranks:
         assert shard_bytes == total // (1 if dtype else 2)
         assert report.read_ratio <= 1.01 and report.bytes_read <= 0.51 * total
-        assert report.staging_bytes <= staging_bytes
+        assert report.staging_bytes <= STAGING
         assert (report.staging_bytes > 0) == (dtype is not None)
         # What Python and torch allocate meanwhile (modules loaded late, thread stacks) is not staging: 16 MiB.
-        assert report.peak_host_bytes <= staging_bytes + 16 * 2**20, str(report)
+        assert report.peak_host_bytes <= STAGING + 16 * 2**20, str(report)

@@ -33,25 +33,17 @@ def rank_0_alone_saves(folder: Path) -> None:
         assert "rank 0 is saving the model, rank 1 is waiting for every rank" in message
 
 
-def rank_0_alone_gathers_the_state_dict(folder: Path) -> None:
-    model = make_accelerator().prepare(from_pretrained(folder))
-    said = refused(lambda: make_accelerator().get_state_dict(model))
-    assert "rank 0 is gathering the state dict, rank 1 is waiting for every rank" in said
-
-
-def rank_0_alone_saves_the_state_and_evaluates(folder: Path) -> None:
+def rank_0_alone_calls(folder: Path) -> None:
+    """When it generates, whether the weights fit is compared first, so that both ranks learn of it at once."""
     trainer = ShardedTrainer(from_pretrained(folder), arguments(folder / "out"), eval_dataset=make_rows(4))
-    said = refused(trainer.evaluate)
-    assert "rank 0 is evaluating, rank 1 is waiting for every rank" in said
-    said = refused(lambda: trainer.accelerator.save_state(str(folder.with_name("state"))))
-    assert "rank 0 is saving the state, rank 1 is waiting for every rank" in said
-
-
-def rank_0_alone_generates(folder: Path) -> None:
-    """Whether the weights fit is compared first, so that both ranks learn of it at once."""
-    model = from_pretrained(folder)
-    said = refused(lambda: model.generate(IDS))
-    assert "rank 0 is generating, rank 1 is waiting for every rank" in said
+    model, state = make_accelerator().prepare(from_pretrained(folder)), str(folder.with_name("state"))
+    for call, doing in (
+        (lambda: make_accelerator().get_state_dict(model), "gathering the state dict"),
+        (trainer.evaluate, "evaluating"),
+        (lambda: trainer.accelerator.save_state(state), "saving the state"),
+        (lambda: model.generate(IDS), "generating"),
+    ):
+        assert f"rank 0 is {doing}, rank 1 is waiting for every rank" in refused(call)
 
 
 def rank_0_alone_runs_forward(folder: Path) -> None:
@@ -68,18 +60,9 @@ def rank_0_alone_runs_forward(folder: Path) -> None:
             accelerator.wait_for_everyone()
 
 
-CASES = (
-    rank_0_alone_saves,
-    rank_0_alone_gathers_the_state_dict,
-    rank_0_alone_saves_the_state_and_evaluates,
-    rank_0_alone_generates,
-    rank_0_alone_runs_forward,
-)
-
-
 def cases(folder: Path) -> None:
     with patch.object(liveness, "_BEAT_S", 0.1):
-        run_cases(CASES, folder)
+        run_cases((rank_0_alone_saves, rank_0_alone_calls, rank_0_alone_runs_forward), folder)
 
 
 def test_what_rank_0_does_alone_is_named_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:

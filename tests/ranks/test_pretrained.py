@@ -27,7 +27,7 @@ from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
 from tests._hub import fake_hub, use_hub
 
-KINDS = ("llama", "tied", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3")
+KINDS = ("llama", "tied", "gpt2", "mixtral")
 
 
 def _equals_plain(folders, dtype):
@@ -43,7 +43,7 @@ def _equals_plain(folders, dtype):
     return tied
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (3, torch.bfloat16)])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, torch.bfloat16)])
 def test_every_parameter_and_buffer_equals_plain_from_pretrained(folders, ranks, dtype):
     for tied in run_ranks(_equals_plain, ranks, [folders[kind] for kind in KINDS], dtype):
         assert tied == 2, "tied and gpt2 share one tensor, the others do not"
@@ -57,7 +57,7 @@ def _all_new(folder):
 
 def test_initialisation_from_the_root_is_the_same_sharded_or_not(tmp_path):
     folder = make_checkpoint("gpt2", tmp_path)
-    (alone,), sharded = run_ranks(_all_new, 1, folder), run_ranks(_all_new, 3, folder)
+    (alone,), sharded = run_ranks(_all_new, 1, folder), run_ranks(_all_new, 2, folder)
     config = AutoConfig.from_pretrained(folder, n_embd=32)
     projections = torch.cat([value.flatten() for name, value in alone.items() if name.endswith("c_proj.weight")])
     expected = config.initializer_range / (2 * config.n_layer) ** 0.5
@@ -92,9 +92,6 @@ def test_settings_reach_the_step_they_are_for(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.tensor([[3, 4, 5]])).logits.float()
     for logits in run_ranks(_settings, 4, folder):
         torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
-
-
-# ---- work that is done once ----
 
 
 def _counted(folder: Path, **options: Any) -> Counter[str]:
@@ -133,9 +130,6 @@ def _counted_twice(folder: Path) -> None:
 
 def test_a_load_meets_the_other_ranks_and_walks_the_model_a_few_times(folders: dict[str, Path]) -> None:
     run_ranks(_counted_twice, 2, folders["llama"])
-
-
-# ---- step by step ----
 
 
 def _written_out(folder, url):

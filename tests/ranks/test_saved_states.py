@@ -3,12 +3,11 @@
 import hashlib
 import os
 import shutil
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,29 +29,22 @@ from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows
+from tests.ranks.test_interrupted_saves import hearing
 
 # ---- at each moment of a save ----
 
 
-class Moments:
-    """Copies of a folder, made on this rank before each event of the file system within it."""
+@contextmanager
+def moments(folder: Path, target: Path, watching: bool = True) -> Iterator[list[Path]]:
+    """Copies of a folder, made on this rank before each change of the file system in the block."""
+    copies: list[Path] = []
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder, self.target = folder, target
-        self.count, self.watching = 0, False
-        sys.addaudithook(self._hook)
+    def copy() -> None:
+        copies.append(target / f"{len(copies)}")
+        _copy(folder, copies[-1])
 
-    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        """Copy; opening a file to read it (to bring it to disk, too) changes nothing."""
-        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link") or (
-            event == "open" and (args[1] or "r")[:1] in "wax+"
-        )
-        if not self.watching or not changes or str(self.folder) not in str(args[0]):
-            return
-        self.watching = False
-        _copy(self.folder, self.target / f"{self.count}")
-        self.count += 1
-        self.watching = True
+    with hearing(copy) if watching else nullcontext():
+        yield copies
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -68,14 +60,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _content(folder: Path) -> dict[str, str]:
-    """Every file that matters for a resume, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".incomplete", ".json"))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 class Remembers(TrainerCallback):
-    """What each checkpoint holds once it is saved."""
-
     def __init__(self) -> None:
         self.contents: dict[str, dict[str, str]] = {}
 
@@ -96,58 +85,44 @@ def _trainer(source: Path, out: Path, **settings: Any) -> Any:
     return trainer
 
 
-def moments_of_a_trainer(source: Path, out: Path) -> None:
-    for limit, blocking in ((1, True), (2, False)):
-        name = f"{limit} {blocking}"
-        folder, remembers = out / f"limit {name}", Remembers()
-        moments = Moments(folder, out / f"copies {name}")
-        trainer = _trainer(
-            source,
-            folder,
-            max_steps=3,
-            save_total_limit=limit,
-            callbacks=[remembers],
-            attributes={"blocking": blocking},
-        )
-        moments.watching = dist.get_rank() == 0
+def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) -> None:
+    folder, remembers = out / "run", Remembers()
+    settings = {"max_steps": 3, "save_total_limit": limit, "attributes": {"blocking": blocking}}
+    trainer = _trainer(source, folder, callbacks=[remembers], **settings)
+    with moments(folder, out / "copies", dist.get_rank() == 0) as seen:
         trainer.train()
-        moments.watching = False
-        if dist.get_rank() != 0:
-            continue
-        assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
-        begun = False
-        for number in range(moments.count):
-            copies = sorted((out / f"copies {name}" / f"{number}").glob("checkpoint-*"))
-            complete = [path for path in copies if not problem_of(path)]
-            begun |= bool(complete)
-            assert begun == bool(complete), f"moment {number}: a complete checkpoint was there, and none is"
-            for path in complete:
-                assert _content(path) == remembers.contents[path.name], f"moment {number}: {path.name}"
-        assert moments.count > 50 and begun
-        held = {path.name for path in folder.iterdir()}
-        assert held == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
+    if dist.get_rank() != 0:
+        return
+    assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    begun = False
+    for moment in seen:
+        complete = [path for path in sorted(moment.glob("checkpoint-*")) if not problem_of(path)]
+        begun |= bool(complete)
+        assert begun == bool(complete), f"{moment}: a complete checkpoint was there, and none is"
+        for path in complete:
+            assert _content(path) == remembers.contents[path.name], path
+    assert len(seen) > 50 and begun
+    assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(4 - limit, 4)}
 
 
 def a_number_that_exists(source: Path, out: Path) -> None:
     """A run that was started again without a resume: at each moment the older checkpoint is whole, or the new one."""
-    seen = []
+    saved = []
     for blocking in (None, False):
         folder, remembers = out / "run", Remembers()
         settings = {"max_steps": 1, "callbacks": [remembers], "attributes": {"blocking": blocking is not False}}
-        trainer = _trainer(source, folder, learning_rate=1e-3 * len(seen) + 1e-3, **settings)
-        moments = Moments(folder, out / f"copies {blocking}")
-        moments.watching = dist.get_rank() == 0 and blocking is not None
-        trainer.train()
-        moments.watching = False
-        seen.append(remembers.contents["checkpoint-1"])
-        for number in range(moments.count):
-            copy = out / f"copies {blocking}" / f"{number}" / "checkpoint-1"
-            assert not problem_of(copy) and _content(copy) in seen[-2:], f"moment {number}"
+        trainer = _trainer(source, folder, learning_rate=1e-3 * len(saved) + 1e-3, **settings)
+        watching = dist.get_rank() == 0 and blocking is not None
+        with moments(folder, out / "copies", watching) as seen:
+            trainer.train()
+        saved.append(remembers.contents["checkpoint-1"])
+        for copy in (moment / "checkpoint-1" for moment in seen):
+            assert not problem_of(copy) and _content(copy) in saved[-2:], copy
             assert (copy / "mine.json").exists()
-        assert moments.count > 20 or blocking is None or dist.get_rank() != 0
+        assert len(seen) > 20 or not watching
         (folder / "checkpoint-1" / "mine.json").touch()
         dist.barrier()
-    assert seen[0] != seen[1] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
+    assert saved[0] != saved[1] and [path.name for path in folder.iterdir()] == ["checkpoint-1"]
 
 
 class FailsAlone(ShardedTrainer):
@@ -178,7 +153,6 @@ def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
 
 
 def _slowly(sync: Callable[[int], None], opened: threading.Event, descriptor: int) -> None:
-    """So that training goes on meanwhile."""
     if threading.current_thread().name == "save":
         time.sleep(0.05)
         assert opened.wait(200), "nobody lets it through"
@@ -279,11 +253,22 @@ def a_folder_of_each_rank(source: Path, out: Path) -> None:
     trainer.train()
 
 
-def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts_as_one(
-    folders: dict[str, Path], tmp_path: Path
+def _run(source: Any, root: Path, *cases: Any, **named: Any) -> None:
+    named |= {case.__name__: case for case in cases}
+    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in named.items()})
+
+
+@pytest.mark.parametrize(("limit", "blocking"), [(1, True), pytest.param(2, False, marks=pytest.mark.nightly)])
+def test_at_each_moment_of_a_training_a_whole_state_is_there_and_nothing_else_counts_as_one(
+    folders: dict[str, Path], tmp_path: Path, limit: int, blocking: bool
 ) -> None:
-    cases = (
-        moments_of_a_trainer,
+    run_ranks(moments_of_a_trainer, 2, limit, blocking, folders["llama"], tmp_path)
+
+
+def test_a_save_leaves_the_older_state_or_the_new_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    _run(
+        folders["llama"],
+        tmp_path,
         a_number_that_exists,
         fails_alone_while_the_optimizer_is_saved,
         the_same_is_saved_in_the_background,
@@ -291,8 +276,6 @@ def test_at_each_moment_of_a_save_a_whole_state_is_there_and_nothing_else_counts
         removed_while_it_is_saved,
         a_folder_of_each_rank,
     )
-    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
-    run_ranks(run_cases, 2, named)
 
 
 # ---- damage ----
@@ -313,6 +296,15 @@ def written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+def flipped(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        text = bytearray((folder / name).read_bytes())
+        text[len(text) // 2] ^= 1
+        (folder / name).write_bytes(text)
+
+    return damage
+
+
 def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
     """Of the optimizer, that of rank 1."""
     return lambda folder: how(f"optimizer_0/{sorted(p.name for p in folder.glob('optimizer_0/__1_*'))[0]}")(folder)
@@ -320,16 +312,12 @@ def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None
 
 OF_TRAINER: dict[str, tuple[Callable[[Path], None], str]] = {
     "optimizer gone": (gone("optimizer_0"), r"optimizer_0"),
-    "metadata gone": (gone("optimizer_0/.metadata"), r"\.metadata"),
     "metadata garbage": (written("optimizer_0/.metadata", "garbage"), r"\.metadata"),
     "shard gone": (shard(gone), r"__1_0\.distcp"),
     "shard cut": (shard(cut), r"__1_0\.distcp"),
-    "scheduler gone": (gone("scheduler.pt"), r"scheduler\.pt"),
     "scheduler cut": (cut("scheduler.pt"), r"scheduler\.pt"),
     "random states gone": (gone("rng_state_1.pth"), r"rng_state_1\.pth"),
-    "random states cut": (cut("rng_state_1.pth"), r"rng_state_1\.pth"),
     "random states malicious": (written("rng_state_1.pth", "cos\nsystem\n(S'true'\ntR."), r"rng_state_1\.pth"),
-    "weights gone": (gone("model.safetensors"), r"model\.safetensors"),
     "weights cut": (cut("model.safetensors"), r"model\.safetensors"),
     "trainer state {}": (written("trainer_state.json", "{}"), r"trainer_state\.json"),
 }
@@ -340,15 +328,17 @@ OF_STATE = {
     "scheduler cut": (cut("scheduler.bin"), r"scheduler\.bin"),
     "random states malicious": (written("random_states_1.pkl", "cos\nsystem\n(S'true'\ntR."), r"random_states_1\.pkl"),
     "an object that runs code": (written("custom_checkpoint_0.pkl", "cos\nsystem\n(S'true'\ntR."), r"custom_check"),
+    "flipped bit": (shard(flipped), r"__1_0\.distcp' have another checksum"),
 }
+NEED_MANIFEST = ("random states gone", "flipped bit")  # without the list it is as if fewer ranks had saved, or no sums
 
 
 def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, tuple[Callable[[Path], None], str]]) -> None:
     """Each damage is one short error on every rank, with the list of files and without it."""
     for with_manifest in (True, False):
         for number, (name, (damage, says)) in enumerate(damages.items()):
-            if name == "random states gone" and not with_manifest:
-                continue  # as if fewer ranks had saved it
+            if name in NEED_MANIFEST and not with_manifest:
+                continue
             bad = good.with_name(f"bad-{number}-{with_manifest}")
             if dist.get_rank() == 0:
                 damage(shutil.copytree(good, bad))
@@ -363,8 +353,6 @@ def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, tuple[Ca
 
 
 class NoStep(TrainerCallback):
-    """Fails where training begins."""
-
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         pytest.fail("a step was trained")
 
@@ -384,7 +372,7 @@ def damaged_checkpoints(source: Path, out: Path) -> None:
 def damaged_states(source: Path, out: Path) -> None:
     accelerator, model, optimizer = _loop(source)
     _step(accelerator, model, optimizer)
-    good = accelerator.save_state(out / "good")
+    good = accelerator.save_state(out / "good", checksums=True)
     before = [full(parameter).clone() for parameter in model.parameters()]
     _step(accelerator, model, optimizer)
     other = [full(parameter).clone() for parameter in model.parameters()]
@@ -394,52 +382,30 @@ def damaged_states(source: Path, out: Path) -> None:
     assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), before, strict=True))
 
 
-def _copied(good: Path, name: str, change: Callable[[Path], None]) -> str:
-    if dist.get_rank() == 0:
-        change(shutil.copytree(good, good.with_name(name)))
-    dist.barrier()
-    return str(good.with_name(name))
-
-
 def going_on_without(source: Path, out: Path) -> None:
     first = _trainer(source, out, max_steps=2, save_steps=2, lr_scheduler_type="linear")
     first.train()
     good = out / "checkpoint-2"
     allowed = {"allow_incomplete": True}
     for name, what in (("scheduler.pt", "the scheduler"), ("rng_state_1.pth", "random states")):
-        bad = _copied(good, f"without {name}", gone(name))
+        bad = good.with_name(f"without {name}")
+        if dist.get_rank() == 0:
+            gone(name)(shutil.copytree(good, bad))
+        dist.barrier()
         trainer = _trainer(source, out / "on", max_steps=3, save_strategy="no", attributes=allowed)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            trainer.train(resume_from_checkpoint=bad)
+            trainer.train(resume_from_checkpoint=str(bad))
         said = [str(warning.message) for warning in seen if "anew" in str(warning.message)]
         assert [what in text for text in said] == ([True] if dist.get_rank() == 0 else []), said
         steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
         assert steps == {3}, "the optimizer went on, although the scheduler is absent"
 
 
-def flipped_bits(source: Path, out: Path) -> None:
-    accelerator, model, optimizer = _loop(source)
-    _step(accelerator, model, optimizer)
-    state = accelerator.save_state(out / "state", checksums=True)
-    accelerator.load_state(state)
-
-    def flip(folder: Path) -> None:
-        file = sorted(folder.glob("optimizer_0/__1_*"))[0]
-        text = bytearray(file.read_bytes())
-        text[len(text) // 2] ^= 1
-        file.write_bytes(text)
-
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp' have another checksum"):
-        accelerator.load_state(_copied(state, "flipped", flip))
-
-
 def test_a_damaged_state_is_one_error_on_every_rank_before_anything_is_read(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    cases = (damaged_checkpoints, damaged_states, going_on_without, flipped_bits)
-    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
-    run_ranks(run_cases, 2, named)
+    _run(folders["llama"], tmp_path, damaged_checkpoints, damaged_states, going_on_without)
 
 
 # ---- several models and optimizers ----
@@ -470,9 +436,12 @@ def _teacher_first(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any
     return [teacher, student], [optimizer]
 
 
+def _two(accelerator: Any, sources: dict[str, Path]) -> list[Any]:
+    return [from_pretrained(sources[kind], accelerator=accelerator) for kind in ("llama", "tied")]
+
+
 def _other_order(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
-    first = from_pretrained(sources["llama"], accelerator=accelerator)
-    second = from_pretrained(sources["tied"], accelerator=accelerator)
+    first, second = _two(accelerator, sources)
     of_second = torch.optim.AdamW(second.parameters(), lr=1e-2)
     of_first = torch.optim.SGD(first.parameters(), lr=1e-2, momentum=0.9)
     first, second, *optimizers = accelerator.prepare(first, second, of_second, of_first)
@@ -488,8 +457,7 @@ def _two_of_one(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], 
 
 
 def _one_of_two(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
-    first = from_pretrained(sources["llama"], accelerator=accelerator)
-    second = from_pretrained(sources["tied"], accelerator=accelerator)
+    first, second = _two(accelerator, sources)
     made = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-2)
     first, second, optimizer = accelerator.prepare(first, second, made)
     return [first, second], [optimizer]
@@ -556,8 +524,6 @@ def one_rank_that_fails_stops_the_others(sources: dict[str, Path], out: Path) ->
 
 
 def test_models_and_optimizers_are_saved_in_any_number_and_order(folders: dict[str, Path], tmp_path: Path) -> None:
-    sources = {kind: folders[kind] for kind in ("llama", "tied", "qwen2_moe")}
-    named: dict[str, Any] = {make.__name__: partial(several, make, sources, tmp_path / make.__name__) for make in MAKE}
-    for case in (accelerate_itself_reads_what_one_model_saved, one_rank_that_fails_stops_the_others):
-        named[case.__name__] = partial(case, sources, tmp_path / case.__name__)
-    run_ranks(run_cases, 2, named)
+    makes = {make.__name__: partial(several, make) for make in MAKE}
+    cases = (accelerate_itself_reads_what_one_model_saved, one_rank_that_fails_stops_the_others)
+    _run(folders, tmp_path, *cases, **makes)

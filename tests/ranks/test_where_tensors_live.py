@@ -49,9 +49,6 @@ def hsdp() -> DeviceMesh:
     return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-# ---- cutting ----
-
-
 def cuts() -> None:
     """Shapes of even, uneven and empty shards, along any dimension; the reference is torch's own."""
     line, square = init_device_mesh("cpu", (2,)), hsdp()
@@ -83,9 +80,6 @@ def cuts() -> None:
             plain = torch.full_like(whole, 9)
             fill_from_first(plain, whole if dist.get_rank() == 0 else plain, mesh)
         assert torch.equal(filled.full_tensor(), whole) and torch.equal(plain, whole), shape
-
-
-# ---- models ----
 
 
 def models(folder: Path) -> None:
@@ -124,9 +118,6 @@ def models(folder: Path) -> None:
     with mesh_elsewhere():
         hand_over(optimizer, {whole: model.lm_head.weight})
     assert torch.equal(optimizer.state[model.lm_head.weight]["sum"].full_tensor(), state)
-
-
-# ---- memory of offloaded shards ----
 
 
 def pinned_once(folder: Path) -> None:

@@ -55,13 +55,10 @@ def numbered(prefix: str, count: int) -> tuple[str, ...]:
 )
 def test_a_stack_is_found_in_any_container(layers: nn.Module) -> None:
     assert blocks_of(Model(layers)) == numbered("layers.", 4)
-
-
-def test_attributes_with_numbers_are_a_stack() -> None:
-    model = Model(nn.Identity())
-    for index in range(4):
-        setattr(model, f"layer{index}", Block())
-    assert blocks_of(model) == numbered("layer", 4)
+    attributes = Model(nn.Identity())
+    for name, block in layers.named_children():
+        setattr(attributes, f"layer{name}", block)
+    assert blocks_of(attributes) == numbered("layer", 4)
 
 
 def test_lists_of_lists_and_stages_are_opened() -> None:
@@ -103,56 +100,17 @@ def test_what_repeats_inside_a_block_is_part_of_the_block() -> None:
 
     assert blocks_of(Model(nn.ModuleList(WithHeads() for _ in range(3)))) == numbered("layers.", 3)
     assert blocks_of(Model(nn.ModuleList(T5Like() for _ in range(3)))) == numbered("layers.", 3)
-
-
-def test_a_shared_layer_is_one_block() -> None:
     shared = Block()
     assert blocks_of(Model(nn.ModuleList([shared] * 6))) == ("layers.0",)
     assert blocks_of(Model(nn.ModuleList([Block(64)]))) == ("layers.0",)
 
 
-def test_two_towers_of_one_class_are_two_stacks() -> None:
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.text = Model(nn.ModuleList(Block() for _ in range(3)))
-            self.image = Model(nn.ModuleList(Block() for _ in range(2)))
-
-    assert [(stack.fqn, stack.count) for stack in detect_blocks(Towers()).stacks] == [
-        ("text.layers", 3),
-        ("image.layers", 2),
-    ]
-
-
-def test_a_small_stack_is_minor() -> None:
+def test_small_stacks_are_minor_and_wrapped_models_keep_their_names() -> None:
     model = Model(nn.ModuleList(Block(64) for _ in range(8)))
     model.tower = nn.ModuleList(Block(4) for _ in range(3))
+    model.norm.owner = model  # a model that registers its parent
     stacks = detect_blocks(model).stacks
     assert [(stack.fqn, stack.is_major) for stack in stacks] == [("layers", True), ("tower", False)]
-
-
-def test_parts_around_the_blocks_are_named() -> None:
-    model = Model(nn.ModuleList(Block() for _ in range(4)))
-    model.head.weight = model.embed.weight
-    model.scale = nn.Parameter(torch.ones(()))
-    found = detect_blocks(model)
-    assert [part.fqn for part in found.embeddings] == ["embed"]
-    assert found.final_norm is not None and found.final_norm.fqn == "norm"
-    assert found.head is not None and found.head.fqn == "head"
-    assert list(found.ties) == [("embed.weight", "head.weight")]
-    assert found.scalars == ("scale",)
-    assert found.num_params == sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_a_tie_that_loading_will_make_counts_before_it_is_made() -> None:
-    model = Model(nn.ModuleList(Block() for _ in range(4)))
-    model.all_tied_weights_keys = {"head.weight": "embed.weight"}  # type: ignore[assignment]
-    found = detect_blocks(model)
-    assert list(found.ties) == [("embed.weight", "head.weight")]
-    assert found.num_params == sum(parameter.numel() for parameter in model.parameters()) - model.head.weight.numel()
-
-
-def test_wrapped_models_keep_their_own_names() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = Model(nn.ModuleList(Block() for _ in range(4)))
@@ -163,10 +121,23 @@ def test_wrapped_models_keep_their_own_names() -> None:
     assert detect_blocks(model).stacks[0].class_names == ("Block",)
 
 
-def test_a_model_that_registers_its_parent_is_read() -> None:
+@pytest.mark.parametrize("is_made", [True, False])
+def test_parts_around_the_blocks_are_named(is_made: bool) -> None:
+    """A tie that loading will make counts before it is made."""
     model = Model(nn.ModuleList(Block() for _ in range(4)))
-    model.norm.owner = model
-    assert blocks_of(model) == numbered("layers.", 4)
+    apart = 0 if is_made else model.head.weight.numel()
+    if is_made:
+        model.head.weight = model.embed.weight
+    else:
+        model.all_tied_weights_keys = {"head.weight": "embed.weight"}  # type: ignore[assignment]
+    model.scale = nn.Parameter(torch.ones(()))
+    found = detect_blocks(model)
+    assert [part.fqn for part in found.embeddings] == ["embed"]
+    assert found.final_norm is not None and found.final_norm.fqn == "norm"
+    assert found.head is not None and found.head.fqn == "head"
+    assert list(found.ties) == [("embed.weight", "head.weight")]
+    assert found.scalars == ("scale",)
+    assert found.num_params == sum(parameter.numel() for parameter in model.parameters()) - apart
 
 
 def test_a_model_without_parameters_says_what_to_pass() -> None:

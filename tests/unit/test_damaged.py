@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,6 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling import packed_forms, patterns
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.patterns import matched
-from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.pretrained import open_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest
 from hf_fsdp_tools.sharding.adapters import load_adapter
@@ -38,7 +38,6 @@ MOST_CHARACTERS = 1500
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model in two formats."""
     root = tmp_path_factory.mktemp("good")
     files = make_checkpoint("llama", root / "files")
     dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=root / "dcp", no_dist=True)
@@ -53,11 +52,9 @@ def use(folder: Path) -> None:
     load_weights(model, checkpoint.index)
 
 
-def config(**changed: Any) -> Damage:
-    """The config with other values."""
-
+def config(name: str = "config.json", **changed: Any) -> Damage:
     def damage(folder: Path) -> None:
-        file = folder / "config.json"
+        file = folder / name
         file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
     return damage
@@ -68,8 +65,6 @@ def text(name: str, content: str) -> Damage:
 
 
 def metadata(change: Callable[[Metadata], object]) -> Damage:
-    """The metadata of a DCP folder with other parts."""
-
     def damage(folder: Path) -> None:
         content = pickle.loads((folder / METADATA).read_bytes())
         change(content)
@@ -83,10 +78,6 @@ KEY = "model.lm_head.weight"
 
 def place_of(content: Metadata) -> Any:
     return next(place for key, place in content.storage_data.items() if key.fqn == KEY)
-
-
-def entry_of(content: Metadata) -> Any:
-    return content.state_dict_metadata[KEY]
 
 
 def doubled(times: int) -> list[Any]:
@@ -116,22 +107,12 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         r"configuration of .*'nonsense'.*config\.json",
     ),
     "a function as dtype": ("files", config(dtype="load"), r"config\.json: names the dtype 'load'"),
-    "more layers than fit into memory": (
-        "files",
-        config(num_hidden_layers=10**12),
-        r"config\.json: 'num_hidden_layers' is 1000000000000, expected at most 10,000",
-    ),
     "generation config a list": (
         "files",
         text("generation_config.json", "[]"),
         r"generation_config\.json: expected a JSON object, found \[\]",
     ),
     "a place that is a text": ("dcp", metadata(lambda c: setattr(place_of(c), "offset", "7")), NOT_DCP),
-    "a name in DCP that is a number": (
-        "dcp",
-        metadata(lambda content: content.state_dict_metadata.update({0: entry_of(content)})),
-        r"\.metadata: cannot be read as the metadata of torch\.distributed\.checkpoint",
-    ),
     "a path of nested lists": (
         "dcp",
         metadata(lambda content: content.planner_data.update({KEY: ("model", doubled(40))})),
@@ -152,17 +133,15 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_values_of_another_kind_are_not_called_quantised(good: dict[str, Path], tmp_path: Path) -> None:
+def test_values_of_another_kind_are_not_called_quantised_and_other_layers_not_refused(
+    good: dict[str, Path], tmp_path: Path
+) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' holds int32, expected floating-point") as caught:
         load_weights(build_meta_model(good["files"]), tmp_path)
     assert "uanti" not in str(caught.value)
-
-
-def test_one_layer_too_many_is_reported_and_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
-    """Fewer layers than the files hold, or some more, are the user's choice, as in transformers."""
     folder = Path(shutil.copytree(good["files"], tmp_path / "other"))
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
@@ -178,9 +157,6 @@ def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
             parse_dcp(tmp_path)
 
 
-# ---- adapters ----
-
-
 @pytest.fixture(scope="module")
 def adapter(good: dict[str, Path]) -> Path:
     model = AutoModelForCausalLM.from_pretrained(good["files"])
@@ -190,12 +166,7 @@ def adapter(good: dict[str, Path]) -> Path:
     return folder
 
 
-def adapter_config(**changed: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-
-    return damage
+adapter_config = partial(config, name="adapter_config.json")
 
 
 def truncated(folder: Path) -> None:
@@ -280,9 +251,6 @@ def test_patterns_that_cannot_be_compiled_are_refused(pattern: str) -> None:
     assert len(str(caught.value)) < MOST_CHARACTERS
 
 
-# ---- other files beside the weights ----
-
-
 def in_file(name: str, content: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         (folder / name).write_text(content)
@@ -291,16 +259,9 @@ def in_file(name: str, content: str) -> Callable[[Path], Path]:
     return make
 
 
-def pipe(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        os.mkfifo(folder / name)
-        return folder / name
-
-    return make
-
-
-def trainer_state(**said: Any) -> Callable[[Path], Path]:
-    return in_file("trainer_state.json", json.dumps({"global_step": 3} | said))
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / MANIFEST)
+    return folder / MANIFEST
 
 
 def problem(file: Path) -> None:
@@ -309,20 +270,12 @@ def problem(file: Path) -> None:
         raise CheckpointError(f"{file.parent} {found}")
 
 
-def manifest_of(folder: Path) -> None:
-    read_manifest(folder.parent)
-
-
-NESTED = "[" * 5000
-
 FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
-    "a manifest that is a pipe": (pipe(MANIFEST), manifest_of, "is no regular file"),
-    "a history of numbers": (trainer_state(log_history=[5]), problem, r"\(log_history is \[5\]\)"),
-    "logging every 0 steps": (trainer_state(logging_steps=0), problem, r"\(logging_steps is 0\)"),
-    "a plan nested deeply": (
-        in_file("plan.json", NESTED),
-        lambda f: WrapPlan.from_json(f.read_text()),
-        "Not a wrap plan",
+    "a manifest that is a pipe": (pipe, lambda file: read_manifest(file.parent), "is no regular file"),
+    "a history of numbers": (
+        in_file("trainer_state.json", '{"global_step": 3, "log_history": [5]}'),
+        problem,
+        r"\(log_history is \[5\]\)",
     ),
     "YAML that laughs": (
         in_file("c.yaml", "a: &a [1, 1]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(9))),

@@ -43,7 +43,7 @@ def test_what_is_overridden_is_there_with_the_same_parameters(own, base, name):
     assert len(mine) == len(theirs) or any(p.kind in ANY for p in parameters), f"lacks {theirs[len(mine) :]}"
 
 
-def test_what_is_used_of_accelerates_private_parts_is_there():
+def test_what_is_used_of_private_parts_is_there():
     source = inspect.getsource(Accelerator.__init__)
     for held in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
         assert f"self.{held} = []" in source
@@ -53,15 +53,12 @@ def test_what_is_used_of_accelerates_private_parts_is_there():
     for state in (AcceleratorState, PartialState):
         assert isinstance(state._shared_state, dict) and callable(state._reset_state)
     assert "_from_accelerator" in inspect.signature(AcceleratorState).parameters
-
-
-def test_what_is_used_of_torchs_private_parts_is_there():
     assert callable(torch.autograd.Variable._execution_engine.queue_callback)
     assert '"_step_supports_amp_scaling"' in inspect.getsource(torch.amp.GradScaler.step)
     assert callable(torch._amp_foreach_non_finite_check_and_unscale_)
 
 
-def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch):
+def test_absent_hooks_are_refused_and_versions_that_nobody_tried_told_once(monkeypatch):
     class Fine(FSDPTrainerMixin, Trainer):
         pass
 
@@ -76,8 +73,6 @@ def test_a_trainer_without_a_hook_is_refused_when_its_class_is_made(monkeypatch)
         class Renamed(FSDPTrainerMixin, Trainer):
             pass
 
-
-def test_versions_that_nobody_tried_are_told_once(monkeypatch):
     hooks._warn_of_untried_versions.cache_clear()
     monkeypatch.setitem(environment._REQUIRED, "transformers", ("5.1", "5.2"))
     with pytest.warns(UserWarning, match=r"transformers 5\..* is installed, .* was tested with 5\.1 to 5\.2") as seen:

@@ -18,7 +18,6 @@ from tests._checkpoints import make_checkpoint
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The home folder, with a model and an adapter in it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path / "model"))
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
@@ -27,7 +26,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def test_a_path_is_local_where_it_exists_or_can_be_no_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_local_where_it_exists_or_can_be_no_name_and_is_not_empty(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(home)
     assert local_path("~/model") == home / "model" and local_path("~/absent") == home / "absent"
     assert local_path("model") == Path("model") and local_path(home / "model") == home / "model"
@@ -36,9 +37,6 @@ def test_a_path_is_local_where_it_exists_or_can_be_no_name(home: Path, monkeypat
     assert all(local_path(name) for name in ("./gpt2", "../gpt2", "/gpt2", "a/b/c", ".\\gpt2"))
     os.makedirs("org/model")
     assert local_path("org/model") == Path("org/model")
-
-
-def test_a_name_may_be_in_the_home_folder_and_not_empty(home: Path) -> None:
     load_adapter(from_pretrained("~/model"), "~/adapter")
     assert not load_weights(build_meta_model("~/model"), "~/model").missing_keys
     for use in (from_pretrained, build_meta_model, CheckpointIndex.open):

@@ -13,17 +13,11 @@ SMALL = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_atten
 
 BUILT = {
     "T5ForConditionalGeneration": hf.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=64),
-    "T5EncoderModel": hf.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=64),
     "WhisperForConditionalGeneration": hf.WhisperConfig(**SMALL, vocab_size=64, pad_token_id=0),
-    "BertForMaskedLM": hf.BertConfig(**TINY),
     "BertForPreTraining": hf.BertConfig(**TINY),
     "LlamaForSequenceClassification": hf.LlamaConfig(**TINY),
-    "LlamaForCausalLM": hf.LlamaConfig(**TINY),
-    "ViTForImageClassification": hf.ViTConfig(**{**TINY, "image_size": 32}),
     "CLIPModel": hf.CLIPConfig(),
-    "CLIPTextModel": hf.CLIPTextConfig(),
     "Qwen2_5_VLForConditionalGeneration": hf.Qwen2_5_VLConfig(),
-    "Gemma3ForConditionalGeneration": hf.Gemma3Config(),
     "VisionEncoderDecoderModel": hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         hf.ViTConfig(**{**TINY, "image_size": 32}), hf.BertConfig(**TINY, is_decoder=True, add_cross_attention=True)
     ),
@@ -42,17 +36,13 @@ def test_a_config_names_the_class_that_is_built(name):
 
 BY_KIND = [
     (hf.LlamaConfig, hf.AutoModelForCausalLM),
-    (hf.Qwen3MoeConfig, hf.AutoModelForCausalLM),
-    (hf.GPT2Config, hf.AutoModelForCausalLM),
     (hf.T5Config, hf.AutoModelForSeq2SeqLM),
-    (hf.BartConfig, hf.AutoModelForSeq2SeqLM),
     (hf.WhisperConfig, hf.AutoModelForSpeechSeq2Seq),
     (hf.BertConfig, hf.AutoModelForMaskedLM),
     (hf.ViTConfig, hf.AutoModelForImageClassification),
     (hf.Gemma3Config, hf.AutoModelForImageTextToText),
     (hf.CLIPConfig, hf.AutoModel),
     (hf.Wav2Vec2Config, hf.AutoModel),
-    (hf.CLIPTextConfig, hf.AutoModel),
 ]
 
 
@@ -69,7 +59,7 @@ def test_without_a_class_that_can_be_trained_the_kind_decides(config_class, expe
     assert model_class(config, as_stored=True) is base
 
 
-def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
+def test_trusted_code_goes_first_and_what_the_caller_says_before_the_config():
     config = hf.LlamaConfig(**TINY, architectures=["LlamaForCausalLM"])
     config.auto_map = {"AutoModel": "code.LlamaModel", "AutoModelForCausalLM": "code.LlamaForCausalLM"}
     assert model_class(config) is hf.LlamaForCausalLM
@@ -80,9 +70,6 @@ def test_code_of_the_checkpoint_goes_first_where_it_is_trusted():
     config.architectures = ["Absent"]
     config.auto_map = {"AutoModelForTokenClassification": "code.Absent"}
     assert model_class(config) is hf.AutoModelForTokenClassification, "whose error says what to trust"
-
-
-def test_what_the_caller_says_goes_before_the_config():
     config = hf.LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
     for given in ("AutoModelForCausalLM", hf.AutoModelForCausalLM, "LlamaForCausalLM", hf.LlamaForCausalLM):
         assert type(build_meta_model(config, auto_class=given)) is hf.LlamaForCausalLM

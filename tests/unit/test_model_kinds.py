@@ -68,7 +68,7 @@ def test_what_peft_cannot_adapt_is_named_with_what_helps(tokenizer, tmp_path):
         check("distilbert", TEXT, tokenizer, tmp_path, **classifier)
 
 
-def test_a_prompt_of_text_beside_chats_becomes_a_turn():
+def test_a_prompt_of_text_beside_chats_becomes_a_turn(tokenizer, tmp_path):
     asked, good, bad = ASK["content"], *CHATS.values()
     alone = {name: turns[1:] for name, turns in CHATS.items()}
     for row, expected in (
@@ -79,9 +79,6 @@ def test_a_prompt_of_text_beside_chats_becomes_a_turn():
         ({"prompt": [ASK], "chosen": good[1:], "rejected": bad[1:]}, {"prompt": [ASK], **alone}),
     ):
         assert with_turns_for_prompt(Dataset.from_list([row]))[0] == expected
-
-
-def test_turns_and_text_in_one_row_are_refused(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"Row 1 of the .* `prompt`, `completion` are text, and some are turns"):
         check("llama", [{"prompt": [ASK], "completion": "This."}] * 8, tokenizer, tmp_path)
 

@@ -37,7 +37,7 @@ def test_the_scale_has_arrived_before_offloaded_gradients_are_divided_by_it(infi
     assert parameter.grad[:2].tolist() == [2.0, 4.0]
 
 
-def test_a_fused_step_is_not_called_where_a_gradient_is_infinite() -> None:
+def test_a_fused_step_is_not_called_on_infinite_gradients_and_a_saved_scale_is_read() -> None:
     """It would look at the gradients itself, after a copy that it does not wait for."""
     scaler, parameter = ShardedScaler("cpu"), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=1.0, fused=True)
@@ -49,10 +49,6 @@ def test_a_fused_step_is_not_called_where_a_gradient_is_infinite() -> None:
         scaler.update()
         assert optimizer.step.call_count == calls
     assert parameter.detach().lt(1).all()
-
-
-def test_the_scale_of_a_saved_state_is_read_after_training_too() -> None:
-    """Accelerate's `load_state` makes the scale ready without asking whether it is."""
     saved = ShardedScaler("cpu", init_scale=8.0)
     saved._lazy_init_scale_growth_tracker(torch.device("cpu"))
     used = ShardedScaler("cpu")

@@ -3,30 +3,23 @@
 import math
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
 from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
-from hf_fsdp_tools.loading.io.files import Reader
-from hf_fsdp_tools.loading.quantized.dequantize import WORK_BYTES
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from tests._late import LateSideStream, Machine
+from tests._transfers import Windows
 
-TINY = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+TINY = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def four_bits(**options) -> BitsAndBytesConfig:
@@ -57,15 +50,12 @@ def test_the_layers_that_transformers_would_quantise():
     assert model.is_loaded_in_4bit and model.config.quantization_config is model.hf_quantizer.quantization_config
 
 
-def test_the_plan_has_the_units_of_the_plain_model():
+def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_refused():
     config = hf.LlamaConfig(**TINY)
     units = [unit.modules for unit in make_wrap_plan(build_meta_model(config)).units]
-    for storage in (torch.uint8, torch.bfloat16, torch.float32):
+    for storage in (torch.uint8, torch.float32):
         model = build_meta_model(config, quantization_config=four_bits(bnb_4bit_quant_storage=storage))
         assert [unit.modules for unit in make_wrap_plan(model).units] == units, storage
-
-
-def test_what_cannot_be_quantised_is_refused():
     config = hf.LlamaConfig(**TINY)
     for other in (BitsAndBytesConfig(load_in_8bit=True), hf.EetqConfig()):
         with pytest.raises(ConfigError, match=r"only 4-bit weights of bitsandbytes .*load_in_4bit=True"):
@@ -83,6 +73,7 @@ def test_without_bitsandbytes_the_message_has_the_pip_line(monkeypatch):
         build_meta_model(hf.LlamaConfig(**TINY), quantization_config=four_bits())
 
 
+@pytest.mark.nightly
 def test_without_being_asked_nothing_imports_bitsandbytes(tmp_path):
     code = (
         "import sys; from transformers import LlamaConfig; from hf_fsdp_tools import from_config, save_pretrained; "
@@ -100,28 +91,15 @@ def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
     config = hf.LlamaConfig(**TINY | {"intermediate_size": 32768, "num_hidden_layers": 1})
     plain = hf.LlamaForCausalLM(config)
     plain.save_pretrained(tmp_path)
-    parts, windows, order = [], [], []
-    quantize, begin = bitsandbytes.functional.quantize_4bit, Reader.begin
-
-    def packing(values, **options):
-        order.append("pack")
-        parts.append(values.numel())
-        return quantize(values, **options)
-
-    def reading(reader, transfers):
-        order.append("read")
-        windows.append(sum(t.memory.numel() * t.memory.itemsize for t in transfers))
-        return begin(reader, transfers)
-
+    seen = Windows(monkeypatch)
+    packing = seen.computing(bitsandbytes.functional.quantize_4bit)
     monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", packing)
-    monkeypatch.setattr(Reader, "begin", reading)
     model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     report = load_weights(model, tmp_path, staging_bytes=2**20)
     assert report.read_ratio == 1.0 and report.bytes_read == sum(p.numel() for p in plain.parameters()) * 4
-    assert sum(parts) == sum(math.prod(form.shape) for form in weights_4bit(model).values())
-    assert sum(windows[1:]) == 4 * sum(parts), "the first read is of what is not packed"
-    assert max(parts) * WORK_BYTES <= 2**18 and max(windows[1:]) <= 2**16
-    assert any(a == b == "read" for a, b in pairwise(order[2:])), "after those of the first window"
+    assert sum(seen.parts) == sum(math.prod(form.shape) for form in weights_4bit(model).values())
+    assert sum(seen.windows[1:]) == 4 * sum(seen.parts), "the first read is of what is not packed"
+    seen.are_bounded(2, 2**16)
     # a plain model on one process computes with what was loaded
     expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=four_bits())
     ids = torch.arange(3, 19).reshape(1, 16)
@@ -159,8 +137,6 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
 
 
 def test_8_bit_floats_are_no_values_to_pack(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(tmp_path)
     tensors = load_file(file := tmp_path / "model.safetensors")
     save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)

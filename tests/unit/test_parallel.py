@@ -23,20 +23,17 @@ UP = "model.layers.*.mlp.up_proj"
     ("kind", "changes", "sizes", "given", "said"),
     [
         ("llama", {}, (3, 1), {}, "num_attention_heads 4 of model.layers.0.self_attn cannot be divided by tp_size 3"),
-        ("llama", {"num_key_value_heads": 1}, (2, 1), {}, "num_key_value_heads 1 of .* Use a divisor of 1"),
         ("llama", {"vocab_size": 67}, (2, 1), {}, r"\(67, 64\) cannot be divided by tp_size 2. Add rows: .*of=2"),
-        ("llama", {"intermediate_size": 97}, (2, 1), {}, r"\(97, 64\) cannot be divided by tp_size 2. Use another"),
         ("qwen3_moe", {}, (1, 3), {}, r"gate_up_proj of shape \(4, .* divided by ep_size 3. Use another ep_size"),
         ("gpt2", {}, (2, 1), {}, "GPT2LMHeadModel has no tp_plan for tp_size 2. Leave tp_size out, or give rules"),
         ("llama", {}, (1, 2), {}, "LlamaForCausalLM has no ep_plan for ep_size 2. Leave ep_size out, or give rules"),
+        ("llama", {}, (2, 1), {"tp_plan": "auto"}, "tp_plan is 'auto': it must be a dict of rules"),
         ("gemma3n_text", {}, (2, 1), {}, "computes something else than one process: statistics of the units"),
         ("llama", {}, (2, 1), {"tp_plan": {f"{UP}j": "colwise"}}, f"tp_plan names {UP}j.*did you mean {UP}"),
         ("llama", {}, (2, 1), {"tp_plan": {UP: "colwize"}}, "the style 'colwize', which .*: did you mean colwise"),
-        ("llama", {}, (2, 1), {"tp_plan": "auto"}, "tp_plan is 'auto': it must be a dict of rules"),
         ("llama", {}, (2, 1), {"tp_plan": {}}, "names no module that this model has .tp_size 2.. Leave tp_size out"),
         ("qwen3_moe", {}, (1, 2), {"ep_implementation": "all_to_al"}, "'all_to_al', which .*did you mean all_to_all"),
         ("qwen3_moe", {}, (1, 2), {"ep_implementation": "all_reduce"}, "ep_size 2 equal to tp_size 1. Use 'all_to"),
-        ("qwen3_moe", {}, (2, 2), {"ep_implementation": "deepgemm_megamoe"}, "no backward pass. Use 'all_to_all'"),
         ("qwen3_moe", {"_experts_implementation": "deepgemm_megamoe"}, (2, 2), {}, "backward pass. Use 'grouped_mm'"),
     ],
 )
@@ -51,7 +48,7 @@ def test_what_cannot_be_divided_is_refused_with_values_and_cure(kind, changes, s
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_rows_are_tried_before_experts_are_divided():
+def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
     """Divided experts exchange tokens, for which a model on meta has no ranks."""
     model = build_meta_model(tiny_config("qwen3_moe", 2))
     mlp = model.model.layers[0].mlp
@@ -64,15 +61,12 @@ def test_rows_are_tried_before_experts_are_divided():
             parallelize_model(model, mesh)
     finally:
         dist.destroy_process_group()
-
-
-def test_adapters_come_after_layers_are_divided():
     model = get_peft_model(build_meta_model(tiny_config("llama", 2)), LoraConfig(), low_cpu_mem_usage=True)
     with pytest.raises(ConfigError, match=r"has adapters already .* Give peft_config to from_pretrained"):
         checked_rules(model.get_base_model(), 2, 1)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
+@pytest.mark.parametrize("size", [0, 2.0, True])
 @pytest.mark.parametrize("name", ["tp_size", "ep_size"])
 def test_sizes_are_whole_numbers_from_1(name, size):
     said = f"{name} is {size!r}; it must be a whole number, 1 or more"
@@ -85,10 +79,8 @@ def test_sizes_are_whole_numbers_from_1(name, size):
     ("sizes", "said"),
     [
         ({"tp_size": 3}, "x tp_size 3 does not make the 8 processes"),
-        ({"ep_size": 3}, "ep_size 3 does not divide the 8 processes of a copy"),
         ({"ep_size": 8, "dp_replicate_size": 2}, "ep_size 8 does not divide the 4 processes of a copy"),
         ({"ep_size": 2, "tp_size": 2, "cp_size": 2}, "ep_size 2 is no multiple of cp_size 2 x tp_size 2"),
-        ({"ep_size": 3, "tp_size": 2}, "ep_size 3 is no multiple of cp_size 1 x tp_size 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, said):

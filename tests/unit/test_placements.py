@@ -12,12 +12,7 @@ from torch.distributed.tensor import Shard
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.sharding.placement import (
-    check_partial_resharding,
-    choose_placement,
-    padded_ratio,
-    split_dim,
-)
+from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, padded_ratio, split_dim
 
 
 @pytest.mark.parametrize(
@@ -25,16 +20,11 @@ from hf_fsdp_tools.sharding.placement import (
     [
         ((8, 28672, 4096), 8, 0),  # Mixtral's experts: one for each rank
         ((8, 28672, 4096), 64, 1),
-        ((8, 28672, 4096), 3, 0),  # padded by an eighth
         ((8, 28672, 4096), 6, 0),  # padded by a half, but 6 divides neither of the others
         ((128, 2880, 2880), 96, 1),  # two experts for each of 64 ranks and none for the rest
-        ((128, 2881, 2880), 96, 2),
         ((60, 2816, 2048), 64, 0),  # four ranks without an expert cost less than another copy
         ((1, 2048), 8, 1),  # a gate of one row
-        ((8, 4096), 16, 1),  # LoRA's A
-        ((32000, 4096), 1024, 0),
         ((2,), 8, 0),  # nothing else to split
-        ((0, 8), 8, 0),
         ((), 8, 0),
     ],
 )
@@ -52,13 +42,10 @@ def test_other_dimensions_are_split_evenly_and_only_where_rows_would_be_padded(s
         assert not any(size % ranks == 0 for size in shape[1:])
 
 
-def test_padding_is_what_torch_chunk_leaves():
+def test_padding_is_that_of_torch_and_little_of_it_is_left_to_fsdp():
     for size, ranks in ((8, 64), (128, 96), (131, 4), (7, 7), (5, 2)):
         longest = torch.arange(size).chunk(ranks)[0].numel()
         assert padded_ratio(size, ranks) == longest * ranks / size
-
-
-def test_choose_placement_leaves_rows_and_small_padding_to_fsdp():
     experts = nn.Parameter(torch.empty(8, 640, 128, device="meta"))  # 2.6 MB
     assert choose_placement(experts, 8) is None
     assert choose_placement(experts, 10) is None, "padded by a quarter"

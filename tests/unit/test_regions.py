@@ -52,7 +52,6 @@ def test_fsdp_over_tensor_parallel_holds_what_dtensor_splits(rows: int, outer: i
 
 @st.composite
 def strided_views(draw: Callable[..., int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row-major tensor of distinct numbers and some view of it."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     base = torch.arange(math.prod(shape)).reshape(shape)
     view = base

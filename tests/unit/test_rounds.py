@@ -37,8 +37,6 @@ class Store:
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
-    """What each returned or raised, all at the same time."""
-
     def outcome(work: Callable[[], Any]) -> Any:
         try:
             return work()
@@ -118,12 +116,7 @@ def beat_of(*places: list[str], count: int = 1, progress: int = 1) -> str:
     return json.dumps({"count": count, "progress": progress, "at": places, "for": ""})
 
 
-# ---- who is waited for ----
-
-
 class Clock:
-    """Time that passes when it is told to."""
-
     now = 1000.0
 
     def monotonic(self) -> float:
@@ -139,7 +132,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.fixture
 def lookout(two: list[Rounds], clock: Clock) -> Lookout:
-    """Rank 0 waits in the first round, and looks at rank 1."""
     two[0]._store.set("round.0/0", "here")
     return Lookout(two[0]._store, "round.0", (0, 1), 0)
 

@@ -50,7 +50,7 @@ def test_what_is_wanted_arrives_once(shapes, dims, replicas):
     assert [name for bucket in buckets for name in bucket.arrivals_at(0)] == list(names), "in order"
 
 
-def test_what_all_ranks_want_is_broadcast_and_counted_once():
+def test_what_all_ranks_want_is_broadcast_and_replicas_send_in_turns():
     spread = holders((8, 4), (Shard(0),), (4,))
     wanted = dict.fromkeys("ab", (Box.whole((8, 4)), torch.bfloat16))
     (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 4 * 64)
@@ -60,9 +60,6 @@ def test_what_all_ranks_want_is_broadcast_and_counted_once():
     assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 64)) == 2
     with pytest.raises(ConfigError, match=r"bucket_bytes=63 does not hold 'a'.*bucket_bytes=64"):
         plan_buckets(range(4), wanted, lambda name: spread, 4, 63)
-
-
-def test_replicas_send_in_turns():
     spread = holders((2, 2), (Replicate(), Shard(0)), (4, 2))
     wanted = {f"{i}": (Box.whole((2, 2)), torch.float32) for i in range(64)}
     routes = [r for b in plan_buckets((0,), wanted, lambda name: spread, 8, 2**20) for r in b.routes]

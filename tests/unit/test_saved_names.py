@@ -19,7 +19,6 @@ KEYS = ("model.embed.weight", "model.layers.0.q_proj.weight", "model.layers.0.no
 
 
 def found(*paths: Any) -> dict[str, str]:
-    """The model's part of a state; each tensor is its own path."""
     tensors = {(path,) if isinstance(path, str) else path: path for path in paths}
     return model_part(tensors, KEYS, "state")
 
@@ -45,14 +44,12 @@ def test_what_the_model_does_not_know_stays_and_a_base_model_keeps_its_names() -
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["model.norm.weight", "lm_head.weight"], False),
         (["model.layers._orig_mod.norm.weight"], True),
         (["module.a", "module.b"], True),
         (["module.a", "b"], False),
         (["base_model.model.a"], True),
         (["pretrained_model.a", "v_head.b"], True),
         (["model.q.base_layer.weight", "model.q.lora_A.speech.weight"], False),
-        ([], False),
     ],
 )
 def test_names_of_a_file_are_the_hubs_unless_they_show_a_wrapper(names: list[str], expected: bool) -> None:
@@ -92,11 +89,7 @@ def test_base_and_adapter_are_told_apart_by_the_wrappers_of_peft() -> None:
     assert split(*prompts, "base_model.model.embed.weight") == ({"base_model.model.embed.weight"}, prompts)
 
 
-# ---- parts of tensors ----
-
-
 def write_parts(folder: Path, parts: dict[str, dict[str, torch.Tensor]], starts: Any) -> Path:
-    """Files of parts, with what torch's writer says of them in the header."""
     folder.mkdir()
     for name, tensors in parts.items():
         said = starts[name] if isinstance(starts.get(name), str) else json.dumps(starts.get(name, {}))
@@ -109,7 +102,7 @@ TWO = {"1": {"w": WHOLE[:, :4].contiguous()}, "2": {"w": WHOLE[:, 4:].contiguous
 STARTS = {"1": {"w": {"saved_offsets": [0, 0]}}, "2": {"w": {"saved_offsets": [0, 4]}}}
 
 
-def test_parts_are_one_tensor_and_each_lies_in_its_file(tmp_path: Path) -> None:
+def test_parts_are_one_tensor_and_what_one_process_writes_is_a_plain_file(tmp_path: Path) -> None:
     index = CheckpointIndex.open(write_parts(tmp_path / "x", TWO, STARTS))
     tensor = index.tensors["w"]
     assert tensor.shape == (4, 6) and index.num_bytes == WHOLE.numel() * 4
@@ -120,9 +113,6 @@ def test_parts_are_one_tensor_and_each_lies_in_its_file(tmp_path: Path) -> None:
         part = tuple(slice(s, s + n) for s, n in zip(piece.box.start, piece.box.length, strict=True))
         made[part] = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(piece.box.length)
     assert torch.equal(made, WHOLE)
-
-
-def test_what_one_process_writes_is_a_plain_file(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save({"w": WHOLE, "s": torch.tensor(3)}, storage_writer=writer, no_dist=True)
     tensors = CheckpointIndex.open(tmp_path).tensors
@@ -137,7 +127,6 @@ def changed(name: str, value: Any) -> Callable[[], tuple[Any, Any]]:
 BAD_PARTS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "no json": (changed("1", "{"), "shard-1.safetensors: is not valid JSON"),
     "no offsets": (changed("1", {"w": {}}), r"'w': DCP_SHARDING_INFO is .*expected saved_offsets for \[4, 4\]"),
-    "negative": (changed("1", {"w": {"saved_offsets": [0, -1]}}), "expected saved_offsets"),
     "a hole": (changed("2", {"w": {"saved_offsets": [0, 5]}}), "leave something out or overlap"),
     "two dtypes": (
         lambda: ({**TWO, "2": {"w": TWO["2"]["w"].half()}}, STARTS),

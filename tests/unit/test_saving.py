@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,14 +16,12 @@ from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations import checkpoints, states
 from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_of, rotate
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
-from hf_fsdp_tools.loading.io import durable
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
 # ---- the list of files ----
 
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
-    """What a Trainer leaves, complete."""
     (folder / "optimizer_0").mkdir(parents=True)
     for name in ("model.safetensors", "scheduler.pt", "rng_state.pth", "optimizer_0/.metadata"):
         (folder / name).write_bytes(f"{name} of step {step}".encode())
@@ -51,26 +50,12 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
 
 
-def test_a_flipped_bit_shows_in_the_checksums(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    text = bytearray((folder / "optimizer_0" / ".metadata").read_bytes())
-    text[3] ^= 1
-    (folder / "optimizer_0" / ".metadata").write_bytes(text)
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    with pytest.raises(CheckpointError, match=r"'optimizer_0/.metadata' have another checksum"):
-        check_sums(folder, manifest)
-
-
 MALFORMED = (
     "{",
-    "[]",
     "null",
     '{"format": 2, "ranks": 2, "files": {}}',
-    '{"format": 1, "ranks": "2", "files": {}}',
     '{"format": 1, "ranks": 2, "files": {"../../etc/passwd": {}}}',
     '{"format": 1, "ranks": 2, "files": {"model.safetensors": {"bytes": "many"}}}',
-    '{"format": 1, "ranks": 2, "files": {"model.safetensors": []}}',
     "[" * 100_000,
 )
 
@@ -83,22 +68,7 @@ def test_a_malformed_manifest_is_one_error_that_names_it(tmp_path: Path, text: s
     assert len(str(caught.value)) < 500
 
 
-def test_a_folder_that_was_changed_while_it_was_saved_is_not_declared_complete(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'model.safetensors' is gone"):
-        write_manifest(tmp_path, ["model.safetensors"], ["*"])
-    assert not (tmp_path / MANIFEST).exists()
-
-
-STATES = (
-    "",
-    "{}",
-    "null",
-    "[]",
-    '{"global_step": "2"}',
-    '{"global_step": 2, "unheard_of": 1}',
-    '{"global_step": 2',
-    "7",
-)
+STATES = ("", "{}", "7", '{"global_step": "2"}', '{"global_step": 2, "unheard_of": 1}', '{"global_step": 2')
 
 
 @pytest.mark.parametrize("text", STATES)
@@ -128,9 +98,6 @@ def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> Non
         checkpoints.check_checkpoint(trainer, folder)
 
 
-# ---- old checkpoints ----
-
-
 @pytest.mark.parametrize("real_times", [True, False])
 def test_an_interrupted_checkpoint_is_not_counted_and_the_one_just_saved_is_never_deleted(
     tmp_path: Path, real_times: bool
@@ -151,27 +118,21 @@ def test_an_interrupted_checkpoint_is_not_counted_and_the_one_just_saved_is_neve
 
 
 def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        checkpoint(tmp_path / f"checkpoint-{step}", step)
-        os.utime(tmp_path / f"checkpoint-{step}", (step * 100, step * 100))
-    rotate(tmp_path / "checkpoint-5", None, None)
-    rotate(tmp_path / "checkpoint-5", 0, None)
-    assert len(list(tmp_path.iterdir())) == 5
-    rotate(tmp_path / "checkpoint-5", 3, str(tmp_path / "checkpoint-1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-4", "checkpoint-5"}
-    rotate(tmp_path / "checkpoint-5", 1, str(tmp_path / "checkpoint-1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-5"}
-
-
-def test_rotation_leaves_every_checkpoint_that_is_still_uploaded(tmp_path: Path) -> None:
-    folders = [checkpoint(tmp_path / f"checkpoint-{step}", step) for step in range(1, 5)]
+    folders = [checkpoint(tmp_path / f"checkpoint-{step}", step) for step in range(1, 7)]
     for step, folder in enumerate(folders):
         os.utime(folder, (step * 100, step * 100))
-    rotate(folders[-1], 1, None, uploaded=folders[1:3])
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+
+    def left(limit: int | None, best: str | None, **options: Any) -> str:
+        rotate(folders[-1], limit, best, **options)
+        return "".join(sorted(path.name[-1] for path in tmp_path.iterdir()))
+
+    assert left(None, None) == left(0, None) == "123456"
+    assert left(3, str(folders[0]), uploaded=folders[2:4]) == "13456", "what is still uploaded stays"
+    assert left(3, str(folders[0])) == "156"
+    assert left(1, str(folders[0])) == "16"
 
 
-def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_counts_no_more_and_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     seen: list[tuple[set[str], str]] = []
     unlink = os.unlink
@@ -185,9 +146,11 @@ def test_a_checkpoint_of_which_a_file_is_deleted_counts_as_complete_no_more(tmp_
         remove_checkpoint(folder)
     assert len(seen) >= 4 and not folder.exists()
     assert all(problem or whole <= names for names, problem in seen)
-
-
-def test_of_a_linked_checkpoint_the_link_alone_is_deleted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint-1")
+    denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
+    with denied, pytest.warns(UserWarning, match=r"checkpoint-1' cannot be deleted"):
+        remove_checkpoint(folder)
+    assert problem_of(folder)
     archive = checkpoint(tmp_path / "archive" / "checkpoint-1")
     out = tmp_path / "out"
     checkpoint(out / "checkpoint-2", 2)
@@ -212,17 +175,6 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     ]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    denied = patch("shutil.rmtree", side_effect=PermissionError(13, "Permission denied"))
-    with denied, pytest.warns(UserWarning, match=r"checkpoint-1' cannot be deleted"):
-        remove_checkpoint(folder)
-    assert problem_of(folder)
-
-
-# ---- one folder in place of another ----
-
-
 FILES = ("scheduler*",)
 
 
@@ -238,19 +190,6 @@ def save(folder: Path, text: str) -> None:
 
 class Killed(BaseException):
     """The process is gone: nothing that would tidy up runs."""
-
-
-def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
-    first, second = tmp_path / "a ü\n", tmp_path / "b"
-    first.mkdir(), second.mkdir()
-    (first / "old").touch()
-    if not durable.exchange(first, second):
-        # Linux exchanges names on its own file systems; some network ones and other systems do not, and the save has
-        # another way there, which the next test takes.
-        pytest.skip("this file system cannot exchange")
-    assert (second / "old").exists() and not (first / "old").exists()
-    with pytest.raises(FileNotFoundError):
-        durable.exchange(first, tmp_path / "absent")
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -10,15 +10,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from hf_fsdp_tools import (
-    ConfigError,
-    FSDPTrainerMixin,
-    from_pretrained,
-    make_accelerator,
-    save_pretrained,
-)
+from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from tests._checkpoints import full_state, make_checkpoint
 
 IDS = torch.arange(3, 11)[None]
@@ -38,9 +32,6 @@ def without_accelerator() -> Any:
     GradientState._reset_state()
 
 
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -54,12 +45,13 @@ def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, An
         make_accelerator(**given)
 
 
-def test_names_of_torch_are_names_of_precisions() -> None:
+def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> None:
     accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
+    with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):
 
-
-# ---- a sharded model ----
+        class Late(Trainer, FSDPTrainerMixin):
+            pass
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
@@ -73,7 +65,6 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp_path: Path) -> None:
-    """Both trained without a word in one process, so that the mistake showed on the cluster first."""
     lora = LoraConfig(target_modules=["q_proj"])
     for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
@@ -82,13 +73,6 @@ def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp
     model = from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"In a loop, make the Accelerator with make_accelerator\(\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
-
-
-def test_the_mixin_after_the_trainer_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):
-
-        class Late(Trainer, FSDPTrainerMixin):
-            pass
 
 
 def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) -> None:
@@ -103,33 +87,9 @@ def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) 
     assert said.count("weights of LlamaForCausalLM are float16") == 1
 
 
-# ---- folders that hold something else ----
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(IDS).logits
-    return found
-
-
 def lora_of(folder: Path) -> Any:
     torch.manual_seed(3)
     return from_pretrained(folder, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-
-
-def test_a_reused_folder_opens_as_what_was_saved_last(folder: Path, tmp_path: Path) -> None:
-    """By plain transformers, and by this package; what is the user's own stays."""
-    full, adapted = from_pretrained(folder), lora_of(folder)
-    with torch.no_grad():
-        full.lm_head.weight.mul_(2)
-    (tmp_path / "notes.txt").write_text("mine")
-    for model in (full, adapted, full, adapted):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save_pretrained(model, tmp_path)
-        for opened in (AutoModelForCausalLM.from_pretrained(tmp_path), from_pretrained(tmp_path)):
-            assert torch.allclose(logits(opened), logits(model), atol=1e-5)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 class ShardedTrainer(FSDPTrainerMixin, Trainer):

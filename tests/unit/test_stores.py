@@ -1,5 +1,6 @@
 """Stores of fsspec in one process: what is a name of one, what its stub is, and which rank writes which slab."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fsdp_tools import from_pretrained, save_pretrained, stores
+from hf_fsdp_tools import build_meta_model, from_pretrained, load_weights, save_pretrained, stores
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.saving.in_store import deal
 from tests._checkpoints import assert_same_model, make_checkpoint, make_model, plain_model
 
@@ -21,7 +24,6 @@ QUIET = {"load_kwargs": {"progress": False}}
 
 @pytest.fixture
 def store(folders: dict[str, Path]) -> Iterator[Any]:
-    """A store with a checkpoint at memory://run."""
     fs = fsspec.filesystem("memory")
     fs.put(str(folders["llama"]), "/run", recursive=True)
     yield fs
@@ -58,7 +60,9 @@ def test_a_stub_is_made_anew_where_the_checkpoint_has_changed(
         stores.stub_of("memory://run")
 
 
-def test_errors_name_the_store_and_not_the_stub(store: Any) -> None:
+def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory://run"]) in (0, None)
+    assert "LlamaDecoderLayer" in capsys.readouterr().out
     store.pipe_file("/run/model.safetensors.index.json", b"{")
     with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors.index.json: is not valid JSON"):
         from_pretrained("memory://run", **QUIET)
@@ -67,9 +71,23 @@ def test_errors_name_the_store_and_not_the_stub(store: Any) -> None:
         from_pretrained("memory://run", **QUIET)
 
 
-def test_the_command_line_and_tokens_of_a_place(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "memory://run"]) in (0, None)
-    assert "LlamaDecoderLayer" in capsys.readouterr().out
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> None:
+    index, model = CheckpointIndex.open("memory://run"), build_meta_model("memory://run")
+    for name in [name for name in store.store if name.endswith(".safetensors")]:
+        store.pipe_file(name, store.cat_file(name) + b" ")
+    with pytest.raises(CheckpointError, match="was replaced"):
+        load_weights(model, index, progress=False)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_training_state_is_read_with_the_config_above_it(
+    store: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    state = tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0"
+    dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=state, no_dist=True)
+    shutil.copy(folders["llama"] / "config.json", tmp_path)
+    store.put(str(tmp_path), "/state", recursive=True)
+    assert_same_model(from_pretrained("memory://state/checkpoint-5", **QUIET), make_model("llama"))
 
 
 def test_one_process_saves_to_a_store_and_undoes_what_fails(store: Any, folders: dict[str, Path]) -> None:

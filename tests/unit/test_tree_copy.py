@@ -20,13 +20,12 @@ class Block(nn.Module):
 
 
 def make_tree() -> nn.Sequential:
-    """A block inside two wrappers, which also stands at the top, and a layer."""
     block = Block()
     wrapped = checkpoint_wrapper(torch.compile(block, backend="eager"))
     return nn.Sequential(wrapped, nn.Linear(2, 2), block)
 
 
-def test_wrappers_are_left_out_and_tensors_shared():
+def test_a_copy_shares_tensors_and_leaves_wrappers_out():
     model = make_tree()
     copy = copy_tree(model, way_inside=way_inside)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -36,9 +35,6 @@ def test_wrappers_are_left_out_and_tensors_shared():
     inside = "0._checkpoint_wrapped_module._orig_mod"
     assert copy.places["0"] == "0" and copy.names["0"] == inside and copy.names["0.linear"] == f"{inside}.linear"
     assert type(model[0]) is not Block and type(copy.model[0]) is Block
-
-
-def test_what_is_changed_in_the_copy_stays_in_it():
     model = make_tree()
     copy = copy_tree(
         model, parameters=lambda module: {name: nn.Parameter(p + 1) for name, p in module._parameters.items()}
