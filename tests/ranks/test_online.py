@@ -109,7 +109,7 @@ def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path):
 
 # ---- GRPO as TRL alone on one process ----
 
-STEPS = 20
+STEPS = 4
 
 
 def adapter() -> Any:

@@ -240,8 +240,8 @@ def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return root
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, ranks: int) -> None:
-    cases = (models, adapters, refusals) if ranks == 2 else (models, adapters)
+    cases = (models, adapters, refusals) if ranks == 3 else (models, adapters)
     for found in run_ranks(run_cases, ranks, cases, folders, saved):
         assert max(found["models"]) <= 1.01, found["models"]

@@ -18,6 +18,7 @@ FILE = """parallelism_config:
 PLAIN = """env: {ACCELERATE_USE_PARALLELISM_CONFIG: "false", FSDP_EP_SIZE: 1}\n"""
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_in_another_layout_with_the_losses_of_plain_fsdp2(tmp_path):
     """Four ranks, tp_size 2 and ep_size 2, beside plain FSDP2: from it and back to it."""
     tokenizer = train_demo_tokenizer(vocab_size=400, max_length=64)

@@ -86,7 +86,13 @@ def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:
     return kind(model=auto.from_pretrained(model), args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+NIGHTLY = ("dpo", "reward")
+"""`tests/ranks/test_trl.py` has their trainers on two ranks."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in KINDS]
+)
 def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, monkeypatch, recipe):
     model = str(base)
     if recipe in NUM_LABELS:  # where a head is fresh, its values are ours
