@@ -8,16 +8,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
     ConfigError,
-    HybridFSDPPlugin,
     from_pretrained,
     make_accelerator,
     make_wrap_plan,
@@ -25,14 +22,9 @@ from hf_fsdp_tools import (
     shard_model,
 )
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
-from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy
 from hf_fsdp_tools.integrations.model import check_managed
 from tests._checkpoints import make_checkpoint, randomize
 from tests._dist import run_cases, run_ranks
-from tests._training import make_rows, train
-
-STEPS = 10
-
 
 # ---- prepare ----
 
@@ -80,30 +72,10 @@ def an_accelerator_that_exists(folder):
         make_accelerator(cpu=True)
 
 
-def an_adapted_model_under_fsdp1(folder):
-    """Has the plan's units and learns: an adapter is no unit."""
-    plugin = HybridFSDPPlugin(fsdp_version=1, use_orig_params=True)
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin)
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    expected = hybrid_auto_wrap_policy(model).units
-    model = accelerator.prepare(model)
-    wrapped = {name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)}
-    assert {name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module") for name in wrapped} == {
-        "",
-        *expected,
-    }
-    optimizer = accelerator.prepare(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-    loader = accelerator.prepare(DataLoader(make_rows(STEPS * 4), batch_size=2))
-    losses = train(model, optimizer, loader, accelerator=accelerator, clip=0.5)
-    assert losses[-1] < losses[0] - 0.1
-
-
 PREPARED = (
     a_model_of_another_precision,
     a_plain_model_with_two_groups,
     what_was_added_after_sharding,
-    an_adapted_model_under_fsdp1,
     an_accelerator_that_exists,
 )
 

@@ -171,9 +171,8 @@ def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, t
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
     saved, _ = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
-    for ranks in (1, 3):
-        cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
-        run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
+    cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
+    run_ranks(run_cases, 3, cases, checkpoints, tmp_path)
 
 
 def test_the_rows_of_later_epochs_come_in_the_order_that_they_would_have_had(checkpoints, tmp_path):
@@ -332,7 +331,6 @@ class GrowsWorse(TrainerCallback):
 BEST = {
     "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
     "best": {"save_strategy": "best"},
-    "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
 }
 
 
@@ -342,7 +340,6 @@ def _best(name, source, out):
         _model(source), out, load_best_model_at_end=True, metric_for_best_model="loss", callbacks=[GrowsWorse()],
         **BEST[name],
     )  # fmt: skip
-    trainer.train_dataset = make_rows(8 if name == "epoch" else 64)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(out / "checkpoint-2")
     assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "checkpoint-2"))
@@ -438,19 +435,6 @@ def sharded_elsewhere(sources, out):
         accelerator.prepare(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 
 
-def accelerates_own_ways_of_saving(sources, out):
-    accelerator = make_accelerator(cpu=ON_CPU)
-    model = accelerator.prepare(from_pretrained(sources["qwen2_moe"], accelerator=accelerator))
-    accelerator.save_model(model, out / "moe")
-    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "moe"))
-    accelerator.unwrap_model(model).save_pretrained(
-        out / "gathered", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )  # fmt: skip
-    dist.barrier()
-    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "gathered"))
-
-
 def _as_fsdp1():
     os.environ |= {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
@@ -483,7 +467,6 @@ def fsdp1_saves_an_adapter(sources, out):
 OTHERS = (
     adapted,
     sharded_elsewhere,
-    accelerates_own_ways_of_saving,
     fsdp1_resumes_saves_and_generates,
     fsdp1_saves_an_adapter,
 )

@@ -128,19 +128,28 @@ def test_every_option_reaches_the_setup(capsys, llama):
         assert {name: setup[name] for name in fields} == fields, words
 
 
-def test_a_base_stays_quantised_where_it_is_asked_for_or_only_that_fits(capsys, llama, tmp_path):
+def write_fp8(llama, folder):
+    content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--lora-r", "8", "--dequantize", "false")
     assert code == 1 and "the configuration of LlamaForCausalLM has no quantization_config" in err
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--dequantize", "false")
     assert code == 1 and "dequantize=False freezes the base" in err
-    content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
-    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    write_fp8(llama, tmp_path)
     words = ["--lora-r", "8", "--dequantize", "false"]
     value = json.loads(run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--json")[1])["memory"]
     assert not value["setup"]["dequantize"] and value["num_params"] == pytest.approx(2.0e9, rel=0.05)
     _, out, _ = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words)
     assert "LoRA (r 8) on all-linear of a base that stays quantised" in " ".join(out.split())
+
+
+@pytest.mark.nightly
+def test_a_base_stays_quantised_where_only_that_fits(capsys, llama, tmp_path):
+    write_fp8(llama, tmp_path)
     tight = ["--gpu", "rtx-4090", "--num-processes", "2", "--max-length", "512", "--lora-r", "8", "--margin", "0.68"]
     fixed = f"--no-offload-params --activation-checkpointing --reshard-after-forward {ONE_COPY}"
     fixed = [*fixed.split(), "--per-device-train-batch-size", "1"]

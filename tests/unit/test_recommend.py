@@ -99,7 +99,7 @@ def rate(setup, cost):
     return setup.batch_size * setup.gradient_accumulation_steps / cost.step_seconds
 
 
-@pytest.mark.parametrize("models", [8, pytest.param(25, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("models", [4, pytest.param(25, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("global_batch_size", [None, 512])
 def test_the_fastest_that_fits_is_found_with_few_estimates(global_batch_size, models):
     """Against every setting of the space, over models from small to larger than the machines."""

@@ -123,7 +123,10 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+NIGHTLY = ("accumulation in the dtype of computation", "full precision, kept", "one rank")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in STEPS])
 def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     config, fields = STEPS[name]
     setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})
