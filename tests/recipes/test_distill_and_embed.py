@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_teacher
 from tests._training import arguments, logged
-from tests.recipes._launch import Series, launch_series, two_runs, write_split
+from tests.recipes._launch import Series, launch_series, write_split
 
 trl = pytest.importorskip("trl")
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -40,7 +40,7 @@ def runs(tmp_path_factory) -> Series:
 
     pair = ["distill", *options, "--max_completion_length", "8", "--teacher_model_name_or_path"]
     distill = [*pair, teacher, *data["prompts"], "--beta", "0"]
-    runs = two_runs(folder, "distill", 8, *distill, "--ema_decay", "0.5", learning_rate=3e-3)
+    runs = {"distill": [*distill, "--ema_decay", "0.5", "--max_steps", "8", "--save_strategy", "no"]}
     runs["distill-lora"] = [*distill, *lora, "--max_steps", "4", "--merge_adapters"]
     refused = {
         "teacherless": pair[:-1] + data["prompts"],
@@ -102,12 +102,9 @@ def test_a_student_learns_from_a_teacher_on_shards(runs):
     runs.check_opened("distill-lora", AutoModelForCausalLM.from_pretrained(runs.folder / "distill-lora" / "merged"))
 
 
-def test_distill_resumed_in_the_middle_has_the_same_end_as_have_its_averages(runs):
-    runs.check_resumed("distill")
-    averages = runs.weights("distill/ema") if "distill" in runs.printed else {}
-    again = runs.weights("distill-resumed/ema") if "distill-resumed" in runs.printed else {}
-    assert averages and all(torch.equal(again[key], value) for key, value in averages.items())
-    assert any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
+def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
+    averages = runs.weights("distill/ema")
+    assert averages and any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
     (loss,) = runs.log("distill", "ema_loss")
     assert f"(evaluation loss {loss:.3f})" in runs.of("distill")
 

@@ -172,7 +172,14 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
     assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
 
 
-def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
+def test_config_writes_what_is_recommended(capsys, llama, tmp_path, monkeypatch):
+    calls = []
+
+    def noted(*words, **given):
+        calls.append((given, recommend_config(*words, **given)))
+        return calls[-1][1]
+
+    monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", noted)
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
     words += f" --no-reshard-after-forward --activation-checkpointing {ONE_COPY}"
@@ -180,7 +187,8 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     assert (code, err) == (0, "")
     fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "batch_size": 2}
     fields |= {"reshard_after_forward": False, "activation_checkpointing": True, **DEGREES}
-    found = recommend_config(llama, global_batch_size=8, **fields)
+    ((given, found),) = calls
+    assert fields.items() | {("global_batch_size", 8)} <= given.items()
     setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
     assert written["fsdp_offload_params"] is setup.offload is written["fsdp_activation_checkpointing"] is True
     assert written["fsdp_reshard_after_forward"] is False

@@ -126,7 +126,9 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 NIGHTLY = ("accumulation in the dtype of computation", "full precision, kept", "one rank")
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in STEPS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in STEPS]
+)
 def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     config, fields = STEPS[name]
     setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})

@@ -10,7 +10,6 @@ import transformers as hf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
@@ -137,26 +136,6 @@ def test_blocks_that_differ_are_all_run():
 # ---- a real step ----
 
 
-def test_memory_and_products_are_those_of_a_real_step():
-    """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own."""
-    setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
-    model, plan = build(CONFIGS["tied"](2), setup)
-    foreseen = trace_model(model, plan, setup, device="cpu")
-    real = hf.AutoModelForCausalLM.from_config(CONFIGS["tied"](2), attn_implementation="eager").train()
-    ids = torch.zeros(1, 32, dtype=torch.int64)
-    real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    real.zero_grad()
-    with FlopCounterMode(display=False) as counter:
-        real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    real.zero_grad()
-    changes = memory_changes(lambda: real(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    highest = max(accumulate(changes))
-    inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
-    own = memory_of(foreseen.events)[0] - inputs
-    assert 0 <= highest - own <= 64, "but for numbers that a CPU's kernels keep as tensors"
-    assert foreseen.model_flops == counter.get_total_flops()
-
-
 def test_what_is_computed_again_counts_in_no_model_flops():
     """Also inside autograd functions, which see no gradients: 4-bit layers, and a loss in pieces, whose logits are made
     twice."""
@@ -215,7 +194,6 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch():
     for kind, fields in (
         ("llama", {}),
         ("tied", {"activation_checkpointing": True}),
-        ("gpt2", {"precision": "fp32"}),
         ("experts", {}),
         ("encoder and decoder", {"lora_r": 4}),
         ("vision", {}),
