@@ -29,19 +29,16 @@ NIGHTLY = (CASES[1], *RECOMPUTED[:2], *STAYING[1:])
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
-    """Of each rank, what each case takes."""
     every = (*CASES, *RECOMPUTED, SHARED, *DIVIDED, *STAYING)
     return run_ranks(measure_all, 2, [name for name in every if name not in NIGHTLY])
 
 
 @pytest.fixture(scope="module")
 def of_night() -> list[dict[str, Any]]:
-    """The same of the other cases."""
     return run_ranks(measure_all, 2, NIGHTLY)
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    """Names of cases, some of which run nightly."""
     return [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in names]
 
 
@@ -55,8 +52,6 @@ def measure_all(names: Iterable[str]) -> dict[str, Any]:
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts what is sent of tensors of 16 bits: counts of tokens and norms have more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[tuple[str, float]] = Counter()
@@ -71,7 +66,6 @@ class Exchanges(TorchDispatchMode):
 
 
 def exchanged(name: str) -> Counter[tuple[str, float]]:
-    """What this rank sends in one step, by operation and bytes."""
     training = Training(case_named(name), "tiny", num_gpus=2, device=torch.device("cpu"))
     training.step()
     with Exchanges() as exchanges:

@@ -36,7 +36,6 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
 
 
 def _whole(model, optimizer) -> dict[str, torch.Tensor]:
-    """Every parameter and every tensor of its optimizer state, gathered."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {name: parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
@@ -91,7 +90,6 @@ parameters."""
 
 
 def _in_this_world(kind, sharded_before, optimizer, sources, folder):
-    """What was saved."""
     accelerator = make_accelerator(cpu=ON_CPU)
     loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     loop.train()
@@ -284,7 +282,6 @@ def _faults(source, out):
 
 
 def _numbered_states(source, out):
-    """Under names that Accelerate makes."""
     project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = make_accelerator(cpu=ON_CPU, project_config=project)
     loop = Loop(accelerator, source, sharded_before=True)
@@ -328,10 +325,7 @@ class GrowsWorse(TrainerCallback):
                     parameter.zero_()
 
 
-BEST = {
-    "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
-    "best": {"save_strategy": "best"},
-}
+BEST = {"only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1}, "best": {"save_strategy": "best"}}
 
 
 def _best(name, source, out):
@@ -358,8 +352,6 @@ def _best(name, source, out):
 
 
 class AsAccelerateSaves(ShardedTrainer):
-    """What the plain Trainer leaves behind under FSDP."""
-
     _save_optimizer_and_scheduler = Trainer._save_optimizer_and_scheduler
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -367,7 +359,6 @@ class AsAccelerateSaves(ShardedTrainer):
 
 
 def _foreign(state_dict_type, source, out):
-    """A checkpoint in Accelerate's own format, as the Trainer writes it without us."""
     folder = out / state_dict_type
     first = _trainer(_model(source), folder, kind=AsAccelerateSaves, save_steps=4)
     with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
@@ -464,12 +455,7 @@ def fsdp1_saves_an_adapter(sources, out):
             assert torch.equal(parameter, reopened[name]), name
 
 
-OTHERS = (
-    adapted,
-    sharded_elsewhere,
-    fsdp1_resumes_saves_and_generates,
-    fsdp1_saves_an_adapter,
-)
+OTHERS = (adapted, sharded_elsewhere, fsdp1_resumes_saves_and_generates, fsdp1_saves_an_adapter)
 
 
 @pytest.mark.shows("generate", "FSDP1")

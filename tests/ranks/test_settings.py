@@ -17,13 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
-from hf_fsdp_tools import (
-    ConfigError,
-    HybridFSDPPlugin,
-    build_meta_model,
-    from_pretrained,
-    make_accelerator,
-)
+from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, build_meta_model, from_pretrained, make_accelerator
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
 from hf_fsdp_tools.sharding.shard import sharding_of
@@ -46,7 +40,6 @@ def _row() -> dict[str, torch.Tensor]:
 
 
 def _blocks(model) -> set[str]:
-    """Modules that are units, below the root."""
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)} - {""}
 
 
@@ -81,7 +74,6 @@ def loaded_on_rank_0_alone(folder, out):
 
 
 def each_rank_draws_its_own_head(folder, out):
-    """Rank 0's is taken; what was said."""
     torch.manual_seed(dist.get_rank())  # the mistake
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     head = model.score.weight.detach().clone()

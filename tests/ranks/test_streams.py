@@ -40,7 +40,6 @@ def _rows(files: list[int], log: str = "") -> Any:
 
 
 def _numbered(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as a text that starts with its number."""
     ids = [3 + row["number"], *range(3, 10)]
     return {"input_ids": ids, "labels": ids}
 
@@ -51,8 +50,6 @@ def stream(files: int = FILES, log: str = "") -> IterableDataset:
 
 
 class Seen(TrainerCallback):  # type: ignore[misc]
-    """Ends a run after so many steps, as if it were killed after its last checkpoint."""
-
     def __init__(self, last: int) -> None:
         self.last = last
 
@@ -61,8 +58,6 @@ class Seen(TrainerCallback):  # type: ignore[misc]
 
 
 class Notes(ShardedTrainer):
-    """Notes the rows of its steps."""
-
     seen: list[int]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,8 +161,6 @@ def a_buffer_reads_again_and_says_so(source: Path, out: Path) -> None:
 
 
 class Numbered(TorchStream):  # type: ignore[misc]
-    """A script's own stream, which cannot say where it is."""
-
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return iter(stream().with_format("torch"))
 
@@ -189,7 +182,6 @@ def another_stream_is_refused(source: Path, out: Path) -> None:
 
 
 def on_another_number_of_ranks(source: Path, out: Path) -> None:
-    """What two ranks saved is read again by one, as in a run that skips the rows."""
     again = _trainer(source, out, stream(), 6)
     with pytest.warns(UserWarning, match=r"stream is read again .* 'checkpoint-4', for it has no positions of 1 proc"):
         again.train(resume_from_checkpoint=str(out / "checkpoint-4"))

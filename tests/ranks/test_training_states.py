@@ -39,7 +39,6 @@ def lora(base: Path | None) -> LoraConfig:
 
 
 def adapted(folder: Path) -> Any:
-    """A PEFT model as it would be after some steps."""
     torch.manual_seed(0)
     model = get_peft_model(plain_model("llama", folder), lora(folder)).eval()
     with torch.no_grad():
@@ -154,7 +153,6 @@ NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def models(folders: dict[str, Path], root: Path) -> list[float]:
-    """The config is one or two folders above, or given."""
     ratios = []
     out = root / "axolotl"
     sources: dict[Path, tuple[str, set[str]]] = {

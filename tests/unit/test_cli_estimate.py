@@ -23,7 +23,6 @@ from tests._dist import imitate_gpus
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Configuration of a model that is larger than a GPU: no weights are needed."""
     folder = tmp_path_factory.mktemp("models") / "llama-2b"
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "num_attention_heads": 64}
     config = LlamaConfig(vocab_size=32000, num_key_value_heads=64, max_position_embeddings=8192, **sizes)
@@ -38,7 +37,6 @@ def on_cpu(monkeypatch):
 
 
 def run(capsys, *words):
-    """Exit code, stdout and stderr of one command."""
     code = main([str(word) for word in words])
     return code, *capsys.readouterr()
 

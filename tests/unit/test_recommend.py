@@ -74,7 +74,6 @@ class Toy:
 
 
 def choose(setup, toy, *, fixed=(), longest=None, **options):
-    """The recommended setting of a model with the prices of a toy."""
     given = {name: getattr(setup, name) for name in fixed} | ({} if longest is None else {"seq_len": None})
     priced = patch.object(recommend, "_pricing", return_value=toy)
     with priced, patch.object(recommend, "_most_tokens", return_value=longest):
@@ -82,7 +81,6 @@ def choose(setup, toy, *, fixed=(), longest=None, **options):
 
 
 def settings(setup, *, global_batch_size=None, replicas=(1,)):
-    """Every setting of the space."""
     ways = [(False, 1, False), *product((True,), (1, 2, 3, 4), (False, True))]
     others = ((False, True), (True, False), (True, False), replicas)
     for batch, way, *values in product(BATCHES, ways, *others):

@@ -61,7 +61,6 @@ def group(size: int) -> Iterator[None]:
 
 
 def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
-    """What a third step of FSDP2 takes and, below 0, gives back."""
     dtype = DTYPES[setup.master_dtype]
     model: Any = build_meta_model(config, attn_implementation=setup.attn_implementation, dtype=dtype)
     if setup.activation_checkpointing:
@@ -193,7 +192,6 @@ def taken(step: Step) -> list[tuple[int, str, str]]:
 
 
 def held(step: Step) -> Counter[str]:
-    """Bytes of what is there before a step, by kind."""
     sums: Counter[str] = Counter()
     for alloc in step.resident:
         sums[alloc.kind] += alloc.num_bytes

@@ -63,7 +63,6 @@ def allocs(trace: Trace, *, unit: str | None = None) -> list[Alloc]:
 
 
 def changes_of(events: Iterable[Event]) -> list[tuple[int, str]]:
-    """What events take and, below 0, give back, with its kind."""
     taken: dict[int, Alloc] = {}
     changes: list[tuple[int, str]] = []
     for event in events:
@@ -77,7 +76,6 @@ def changes_of(events: Iterable[Event]) -> list[tuple[int, str]]:
 
 
 def memory_of(events: Iterable[Event]) -> tuple[int, int]:
-    """The most memory above that before the events, and that after them."""
     totals = list(accumulate((change for change, _ in changes_of(events)), initial=0))
     return max(totals), totals[-1]
 
@@ -86,7 +84,6 @@ def memory_of(events: Iterable[Event]) -> tuple[int, int]:
 
 
 def renumbered(trace: Trace) -> list[tuple]:
-    """Events with memory numbered in the order in which it is taken."""
     numbers: dict[int, int] = {}
     told = []
     for event in trace.events:
@@ -183,7 +180,6 @@ def test_gradients_are_summed_in_place_where_autograd_does_so():
 
 
 def memory_changes(run) -> list[int]:
-    """Bytes that a real run takes and gives back, in their order."""
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as profiler:  # its scratch differs by processor
         run()
