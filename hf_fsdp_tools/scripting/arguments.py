@@ -361,6 +361,11 @@ def _check(parsed: tuple[Any, ...]) -> None:
             "--model_name_or_path needs --dataset_name: a hub name, a folder, or a .jsonl file.",
         ),
         (
+            get("dataset_name") is not None and get("model_name_or_path") is None,
+            f"--dataset_name {get('dataset_name')} would not be read: without --model_name_or_path the demo is trained, "
+            "on data of its own. Give the name or folder of a model.",
+        ),
+        (
             bool(named) and get("dataset_name") is None,
             f"--{''.join(named[:1])}_column is for a dataset of your own: add --dataset_name.",
         ),

@@ -109,7 +109,7 @@ def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path):
 
 # ---- GRPO as TRL alone on one process ----
 
-STEPS = 20
+STEPS = 4
 
 
 def adapter() -> Any:
@@ -180,7 +180,6 @@ def test_grpo_equals_trl_on_one_process(folders, tmp_path):
 
 
 def on_rank_1(reward: Any) -> Any:
-    """A reward function that is in order on rank 0."""
     return reward if dist.get_rank() == 1 else length_and_threes
 
 
@@ -288,8 +287,6 @@ class Taking:
 
 
 class StandIn(VLLMGeneration):
-    """TRL's class with such a client or engine; it writes the prompt's words again."""
-
     def _init_vllm(self) -> None:
         self.llm = self.vllm_client = Taking()
 

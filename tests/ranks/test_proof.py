@@ -207,7 +207,7 @@ def _run(capfd, *words):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1"]),
+        ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1", "--num-processes", "2"]),
         (
             {"model_type": "deepseek_v3"},
             ["--lora", "--cp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
@@ -216,7 +216,7 @@ def _run(capfd, *words):
             {"model_type": "qwen3_moe"},
             ["--lora", "--ep-size", "2", "--num-processes", "2", "--activation-checkpointing"],
         ),
-        ({"model_type": "bert"}, ["--dp-replicate-size", "2"]),
+        pytest.param({"model_type": "bert"}, ["--dp-replicate-size", "2"], marks=pytest.mark.nightly),
     ],
     ids=["FSDP1", "LoRA, cp 2", "LoRA, ep 2", "HSDP"],
 )
@@ -254,7 +254,7 @@ if __name__ == "__main__":
 def test_a_script_gives_model_rows_and_collator(tmp_path, capfd):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    status, said = _run(capfd, script, "--cp-size", "2", "--json")
+    status, said = _run(capfd, script, "--cp-size", "2", "--num-processes", "2", "--json")
     proof = json.loads(said.out)
     assert status == 0 and proof["is_proved"] and proof["model"]["inputs"] == "input_ids attention_mask labels"
     assert {row["rows"] for row in proof["checks"]} == {"rows"}, "the user's rows alone"
@@ -279,6 +279,7 @@ def test_a_layout_that_cannot_be_is_refused_in_one_line(tmp_path, capfd, config,
     assert status == 1 and error in said.err and said.err.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_a_launch_file_gives_the_layout(tmp_path, capfd):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     machines = ["--num-processes", "64", "--gpu", "h100-80gb"]

@@ -36,7 +36,6 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
 
 
 def _whole(model, optimizer) -> dict[str, torch.Tensor]:
-    """Every parameter and every tensor of its optimizer state, gathered."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {name: parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
@@ -91,7 +90,6 @@ parameters."""
 
 
 def _in_this_world(kind, sharded_before, optimizer, sources, folder):
-    """What was saved."""
     accelerator = make_accelerator(cpu=ON_CPU)
     loop = Loop(accelerator, sources[kind], sharded_before=sharded_before, optimizer=optimizer)
     loop.train()
@@ -171,9 +169,8 @@ def test_a_state_is_resumed_exactly_and_by_other_numbers_of_ranks(checkpoints, t
     routes = {route[0]: route for route in ROUTES}
     cases = {kind: partial(_in_this_world, *route) for kind, route in routes.items()}
     saved, _ = run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
-    for ranks in (1, 3):
-        cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
-        run_ranks(run_cases, ranks, cases, checkpoints, tmp_path)
+    cases = {kind: partial(_elsewhere, *route, saved[kind]) for kind, route in routes.items()}
+    run_ranks(run_cases, 3, cases, checkpoints, tmp_path)
 
 
 def test_the_rows_of_later_epochs_come_in_the_order_that_they_would_have_had(checkpoints, tmp_path):
@@ -285,7 +282,6 @@ def _faults(source, out):
 
 
 def _numbered_states(source, out):
-    """Under names that Accelerate makes."""
     project = ProjectConfiguration(project_dir=str(out), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = make_accelerator(cpu=ON_CPU, project_config=project)
     loop = Loop(accelerator, source, sharded_before=True)
@@ -329,11 +325,7 @@ class GrowsWorse(TrainerCallback):
                     parameter.zero_()
 
 
-BEST = {
-    "only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1},
-    "best": {"save_strategy": "best"},
-    "epoch": {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
-}
+BEST = {"only": {"save_steps": 2, "save_only_model": True, "save_total_limit": 1}, "best": {"save_strategy": "best"}}
 
 
 def _best(name, source, out):
@@ -342,7 +334,6 @@ def _best(name, source, out):
         _model(source), out, load_best_model_at_end=True, metric_for_best_model="loss", callbacks=[GrowsWorse()],
         **BEST[name],
     )  # fmt: skip
-    trainer.train_dataset = make_rows(8 if name == "epoch" else 64)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(out / "checkpoint-2")
     assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "checkpoint-2"))
@@ -361,8 +352,6 @@ def _best(name, source, out):
 
 
 class AsAccelerateSaves(ShardedTrainer):
-    """What the plain Trainer leaves behind under FSDP."""
-
     _save_optimizer_and_scheduler = Trainer._save_optimizer_and_scheduler
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -370,7 +359,6 @@ class AsAccelerateSaves(ShardedTrainer):
 
 
 def _foreign(state_dict_type, source, out):
-    """A checkpoint in Accelerate's own format, as the Trainer writes it without us."""
     folder = out / state_dict_type
     first = _trainer(_model(source), folder, kind=AsAccelerateSaves, save_steps=4)
     with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
@@ -438,19 +426,6 @@ def sharded_elsewhere(sources, out):
         accelerator.prepare(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 
 
-def accelerates_own_ways_of_saving(sources, out):
-    accelerator = make_accelerator(cpu=ON_CPU)
-    model = accelerator.prepare(from_pretrained(sources["qwen2_moe"], accelerator=accelerator))
-    accelerator.save_model(model, out / "moe")
-    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "moe"))
-    accelerator.unwrap_model(model).save_pretrained(
-        out / "gathered", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )  # fmt: skip
-    dist.barrier()
-    assert _equal(model, AutoModelForCausalLM.from_pretrained(out / "gathered"))
-
-
 def _as_fsdp1():
     os.environ |= {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
@@ -480,13 +455,7 @@ def fsdp1_saves_an_adapter(sources, out):
             assert torch.equal(parameter, reopened[name]), name
 
 
-OTHERS = (
-    adapted,
-    sharded_elsewhere,
-    accelerates_own_ways_of_saving,
-    fsdp1_resumes_saves_and_generates,
-    fsdp1_saves_an_adapter,
-)
+OTHERS = (adapted, sharded_elsewhere, fsdp1_resumes_saves_and_generates, fsdp1_saves_an_adapter)
 
 
 @pytest.mark.shows("generate", "FSDP1")

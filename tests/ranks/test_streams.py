@@ -40,7 +40,6 @@ def _rows(files: list[int], log: str = "") -> Any:
 
 
 def _numbered(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as a text that starts with its number."""
     ids = [3 + row["number"], *range(3, 10)]
     return {"input_ids": ids, "labels": ids}
 
@@ -51,8 +50,6 @@ def stream(files: int = FILES, log: str = "") -> IterableDataset:
 
 
 class Seen(TrainerCallback):  # type: ignore[misc]
-    """Ends a run after so many steps, as if it were killed after its last checkpoint."""
-
     def __init__(self, last: int) -> None:
         self.last = last
 
@@ -61,8 +58,6 @@ class Seen(TrainerCallback):  # type: ignore[misc]
 
 
 class Notes(ShardedTrainer):
-    """Notes the rows of its steps."""
-
     seen: list[int]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,19 +107,19 @@ def _share(files: int, seed: int | None) -> Any:
     return share_of_stream(stream(files), seed=seed)
 
 
-def an_own_share(source: Path, out: Path) -> None:
+def an_own_share(workers: int, source: Path, out: Path) -> None:
     """As recipes read: shuffled among themselves, of files of its own or every other row, with workers."""
     may_have_workers()
-    for files, seed, workers in ((4, 3, 2), (3, None, 0)):
+    for files, seed in ((4, 3),) if workers else ((4, 3), (3, None)):
         way = out / f"{files} {workers}"
         seen = lives(source, way, partial(_share, files, seed), is_share=True, dataloader_num_workers=workers)
         assert len(set(seen)) == 12
 
 
-def divided_by_accelerate(source: Path, out: Path) -> None:
+def divided_by_accelerate(workers: int, source: Path, out: Path) -> None:
     """Rank 0 reads for all, which is the default; or each rank for itself, also files that do not divide evenly."""
     may_have_workers()
-    for dispatch, files, workers in ((None, 4, 2), (False, 1, 0)):
+    for dispatch, files in ((None, 4),) if workers else ((None, 4), (False, 1)):
         config = {"dispatch_batches": dispatch} if dispatch is not None else None
         way = out / f"{dispatch} {files} {workers}"
         settings = {"accelerator_config": config, "dataloader_num_workers": workers}
@@ -166,8 +161,6 @@ def a_buffer_reads_again_and_says_so(source: Path, out: Path) -> None:
 
 
 class Numbered(TorchStream):  # type: ignore[misc]
-    """A script's own stream, which cannot say where it is."""
-
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return iter(stream().with_format("torch"))
 
@@ -189,18 +182,17 @@ def another_stream_is_refused(source: Path, out: Path) -> None:
 
 
 def on_another_number_of_ranks(source: Path, out: Path) -> None:
-    """What two ranks saved is read again by one, as in a run that skips the rows."""
     again = _trainer(source, out, stream(), 6)
     with pytest.warns(UserWarning, match=r"stream is read again .* 'checkpoint-4', for it has no positions of 1 proc"):
         again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
     assert again.seen == [8, 9, 10, 11]
 
 
-def a_plain_loop(source: Path, out: Path) -> None:
+def a_plain_loop(workers: int, source: Path, out: Path) -> None:
     """Accelerate's `use_stateful_dataloader`, killed and resumed twice; the loader goes on by itself."""
     may_have_workers()
-    for workers, dispatch in ((0, None), (2, False)):
-        folder = out / f"state {workers}"
+    for dispatch in (False,) if workers else (None, False):
+        folder = out / f"state {dispatch}"
         found: list[int] = []
         for count in (3, 2, 3):
             config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
@@ -218,13 +210,25 @@ def a_plain_loop(source: Path, out: Path) -> None:
         assert len(found) == 8 and len(set(found)) == 8, found
 
 
+WITH_WORKERS = (an_own_share, divided_by_accelerate, a_plain_loop)
+
+
+def goes_on(cases: dict[str, Any], source: Path, root: Path) -> None:
+    for name in cases:
+        (root / name).mkdir()
+    run_ranks(run_cases, 2, {name: partial(case, source, root / name) for name, case in cases.items()})
+
+
 def test_a_stream_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
-    cases = (
-        an_own_share, divided_by_accelerate, files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so,
-        an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused, a_plain_loop,
+    cases = {case.__name__: partial(case, 0) for case in WITH_WORKERS}
+    others = (
+        files_that_are_done_are_not_read_again, a_buffer_reads_again_and_says_so,
+        an_own_stream_without_state_reads_again_and_says_so, another_stream_is_refused,
     )  # fmt: skip
-    named = {case.__name__: partial(case, folders["llama"], tmp_path / case.__name__) for case in cases}
-    for name in named:
-        (tmp_path / name).mkdir()
-    run_ranks(run_cases, 2, named)
+    goes_on(cases | {case.__name__: case for case in others}, folders["llama"], tmp_path)
     run_ranks(on_another_number_of_ranks, 1, folders["llama"], tmp_path / "another_stream_is_refused")
+
+
+@pytest.mark.nightly
+def test_a_stream_read_by_workers_goes_on_where_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
+    goes_on({case.__name__: partial(case, 2) for case in WITH_WORKERS}, folders["llama"], tmp_path)

@@ -44,7 +44,6 @@ def sharded(folder: Path, **options: Any) -> Any:
 
 
 def own_optimizer(model: Any) -> Any:
-    """Two groups of their own rates, and a schedule of its own."""
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     rest = [p for name, p in model.named_parameters() if "norm" not in name]
     optimizer = torch.optim.AdamW([{"params": norms, "lr": 3e-2, "weight_decay": 0.0}, {"params": rest}], lr=1e-2)
@@ -52,7 +51,6 @@ def own_optimizer(model: Any) -> Any:
 
 
 def trained(kind: type[Trainer], model: Any, folder: Path, optimizers: Any = None, **settings: Any) -> list[float]:
-    """Losses of two steps, then that of an evaluation."""
     args = arguments(folder / "out", max_steps=2, **settings)
     more = {} if optimizers is None else {"optimizers": optimizers}
     trainer: Any = kind(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:8], **more)
@@ -61,7 +59,6 @@ def trained(kind: type[Trainer], model: Any, folder: Path, optimizers: Any = Non
 
 
 def alone(folder: Path, own: bool = False, **settings: Any) -> list[float]:
-    """What the plain Trainer finds in one process with the batches of two ranks."""
     model = plain_model(folder)
     optimizers = own_optimizer(model) if own else None
     return trained(Trainer, model, folder, optimizers, per_device_train_batch_size=4, **settings)
@@ -110,7 +107,6 @@ def groups_are_parted_for_a_step_only(folder: Path) -> None:
 
 
 def values_of_gradients_are_clipped(folder: Path) -> None:
-    """Of shards and of whole parameters, as on the plain model."""
     accelerator = make_accelerator(cpu=True)
     model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator, policy=WHOLE))
     plain = plain_model(folder)

@@ -1,6 +1,5 @@
 """TRL's trainers, and transformers' for classification, on our shards train as they do alone on one process."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import (
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import word_tokenizer
@@ -31,9 +29,9 @@ from tests._training import arguments, logged, num_units
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
-STEPS = 4
+STEPS = 2
 ROWS = STEPS * 4
-# The same numbers added in another order, over four AdamW steps (measured: 1e-6 apart).
+# The same numbers added in another order, over two AdamW steps (measured over four: 1e-6 apart).
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 
@@ -86,7 +84,6 @@ def _arguments(task: str, folder: Path, **settings: Any) -> Any:
 
 
 def _model(task: str, source: Path, accelerator: Any = None) -> Any:
-    """The plain model, or with an accelerator the sharded one."""
     kwargs = {"num_labels": LABELS[task]} if task in LABELS else {}
     auto = AutoModelForSequenceClassification if kwargs else AutoModelForCausalLM
     if accelerator is None:
@@ -153,27 +150,16 @@ def _one_trainer(task, route, sources, folder):
 
 
 def _in_bf16(mixed, sources, folder, **settings):
-    """The losses of training and of an evaluation in mixed precision, TRL's default."""
     model, extra = _model("dpo", sources["tied"]), {"eval_dataset": _rows("dpo")}
     trainer = _trainer("dpo", model, folder / "bf16", mixed=mixed, extra=extra, bf16=True, **settings)
     trainer.train()
     return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
 
-def _fresh_head(sources, folder):
-    """In no file, made by the name of its module: the same on any number of ranks, sharded and trained."""
-    model = _model("reward", sources["tied"], _accelerator())
-    before = model.score.weight.full_tensor().clone()
-    _trainer("reward", model, folder / "fresh", mixed=True, max_steps=1).train()
-    assert model.score.weight.requires_grad and not torch.equal(model.score.weight.full_tensor(), before)
-    return before.tolist()
-
-
 @pytest.fixture(scope="module")
 def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
     cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in _routes(task)}
     cases["dpo, bf16"] = partial(_in_bf16, True)
-    cases["fresh head"] = _fresh_head
     return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"))
 
 
@@ -185,7 +171,6 @@ def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_
     for rank in sharded:
         for route in _routes(task):
             close(rank[f"{task}, {route}"], expected)
-        assert rank["fresh head"] == sharded[0]["fresh head"]
 
 
 def test_dpo_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path):
@@ -228,14 +213,6 @@ def precomputed_by_shards(sources, folder):
     return logged(trainer)
 
 
-def precomputed(sources, folder):
-    """TRL hashes the plain reference, shards it, runs it over the data set, and drops it again."""
-    rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
-    trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **rows)
-    assert trainer.ref_model is None
-    return logged(trainer)
-
-
 def synced(sources, folder):
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
     trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), **sync)
@@ -245,7 +222,6 @@ def synced(sources, folder):
 
 
 def adapter_off_precomputed(sources, folder):
-    """The adapter is added to shards, and the shards are hashed with it."""
     torch.manual_seed(0)
     rows = {"rows": sources["rows"], "precompute_ref_log_probs": True}
     trainer = _short_run(folder, _model("dpo", sources["tied"], _accelerator()), {"peft_config": adapter()}, **rows)
@@ -263,20 +239,8 @@ def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def settings_of_the_arguments(sources, folder):
-    """As the guide has it."""
-    config = {"reshard_after_forward": False, "activation_checkpointing": True}
-    settings = {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}  # TRL sets the last
-    args = _arguments("sft", folder / "run", max_steps=1, ddp_timeout=1234, **settings)
-    model = _model("sft", sources["tied"], make_accelerator(args))
-    kind = type("ShardedSFTTrainer", (FSDPTrainerMixin, trl.SFTTrainer), {})
-    kind(model=model, args=args, train_dataset=_rows("sft"), processing_class=word_tokenizer()).train()
-    assert not any(unit.reshard_after_forward for unit in sharding_of(model).plan.units)
-    assert model.model.layers[0].gradient_checkpointing and timeout_of().total_seconds() == 1234
-
-
 REFERENCES = (
-    settings_of_the_arguments, given_plain, precomputed, precomputed_by_shards, synced, adapter_off_precomputed,
+    given_plain, precomputed_by_shards, synced, adapter_off_precomputed,
     sharded_as_one_unit,
 )  # fmt: skip
 
@@ -287,7 +251,7 @@ def test_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_of
     results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
-        for name in ("given plain", "precomputed", "precomputed by shards"):
+        for name in ("given plain", "precomputed by shards"):
             close(losses[name], expected)
         assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
     torch.manual_seed(0)
@@ -340,26 +304,13 @@ def _rank_0_reads(sources, folder):
 # ---- GRPO: generation on shards ----
 
 
-def _generate(sources, folder, mixed):
-    if mixed:
-        accelerator = _accelerator()
-        model = _model("grpo", sources["llama"], accelerator)
-        rank = dist.get_rank()
-        # each rank stops at its own length: all go on until the last has finished
-        made = model.generate(torch.full((1, 3), 5), max_new_tokens=2 + 4 * rank, min_new_tokens=2 + 4 * rank)
-        assert made.shape[1] <= 3 + 2 + 4 * rank
-    else:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        model = _model("grpo", sources["llama"])
+def _scored_by_a_model(sources, folder):
     scorer = _model("reward", sources["reward"])
     rewards = {"reward_funcs": [_reward, scorer], "reward_processing_classes": [None, word_tokenizer()]}
-    trainer = _trainer("grpo", model, folder, mixed=mixed, extra=rewards)
+    trainer = _trainer("grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, extra=rewards)
     trainer.train()
-    if mixed:
-        assert num_units(trainer.ref_model) == num_units(trainer.model) == len(sharding_of(trainer.model).plan.units)
-        assert num_units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return logged(trainer), rewards
+    assert num_units(trainer.reward_funcs[1]) == len(sharding_of(trainer.reward_funcs[1]).plan.units) > 2
+    assert len(logged(trainer, "reward")) == STEPS
 
 
 def _goes_on(sources, folder):
@@ -379,10 +330,5 @@ def _goes_on(sources, folder):
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 
 
-def test_grpo_on_shards_trains_as_under_ddp_and_goes_on_and_any_rank_reads_frozen_models(checkpoints, tmp_path):
-    # Each rank draws its own tokens, so the reference is TRL's own trainer on 2 ranks, with whole models under DDP.
-    expected = run_ranks(_generate, 2, checkpoints, tmp_path / "ddp", False)
-    cases = {"generate": partial(_generate, mixed=True), "frozen": _rank_0_reads, "goes on": _goes_on}
-    for result, plain in zip(run_ranks(run_cases, 2, cases, checkpoints, tmp_path / "fsdp"), expected, strict=True):
-        close(result["generate"][0], plain[0])
-        close(result["generate"][1], plain[1])
+def test_grpo_is_scored_by_a_sharded_model_and_goes_on_and_any_rank_reads_frozen_models(checkpoints, tmp_path):
+    run_ranks(run_cases, 2, (_scored_by_a_model, _rank_0_reads, _goes_on), checkpoints, tmp_path)

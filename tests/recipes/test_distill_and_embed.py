@@ -8,12 +8,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_teacher
-from tests.recipes._launch import Series, launch_series, two_runs, write_split
+from tests._training import arguments, logged
+from tests.recipes._launch import Series, launch_series, write_split
 
 trl = pytest.importorskip("trl")
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
-GREEDY = {"do_sample": False}
 STEPS = 4
 
 
@@ -40,10 +40,8 @@ def runs(tmp_path_factory) -> Series:
 
     pair = ["distill", *options, "--max_completion_length", "8", "--teacher_model_name_or_path"]
     distill = [*pair, teacher, *data["prompts"], "--beta", "0"]
-    runs = two_runs(folder, "distill", 8, *distill, "--ema_decay", "0.5", learning_rate=3e-3)
+    runs = {"distill": [*distill, "--ema_decay", "0.5", "--max_steps", "8", "--save_strategy", "no"]}
     runs["distill-lora"] = [*distill, *lora, "--max_steps", "4", "--merge_adapters"]
-    runs["greedy"] = [*distill, "--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
-    runs["greedy"] += ["--generation_kwargs", '{"do_sample": false}']
     refused = {
         "teacherless": pair[:-1] + data["prompts"],
         "other-words": [*pair, stranger, *data["prompts"]],
@@ -51,9 +49,8 @@ def runs(tmp_path_factory) -> Series:
     }
 
     embed = ["embed", *options, "--max_length", "64", "--temperature", "0.1"]
-    runs |= two_runs(folder, "embed", 8, *embed, *data["pairs"], learning_rate=3e-3)
-    adapted = two_runs(folder, "embed-lora", 4, *embed, *data["pairs"], *lora, learning_rate=3e-3)
-    runs |= adapted
+    runs["embed"] = [*embed, *data["pairs"], "--max_steps", "8", "--save_strategy", "no"]
+    runs["embed-lora"] = [*embed, *data["pairs"], *lora, "--max_steps", "4"]
     runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
     runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
     refused["numbers"] = [*embed, *data["numbers"]]
@@ -105,41 +102,11 @@ def test_a_student_learns_from_a_teacher_on_shards(runs):
     runs.check_opened("distill-lora", AutoModelForCausalLM.from_pretrained(runs.folder / "distill-lora" / "merged"))
 
 
-def test_distill_resumed_in_the_middle_has_the_same_end_as_have_its_averages(runs):
-    runs.check_resumed("distill")
-    averages = runs.weights("distill/ema") if "distill" in runs.printed else {}
-    again = runs.weights("distill-resumed/ema") if "distill-resumed" in runs.printed else {}
-    assert averages and all(torch.equal(again[key], value) for key, value in averages.items())
-    assert any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
+def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
+    averages = runs.weights("distill/ema")
+    assert averages and any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
     (loss,) = runs.log("distill", "ema_loss")
     assert f"(evaluation loss {loss:.3f})" in runs.of("distill")
-
-
-def plain_settings(folder: Any) -> dict[str, Any]:
-    """Those of a run on two ranks with two rows each, for one process with four."""
-    return {
-        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 3e-3,
-        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
-        "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
-
-
-def assert_same_losses(runs: Series, name: str, trainer: Any) -> None:
-    expected = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert len(expected) == STEPS and runs.log(name, "loss")[:STEPS] == pytest.approx(expected, rel=1e-5)
-
-
-def test_greedy_distillation_on_two_ranks_has_the_losses_of_trl_alone(runs, tmp_path):
-    runs.of("greedy")
-    settings = plain_settings(tmp_path) | {"max_completion_length": 8, "beta": 0.0, "generation_kwargs": GREEDY}
-    student, teacher = (AutoModelForCausalLM.from_pretrained(runs.folder / name) for name in ("model", "teacher"))
-    trainer = trl.DistillationTrainer(
-        model=student, teacher_model=teacher, args=trl.DistillationConfig(**settings, gradient_checkpointing=False),
-        train_dataset=Dataset.from_list(demo_rows("beginnings")[:512:32]),
-        processing_class=AutoTokenizer.from_pretrained(runs.folder / "model"),
-    )  # fmt: skip
-    trainer.train()
-    assert_same_losses(runs, "greedy", trainer)
 
 
 # ---- embed ----
@@ -168,21 +135,15 @@ def check_embeddings(runs: Series, name: str, opened: Any) -> None:
     torch.testing.assert_close(found, runs.logits(name), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["embed", "embed-lora"])
-def test_embed_resumed_in_the_middle_has_the_same_end(runs, name):
-    runs.check_resumed(name)
-
-
-@pytest.mark.parametrize(("name", "source"), [("embed", "model"), ("encoder", "bert")])
-def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(runs, tmp_path, name, source):
+def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(runs, tmp_path):
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    runs.of(name)
-    model = sentence_transformers.SentenceTransformer(str(runs.folder / source), device="cpu")
+    found = runs.log("encoder", "loss")
+    model = sentence_transformers.SentenceTransformer(str(runs.folder / "bert"), device="cpu")
     model.max_seq_length = 64
-    args = sentence_transformers.SentenceTransformerTrainingArguments(
-        **plain_settings(tmp_path), batch_sampler="no_duplicates"
-    )
+    settings = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "max_steps": STEPS, "max_grad_norm": 1.0}
+    kind = sentence_transformers.SentenceTransformerTrainingArguments
+    args = arguments(tmp_path, kind, **settings, batch_sampler="no_duplicates")
     trainer = sentence_transformers.SentenceTransformerTrainer(
         model=model,
         args=args,
@@ -190,4 +151,4 @@ def test_negatives_of_two_ranks_give_the_losses_of_one_process_with_all_rows(run
         loss=MultipleNegativesRankingLoss(model, scale=10.0),
     )
     trainer.train()
-    assert_same_losses(runs, name, trainer)
+    assert len(found) == STEPS and found == pytest.approx(logged(trainer), rel=1e-5)

@@ -23,10 +23,6 @@ def closed(completions):
 
 def by_answer(completions, answer, **kwargs):
     return [0.0] * len(completions)
-
-def fails(completions, **kwargs):
-    import os
-    return [1 / (1 - int(os.environ["RANK"]))] * len(completions)
 '''
 
 
@@ -62,7 +58,6 @@ def runs(tmp_path_factory) -> Series:
         "vllm": [*grpo, "--use_vllm"],
         "uneven": [*grpo, "--num_generations", "3"],
     }
-    refused["fails"] = [*bare, "--reward_funcs", f"{rewards}fails", "--max_steps", "2", "--eval_strategy", "no"]
     return launch_series(folder, runs, refused=refused)
 
 
@@ -103,8 +98,3 @@ def test_resumed_in_the_middle_it_has_the_same_end(runs):
 def test_an_adapter_learns_from_a_reward_model_beside_its_base(runs):
     assert runs.log("lora", "kl")[0] == pytest.approx(0, abs=1e-6) and len(runs.log("lora", "kl")) == 2
     runs.check_opened("lora", AutoModelForCausalLM.from_pretrained(Path(runs.folder, "lora", "merged")))
-
-
-def test_a_function_that_fails_on_one_rank_ends_all_with_one_line(runs):
-    assert "error: Computing rewards failed on 1 of 2 ranks" in runs.of("fails")
-    assert "rank 1: The reward function fails raised ZeroDivisionError: division by zero. Mend it." in runs.of("fails")

@@ -16,12 +16,7 @@ EXPERTS = ["--lora_dropout", "0", "--lora_target_modules", "q_proj,o_proj", "--l
 EXPERTS += ["mlp.experts.gate_up_proj,mlp.experts.down_proj"]
 KINDS = {
     "fp8": LINEAR,  # per block, with a tied head
-    "fp8 and fp4 experts": [*LINEAR, "--lora_dropout", "0"],  # PEFT takes its experts too
     "mxfp4": EXPERTS,
-    "compressed per tensor": LINEAR,
-    "compressed int8": LINEAR,
-    "compressed int4 experts": EXPERTS,
-    "compressed nvfp4": LINEAR,
     "awq": LINEAR,
 }
 

@@ -1,6 +1,6 @@
-"""Each recipe in one process has the losses of the library that it uses, alone: same rows, seed and settings.
+"""A recipe of TRL's trainer and one of transformers' have the losses of their library alone: same rows, seed, settings.
 
-On two ranks: `tests/ranks/test_trl.py`.
+Others, and two ranks: `tests/ranks/test_trl.py`.
 """
 
 import json
@@ -37,9 +37,7 @@ SETTINGS = {
     "use_cpu": True,
 }
 
-KINDS = {"finetune": "text", "dpo": "preferences", "reward": "preferences", "classify": "classes"}
-
-NUM_LABELS = {"reward": 1, "classify": 4}
+KINDS = {"finetune": "text", "classify": "classes"}
 
 LENGTH = 192
 
@@ -77,21 +75,17 @@ def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:
         ]
         loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(names))
         return Trainer(loaded, TrainingArguments(**settings), train_dataset=encoded, processing_class=tokenizer)
-    kind, config, auto = {
-        "finetune": (trl.SFTTrainer, trl.SFTConfig, AutoModelForCausalLM),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig, AutoModelForCausalLM),
-        "reward": (trl.RewardTrainer, trl.RewardConfig, AutoModelForSequenceClassification),
-    }[recipe]
-    args = config(**settings, bf16=False, max_length=LENGTH)
-    return kind(model=auto.from_pretrained(model), args=args, train_dataset=rows, processing_class=tokenizer)
+    args = trl.SFTConfig(**settings, bf16=False, max_length=LENGTH)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return trl.SFTTrainer(model=loaded, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("recipe", KINDS)
 def test_a_recipe_has_the_losses_of_its_library_alone(base, alone, tmp_path, monkeypatch, recipe):
     model = str(base)
-    if recipe in NUM_LABELS:  # where a head is fresh, its values are ours
+    if recipe == "classify":  # where a head is fresh, its values are ours
         model = str(tmp_path / "model")
-        AutoModelForSequenceClassification.from_pretrained(base, num_labels=NUM_LABELS[recipe]).save_pretrained(model)
+        AutoModelForSequenceClassification.from_pretrained(base, num_labels=4).save_pretrained(model)
         AutoTokenizer.from_pretrained(base).save_pretrained(model)
     data = write_lines(tmp_path / "rows.jsonl", demo_rows(KINDS[recipe])[:512:32])
     source = {"model_name_or_path": model, "dataset_name": data}

@@ -31,12 +31,10 @@ def on_cpu(monkeypatch):
 
 
 def says(**fields):
-    """What the file of a config says."""
     return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
 
 
 def run(capsys, *words):
-    """Exit code, stdout and stderr of one command."""
     code = main([str(word) for word in words])
     return code, *capsys.readouterr()
 

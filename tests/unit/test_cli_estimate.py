@@ -23,7 +23,6 @@ from tests._dist import imitate_gpus
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Configuration of a model that is larger than a GPU: no weights are needed."""
     folder = tmp_path_factory.mktemp("models") / "llama-2b"
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "num_attention_heads": 64}
     config = LlamaConfig(vocab_size=32000, num_key_value_heads=64, max_position_embeddings=8192, **sizes)
@@ -38,7 +37,6 @@ def on_cpu(monkeypatch):
 
 
 def run(capsys, *words):
-    """Exit code, stdout and stderr of one command."""
     code = main([str(word) for word in words])
     return code, *capsys.readouterr()
 
@@ -128,19 +126,28 @@ def test_every_option_reaches_the_setup(capsys, llama):
         assert {name: setup[name] for name in fields} == fields, words
 
 
-def test_a_base_stays_quantised_where_it_is_asked_for_or_only_that_fits(capsys, llama, tmp_path):
+def write_fp8(llama, folder):
+    content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def test_a_base_stays_quantised_where_it_is_asked_for(capsys, llama, tmp_path):
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--lora-r", "8", "--dequantize", "false")
     assert code == 1 and "the configuration of LlamaForCausalLM has no quantization_config" in err
     code, _, err = run(capsys, "estimate", llama, *ON_EIGHT, "--dequantize", "false")
     assert code == 1 and "dequantize=False freezes the base" in err
-    content = json.loads((llama / "config.json").read_text()) | {"vocab_size": 512}
-    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    write_fp8(llama, tmp_path)
     words = ["--lora-r", "8", "--dequantize", "false"]
     value = json.loads(run(capsys, "estimate", tmp_path, *ON_EIGHT, *words, "--json")[1])["memory"]
     assert not value["setup"]["dequantize"] and value["num_params"] == pytest.approx(2.0e9, rel=0.05)
     _, out, _ = run(capsys, "estimate", tmp_path, *ON_EIGHT, *words)
     assert "LoRA (r 8) on all-linear of a base that stays quantised" in " ".join(out.split())
+
+
+@pytest.mark.nightly
+def test_a_base_stays_quantised_where_only_that_fits(capsys, llama, tmp_path):
+    write_fp8(llama, tmp_path)
     tight = ["--gpu", "rtx-4090", "--num-processes", "2", "--max-length", "512", "--lora-r", "8", "--margin", "0.68"]
     fixed = f"--no-offload-params --activation-checkpointing --reshard-after-forward {ONE_COPY}"
     fixed = [*fixed.split(), "--per-device-train-batch-size", "1"]
@@ -163,7 +170,14 @@ def test_compare_lays_three_ways_to_wrap_beside_each_other(capsys, llama):
     assert value["none"]["memory"]["at_peak"]["parameters"] >= whole
 
 
-def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
+def test_config_writes_what_is_recommended(capsys, llama, tmp_path, monkeypatch):
+    calls = []
+
+    def noted(*words, **given):
+        calls.append((given, recommend_config(*words, **given)))
+        return calls[-1][1]
+
+    monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", noted)
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
     words += f" --no-reshard-after-forward --activation-checkpointing {ONE_COPY}"
@@ -171,7 +185,8 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path):
     assert (code, err) == (0, "")
     fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "batch_size": 2}
     fields |= {"reshard_after_forward": False, "activation_checkpointing": True, **DEGREES}
-    found = recommend_config(llama, global_batch_size=8, **fields)
+    ((given, found),) = calls
+    assert fields.items() | {("global_batch_size", 8)} <= given.items()
     setup, written = found.setup, yaml.safe_load(path.read_text())["fsdp_config"]
     assert written["fsdp_offload_params"] is setup.offload is written["fsdp_activation_checkpointing"] is True
     assert written["fsdp_reshard_after_forward"] is False

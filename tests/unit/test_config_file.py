@@ -57,7 +57,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def translate(tmp_path: Path, text: str | dict[str, Any], *words: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The new file, and what became of each key."""
     path = tmp_path / "old.yaml"
     path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
     assert main(["config", "--from", str(path), "--output", str(tmp_path / "new.yaml"), "--force", *words]) == 0
@@ -217,7 +216,6 @@ def on_eight_gpus(monkeypatch):
 
 
 def text_of(*, fsdp: dict | None = None, **top: object) -> str:
-    """A file with nothing wrong in it on eight GPUs, with some keys changed."""
     data = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2, **(fsdp or {})}, **top}
     return yaml.safe_dump(data)
 

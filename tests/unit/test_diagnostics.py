@@ -107,7 +107,7 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
+@pytest.mark.parametrize("ranks", [3, 64])
 def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     """Experts of few rows are split along another dimension, and shorter shards are padded to the longest."""
     wide = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 131}
@@ -122,7 +122,7 @@ def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
         stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
     finally:
         dist.destroy_process_group()
-    # 6 experts on 3 ranks are even, on 8 they are padded by less than 1 MB.
+    # 6 experts on 3 ranks are even.
     assert {name for name, dim in dims.items() if dim} == {n for n in dims if ".experts." in n and ranks > 8}
     assert memory.at_peak["parameters"] == pytest.approx(stored, rel=0.01)
 

@@ -77,7 +77,6 @@ def test_the_version(program, tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Commands that would have been started, each with the config that it names."""
     commands = []
 
     def run(command):

@@ -93,6 +93,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--use_peft --load_in_4bit --merge_adapters", "merge into the plain base"),
         ("--merge_adapters", "--merge_adapters needs an adapter: add --use_peft"),
         ("--model_name_or_path x", "--model_name_or_path needs --dataset_name"),
+        ("--dataset_name mine.jsonl", r"--dataset_name mine.jsonl would not be read: .* Give the name or folder of a"),
         ("--report_to wandb", "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),
         ("--use_liger_kernel", "--use_liger_kernel needs liger_kernel: pip install liger-kernel"),
         ("--early_stopping_patience 2 --eval_strategy no", "needs evaluations: leave --eval_strategy no out"),

@@ -18,12 +18,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, constants
 from accelerate.utils import launch as launcher
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
     _or_policy,
@@ -146,7 +141,6 @@ def policy(**settings: Any) -> Callable[[HybridFSDPPlugin], bool]:
 
 
 def units(*wanted: str) -> Callable[[HybridFSDPPlugin], bool]:
-    """Those modules of a Llama model are units of their own."""
     return lambda plugin: (
         set(wanted)
         <= {name for unit in make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA)).units for name in unit.modules}
@@ -263,7 +257,6 @@ CASES = [
 
 
 def said(case):
-    """What the case says of the setting, without addresses in memory."""
     return re.sub(r" at 0x\w+", "", repr(list(case.said.values())[:1]))
 
 
@@ -441,7 +434,6 @@ LAUNCHED = {
 
 @pytest.fixture
 def launch(monkeypatch):
-    """The plugin of a process with these variables, and what was said."""
     for name in [*LAUNCHED, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
 

@@ -22,7 +22,6 @@ MODELS = sorted((FOLDER / "models").glob("*.run.yaml"))
 
 
 def header(path: Path) -> dict[str, str]:
-    """What the comment of a file says, by the words before a colon or two blanks."""
     lines = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#")]
     return dict(re.split(r": |  +", line, maxsplit=1) for line in lines if re.search(r": |  ", line.strip()))
 
@@ -77,7 +76,6 @@ def test_the_options_for_a_model_fit_as_estimated(path: Path, tmp_path: Path, mo
 
 
 def options_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the options and the launch file for a model say."""
     run, launch = (yaml.safe_load(each.read_text()) for each in (path, path.with_name(path.name.replace(".run", ""))))
     return run, launch
 

@@ -61,7 +61,6 @@ def group(size: int) -> Iterator[None]:
 
 
 def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
-    """What a third step of FSDP2 takes and, below 0, gives back."""
     dtype = DTYPES[setup.master_dtype]
     model: Any = build_meta_model(config, attn_implementation=setup.attn_implementation, dtype=dtype)
     if setup.activation_checkpointing:
@@ -123,7 +122,12 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+NIGHTLY = ("accumulation in the dtype of computation", "full precision, kept", "one rank")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in NIGHTLY)) for each in STEPS]
+)
 def test_a_step_takes_what_fsdp2_takes(name: str) -> None:
     config, fields = STEPS[name]
     setup = TrainingSetup(**{**SHAPE, "optimizer": "sgd", "max_grad_norm": None, **fields})
@@ -188,7 +192,6 @@ def taken(step: Step) -> list[tuple[int, str, str]]:
 
 
 def held(step: Step) -> Counter[str]:
-    """Bytes of what is there before a step, by kind."""
     sums: Counter[str] = Counter()
     for alloc in step.resident:
         sums[alloc.kind] += alloc.num_bytes

@@ -24,15 +24,11 @@ def matmul(unit: str, seconds: float = COMPUTE, phase: str = "forward") -> Work:
 
 
 class Steps(list[Event]):
-    """A list of events as FSDP2 issues them."""
-
     def gather(self, unit: str, number: int, num_bytes: float = GATHER_BYTES) -> None:
-        """An all-gather, with its event."""
         self.append(Work("all_gather", 0, num_bytes, unit, "forward", "all_gather", ranks=8))
         self.append(Record(number, "all_gather"))
 
     def reduce(self, unit: str, number: int, num_bytes: float = GATHER_BYTES) -> None:
-        """A reduce-scatter after what the compute stream has done, with its event."""
         self += [Record(number + 100, "compute"), Wait(number + 100, "reduce_scatter")]
         self.append(Work("reduce_scatter", 0, num_bytes, unit, "backward", "reduce_scatter", ranks=8))
         self.append(Record(number, "reduce_scatter"))
@@ -54,7 +50,6 @@ def two_units(num_bytes: float = GATHER_BYTES) -> Steps:
 
 
 def spans(steps: Steps, setup: TrainingSetup = SETUP) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """Start and end of each work by its unit, phase and operation."""
     works = [event for event in steps if isinstance(event, Work)]
     times = simulate(steps, setup, efficiency=PERFECT).spans
     return {(work.unit, work.phase, work.operation): span for work, span in zip(works, times, strict=True)}

@@ -24,10 +24,7 @@ def test_a_cell_is_made_by_tests_that_ran_and_of_which_no_case_failed(tmp_path: 
         return SimpleNamespace(nodeid=nodeid, outcome=outcome, when="call", user_properties=[shown])
 
     passed = [report("good", "passed", "clipping", "tp"), report("bad", "passed", "clipping", "ep")]
-    others = {
-        "failed": [report("bad", "failed", "clipping", "ep")],
-        "skipped": [report("no", "skipped", "Muon", "cp")],
-    }
+    others = {"failed": [report("bad", "failed", "clipping", "ep")], "skipped": [report("no", "skipped", "Muon", "cp")]}
     config = SimpleNamespace(option=SimpleNamespace(support=tmp_path / "support.md"))
     pytest_terminal_summary(SimpleNamespace(stats={"passed": passed, **others}), config)
     text = config.option.support.read_text()

@@ -50,7 +50,6 @@ def no_gpus(monkeypatch: Any) -> None:
 
 
 def written(path: Path, suffix: str, *words: str) -> str:
-    """What `hf-fsdp config` writes beside the launch file."""
     assert main(["config", *words, "--output", str(path)]) == 0
     return path.with_suffix(suffix).read_text()
 

@@ -10,7 +10,6 @@ import transformers as hf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
@@ -64,7 +63,6 @@ def allocs(trace: Trace, *, unit: str | None = None) -> list[Alloc]:
 
 
 def changes_of(events: Iterable[Event]) -> list[tuple[int, str]]:
-    """What events take and, below 0, give back, with its kind."""
     taken: dict[int, Alloc] = {}
     changes: list[tuple[int, str]] = []
     for event in events:
@@ -78,7 +76,6 @@ def changes_of(events: Iterable[Event]) -> list[tuple[int, str]]:
 
 
 def memory_of(events: Iterable[Event]) -> tuple[int, int]:
-    """The most memory above that before the events, and that after them."""
     totals = list(accumulate((change for change, _ in changes_of(events)), initial=0))
     return max(totals), totals[-1]
 
@@ -87,7 +84,6 @@ def memory_of(events: Iterable[Event]) -> tuple[int, int]:
 
 
 def renumbered(trace: Trace) -> list[tuple]:
-    """Events with memory numbered in the order in which it is taken."""
     numbers: dict[int, int] = {}
     told = []
     for event in trace.events:
@@ -101,12 +97,11 @@ def renumbered(trace: Trace) -> list[tuple]:
 @pytest.mark.parametrize(
     ("kind", "layers", "fields"),
     [
-        ("llama", 6, {}),
         ("gpt2", 6, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}),
-        ("local and global", 11, {}),
-        ("encoder and decoder", 7, {}),
-        ("llama", 6, {"lora_r": 4, "activation_checkpointing": True}),
-        ("llama", 13, {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2}),
+        ("local and global", 9, {}),
+        ("encoder and decoder", 5, {}),
+        ("llama", 5, {"lora_r": 4, "activation_checkpointing": True}),
+        ("llama", 9, {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2}),
         ("llama", 6, {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
     ],
 )
@@ -136,26 +131,6 @@ def test_blocks_that_differ_are_all_run():
 
 
 # ---- a real step ----
-
-
-def test_memory_and_products_are_those_of_a_real_step():
-    """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own."""
-    setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
-    model, plan = build(CONFIGS["tied"](2), setup)
-    foreseen = trace_model(model, plan, setup, device="cpu")
-    real = hf.AutoModelForCausalLM.from_config(CONFIGS["tied"](2), attn_implementation="eager").train()
-    ids = torch.zeros(1, 32, dtype=torch.int64)
-    real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    real.zero_grad()
-    with FlopCounterMode(display=False) as counter:
-        real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    real.zero_grad()
-    changes = memory_changes(lambda: real(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    highest = max(accumulate(changes))
-    inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
-    own = memory_of(foreseen.events)[0] - inputs
-    assert 0 <= highest - own <= 64, "but for numbers that a CPU's kernels keep as tensors"
-    assert foreseen.model_flops == counter.get_total_flops()
 
 
 def test_what_is_computed_again_counts_in_no_model_flops():
@@ -205,7 +180,6 @@ def test_gradients_are_summed_in_place_where_autograd_does_so():
 
 
 def memory_changes(run) -> list[int]:
-    """Bytes that a real run takes and gives back, in their order."""
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as profiler:  # its scratch differs by processor
         run()
@@ -216,7 +190,6 @@ def test_what_is_taken_is_given_back_once_but_for_gradients_and_the_batch():
     for kind, fields in (
         ("llama", {}),
         ("tied", {"activation_checkpointing": True}),
-        ("gpt2", {"precision": "fp32"}),
         ("experts", {}),
         ("encoder and decoder", {"lora_r": 4}),
         ("vision", {}),

@@ -35,8 +35,8 @@ def traced(name: str, **fields) -> Trace:
     ("name", "tokens", "fields"),
     [
         ("VLM, Qwen2.5-VL", 6, {}),
-        ("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}),
-        ("VLM, Idefics 3", 52, {"seq_len": 64}),
+        pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
+        pytest.param("VLM, Idefics 3", 52, {"seq_len": 64}, marks=pytest.mark.nightly),
         ("VLM, Llama 3.2 Vision", 0, {}),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_frozen_tower_gets_no_gradient_and_its_projector_does():
 def test_images_that_do_not_fit_into_the_sequence_are_refused_only_if_they_were_asked_for():
     with pytest.raises(ConfigError, match="9 × 6 tokens of images with marks are 73, and seq_len is 32"):
         traced("VLM, Qwen2.5-VL", images=9)
-    note, *_ = traced("VLM, Qwen2.5-VL", image_size=(560, 560)).notes
+    note, *_ = traced("VLM, Qwen2.5-VL", image_size=(224, 224)).notes
     assert note.startswith("Of text alone, without images") and "seq_len is 32" in note
 
 

@@ -74,7 +74,6 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process of its own in which nothing is settled yet."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *VARIABLES):
         monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
         monkeypatch.delenv(name)
