@@ -217,6 +217,7 @@ def under_the_trainer(folder: Path, output: Path) -> None:
 
 
 @pytest.mark.shows("losses of one process", "activation checkpointing", "bf16", "compile", "QLoRA")
+@pytest.mark.shows("QLoRA", "compile")
 def test_steps_of_qlora_equal_those_of_one_process(tmp_path):
     folder = small_llama(tmp_path / "llama")
     torch.manual_seed(0)
