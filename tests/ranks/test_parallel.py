@@ -397,7 +397,7 @@ def test_what_else_is_done_by_two_ranks(tmp_path):
 @pytest.mark.shows("HSDP", "compile")
 @pytest.mark.shows("gradient accumulation", "compile")
 def test_compiled_replicas(tmp_path):
-    run_ranks(layout_trains, 4, "llama", REPLICAS, tmp_path, compile={"backend": "aot_eager"})
+    run_ranks(partial(layout_trains, compile={"backend": "aot_eager"}), 4, "llama", REPLICAS, tmp_path)
 
 
 @pytest.mark.parametrize("layouts", [FOURS[1:2], pytest.param(FOURS[2:4], marks=pytest.mark.nightly)])
