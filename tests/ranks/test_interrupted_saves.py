@@ -245,7 +245,13 @@ def fail_at_each_change(source: Path, root: Path, name: str) -> tuple[int, int]:
     return kept, saved
 
 
-@pytest.mark.parametrize("name", [list(SAVES)[0], pytest.param(list(SAVES)[3], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shards over as many, another config",
+        pytest.param("shards over a file, another config", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_failure_at_any_change_is_undone(tmp_path: Path, name: str) -> None:
     source = make_checkpoint("llama", tmp_path / "source", seed=NEW)
     ((kept, saved),) = run_ranks(fail_at_each_change, 1, source, tmp_path, name)
