@@ -30,7 +30,7 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving import hidden_folder, publish
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
-from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, refusal, sharded_meta_model
+from tests._checkpoints import full_state, loaded, make_checkpoint, make_model, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
 
@@ -482,23 +482,17 @@ def test_what_fails_is_one_error_on_every_rank_and_leaves_what_was_saved(tmp_pat
 
 
 def record_syncs(source: Path, target: Path) -> list[str]:
-    model, done = sharded_meta_model("llama", source), []
-    load_weights(model, source)
-    sync, rename, remove = os.fsync, os.replace, os.unlink
+    model, done = loaded("llama", source), []
 
-    def fsync(descriptor: int) -> None:
-        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-        sync(descriptor)
+    def noting(name: str, what: str, of: Callable[..., Any]) -> Any:
+        real = getattr(os, name)
+        return patch.object(os, name, lambda *a, **k: (done.append(f"{what} {Path(of(*a)).name}"), real(*a, **k))[1])
 
-    def replace(old: Any, new: Any) -> None:
-        done.append(f"rename {Path(new).name}")
-        rename(old, new)
-
-    def unlink(path: Any, **options: Any) -> None:
-        done.append(f"remove {Path(path).name}")
-        remove(path, **options)
-
-    with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace), patch.object(os, "unlink", unlink):
+    with (
+        noting("fsync", "sync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")),
+        noting("replace", "rename", lambda old, new: new),
+        noting("unlink", "remove", lambda path: path),
+    ):
         save_pretrained(model, target, max_shard_size="60KB")
     return done
 
