@@ -236,6 +236,7 @@ with patch.object(_Loop, "write", wait):
 """
 
 
+@pytest.mark.nightly
 def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ from tests._checkpoints import (
     loaded,
     make_checkpoint,
     make_model,
+    no_space,
     plain_model,
     randomize,
     sharded_meta_model,
@@ -91,10 +92,6 @@ def test_every_kind_is_loaded_and_saved_as_by_transformers(
         assert all(0 < r.bytes_written < r.total_bytes for r in reports), kind  # no rank wrote it all
         assert not reports[0].gathered_bytes, kind
         assert {p.name for p in (tmp_path / kind).iterdir() if p.name.startswith(".")} == set()
-
-
-def no_space(*_: Any) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def save_otherwise(folders: dict[str, Path], root: Path) -> list[SaveReport]:

@@ -26,7 +26,7 @@ from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
-from tests._checkpoints import full
+from tests._checkpoints import full, no_space
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
@@ -75,12 +75,12 @@ class Remembers(TrainerCallback):
         self.contents[name] = _content(Path(args.output_dir, name))
 
 
-def _trainer(source: Path, out: Path, **settings: Any) -> Any:
+def _trainer(source: Path, out: Path, kind: Any = ShardedTrainer, **settings: Any) -> Any:
     callbacks = settings.pop("callbacks", None)
     attributes = settings.pop("attributes", {})
     made = arguments(out, **{"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **settings})
     model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
-    trainer = ShardedTrainer(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
+    trainer = kind(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
     for name, value in attributes.items():
         setattr(trainer, name, value)
     return trainer
@@ -138,10 +138,7 @@ class FailsAlone(ShardedTrainer):
 def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
     """On either rank, before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
     for rank in (0, 1):
-        args = arguments(out, max_steps=1, save_strategy="steps", save_steps=1)
-        model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
-        trainer = FailsAlone(model=model, args=args, train_dataset=make_rows(32))
-        trainer.failing = rank
+        trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
         own = dist.get_rank() == rank
         with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
             trainer.train()
@@ -192,10 +189,6 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     assert trainer.state.global_step == 5 and not problem_of(out / "False" / "checkpoint-5")
 
 
-def _no_space(*args: Any, **kwargs: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 def no_space_in_the_background(source: Path, out: Path) -> None:
     """For weights, for the optimizer, for the manifest, on one rank: training ends on all of them, the older state
     stays and is what a resume takes."""
@@ -205,7 +198,7 @@ def no_space_in_the_background(source: Path, out: Path) -> None:
     manifest = "hf_fsdp_tools.saving.manifest.write_durably"
     for rank, target in ((1, "os.pwritev"), (1, dcp), (0, manifest)):
         trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
-        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
+        broken = patch(target, no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(CheckpointError, match="No space left on device"):
             trainer.train(resume_from_checkpoint=True)
         steps.append(trainer.state.global_step)
