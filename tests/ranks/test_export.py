@@ -168,9 +168,7 @@ def _merge(adapter: Path, folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.shows("export", "LoRA")
-def test_the_state_of_a_peft_model_becomes_its_adapter_which_can_be_merged(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_state_of_a_peft_model_becomes_its_adapter_and_is_merged(folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
     model: Any = get_peft_model(plain_model("llama", folders["llama"]), config)
     with torch.no_grad():
@@ -237,9 +235,7 @@ with patch.object(_Loop, "write", wait):
 
 
 @pytest.mark.nightly
-def test_an_interrupted_command_says_so_and_leaves_the_folder_as_it_was(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_interrupted_command_says_so_and_leaves_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
     former = shutil.copytree(folders["llama"], tmp_path / "former")
     before = files_of(former)
     words = [sys.executable, "-c", WAITING, "export", str(folders["tied"]), str(former)]

@@ -137,9 +137,7 @@ def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
     return report, head, mismatched, embedding
 
 
-def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_in_no_file_is_initialised_alike_on_any_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (1, 2)}
     report, head, mismatched, embedding = results[2][0]
     assert report.missing_keys == report.initialized_keys == ("score.weight",)

@@ -396,9 +396,7 @@ def going_on_without(source: Path, out: Path) -> None:
         assert steps == {3}, "the optimizer went on, although the scheduler is absent"
 
 
-def test_a_damaged_state_is_one_error_on_every_rank_before_anything_is_read(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_state_is_one_error_before_anything_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
     _run(folders["llama"], tmp_path, damaged_checkpoints, damaged_states, going_on_without)
 
 

@@ -75,9 +75,7 @@ def strided_views(draw: Callable[..., int]) -> tuple[torch.Tensor, torch.Tensor]
 
 @settings(max_examples=300)
 @given(tensors=strided_views(), data=st.data())
-def test_the_part_of_a_view_in_a_box_is_found_exactly(
-    tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject
-) -> None:
+def test_the_part_of_a_view_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
     base, tensor = tensors
     start = tuple(data.draw(st.integers(0, n - 1)) for n in base.shape)
     length = tuple(data.draw(st.integers(0, n - s)) for s, n in zip(start, base.shape, strict=True))
@@ -93,9 +91,7 @@ def test_the_part_of_a_view_in_a_box_is_found_exactly(
 
 @settings(max_examples=300)
 @given(tensors=strided_views(), data=st.data())
-def test_the_part_of_a_piece_in_a_box_is_found_exactly(
-    tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject
-) -> None:
+def test_the_part_of_a_piece_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
     """Pieces and boxes that meet, that touch, that lie apart, and boxes with nothing in them."""
     base, tensor = tensors
     places = st.tuples(*[st.integers(0, 6)] * tensor.dim())
