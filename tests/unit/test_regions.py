@@ -73,7 +73,7 @@ def strided_views(draw: Callable[..., int]) -> tuple[torch.Tensor, torch.Tensor]
     return base, view
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(tensors=strided_views(), data=st.data())
 def test_the_part_of_a_view_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
     base, tensor = tensors
@@ -89,7 +89,7 @@ def test_the_part_of_a_view_in_a_box_is_found(tensors: tuple[torch.Tensor, torch
     assert sorted(found) == sorted(set(inside.flatten().tolist()) & set(tensor.flatten().tolist()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(tensors=strided_views(), data=st.data())
 def test_the_part_of_a_piece_in_a_box_is_found(tensors: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
     """Pieces and boxes that meet, that touch, that lie apart, and boxes with nothing in them."""
