@@ -365,6 +365,7 @@ def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp
         save_pretrained(full_model, tmp_path / "out")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert opened.state_dict().keys() == full_model.state_dict().keys()
+    assert full_state(from_pretrained(tmp_path / "out")).keys() == full_model.state_dict().keys()
     with pytest.warns(UserWarning, match=r"whose config.json would be opened with"):
         save_pretrained(adapter, tmp_path / "out")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
