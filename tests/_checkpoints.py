@@ -4,6 +4,7 @@ Sizes are awkward on purpose: hidden 48, vocabulary 131, odd intermediate sizes 
 uneven and also empty shards. Each is split into several files, with an index.
 """
 
+import errno
 import json
 import math
 import re
@@ -550,3 +551,8 @@ def refusal(call: Callable[[], object], kind: type[Exception] = FSDPToolsError) 
     raised = all_ranks((type(caught.value).__name__, str(caught.value)))
     assert len(set(raised)) == 1, raised
     return str(caught.value)
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    """What a call of the file system says where the disk is full."""
+    raise OSError(errno.ENOSPC, "No space left on device")

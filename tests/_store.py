@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+import torch.distributed as dist
+
+from tests._dist import run_cases
 
 
 class Server:
@@ -90,3 +93,9 @@ def forget() -> None:
 def kill_self() -> None:
     """End this process as the system would."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
+    """Cases on ranks whose name is theirs to the server."""
+    use(url, f"rank{dist.get_rank()}", **options)
+    return run_cases(cases, *args)

@@ -1,7 +1,6 @@
 """Saving in the background on real ranks: files with the values of the moment of the call, one save after the other,
 one error on all ranks before the same step, and nothing lost when a process ends, dies or has no room."""
 
-import errno
 import itertools
 import os
 import re
@@ -36,6 +35,7 @@ from tests._checkpoints import (
     loaded,
     make_checkpoint,
     make_model,
+    no_space,
     randomize,
     refusal,
     stored_tensors,
@@ -68,10 +68,6 @@ def gated() -> Iterator[Gate]:
             yield gate
         finally:
             gate.opened.set()
-
-
-def no_space() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def change(model: nn.Module) -> None:

@@ -137,9 +137,7 @@ def load_incomplete(folder: Path, wrong_head: Path) -> tuple[Any, ...]:
     return report, head, mismatched, embedding
 
 
-def test_what_is_in_no_file_is_initialised_alike_for_any_number_of_ranks(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_in_no_file_is_initialised_alike_on_any_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     results = {n: run_ranks(load_incomplete, n, folders["llama"], tmp_path) for n in (1, 2)}
     report, head, mismatched, embedding = results[2][0]
     assert report.missing_keys == report.initialized_keys == ("score.weight",)
@@ -240,12 +238,12 @@ def load_large(folder: Path, dtype: torch.dtype | None) -> tuple[LoadReport, int
 
 
 def test_memory_above_the_shards_is_bounded_by_the_staging_buffer(tmp_path: Path) -> None:
-    """143 MB in bf16; a whole embedding is 33 MB, a rank's shards 72 or, in fp32, 143 MB."""
+    """136 MB in bf16; a whole embedding is 33 MB, a rank's shards 68 or, in fp32, 136 MB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=3, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="90MB")
     total = CheckpointIndex.open(tmp_path).num_bytes
-    assert total > 140e6
+    assert total > 130e6
     of_ranks = [
         (dtype, found) for dtype in (None, torch.float32) for found in run_ranks(load_large, 2, tmp_path, dtype)
     ]

@@ -173,9 +173,7 @@ def test_every_failure_is_the_same_on_all_ranks_and_leaves_no_half_model(llama: 
         (None, "quantised, although its config has no quantization_config"),
     ],
 )
-def test_packed_values_are_refused_whatever_the_config_says(
-    llama: Path, tmp_path: Path, method: str | None, said: str
-) -> None:
+def test_packed_values_are_refused_whatever_is_said(llama: Path, tmp_path: Path, method: str | None, said: str) -> None:
     """As GPTQ packs them."""
     tensors = stored_tensors(llama)
     del tensors["model.layers.0.mlp.up_proj.weight"]
@@ -192,9 +190,7 @@ def test_packed_values_are_refused_whatever_the_config_says(
     assert "model.safetensors" in text and is_untouched(model)
 
 
-def test_plain_files_of_a_config_that_says_quantised_and_8_bit_floats_without_scales(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_plain_files_where_the_config_says_quantised_and_8_bit_floats(llama: Path, tmp_path: Path) -> None:
     model, tensors = build_meta_model(llama), stored_tensors(llama)
     save_file({key: t.to(torch.float8_e5m2) for key, t in tensors.items()}, tmp_path / "model.safetensors")
     load_weights(model, tmp_path)

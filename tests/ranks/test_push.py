@@ -48,6 +48,7 @@ def lora() -> LoraConfig:
 def a_save_is_uploaded(main: Path, out: Path) -> None:
     """Its own files, in one commit, which takes what an earlier one left."""
     model: Any = from_pretrained(main)
+    model.add_model_tags(["tiny", "llama"])
     folder = out / "saved"
     folder.mkdir(exist_ok=True)
     (folder / "notes.txt").write_text("mine, and nobody else's")
@@ -56,7 +57,7 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
     assert first.commit_url.endswith(first.commit_url[-40:]) and "/org/new/commit/" in str(first)
     assert len(first.files) > 2 and set(first.others) >= {"config.json", "model.safetensors.index.json"}
     assert_opens("org/new", model)
-    model.add_model_tags(["tiny", "llama"])
+    model.add_model_tags(["later"])
     with pytest.raises(ConfigError, match=r"Call model\.save_pretrained.*repo_id='short'"):
         model.push_to_hub("short")
     second = save(max_shard_size="100KB")

@@ -26,8 +26,9 @@ from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
 from hf_fsdp_tools.saving import hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
-from tests._checkpoints import full
+from tests._checkpoints import full, no_space
 from tests._dist import run_cases, run_ranks
+from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, make_rows
 from tests.ranks.test_interrupted_saves import hearing
 
@@ -74,12 +75,12 @@ class Remembers(TrainerCallback):
         self.contents[name] = _content(Path(args.output_dir, name))
 
 
-def _trainer(source: Path, out: Path, **settings: Any) -> Any:
+def _trainer(source: Path, out: Path, kind: Any = ShardedTrainer, **settings: Any) -> Any:
     callbacks = settings.pop("callbacks", None)
     attributes = settings.pop("attributes", {})
     made = arguments(out, **{"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **settings})
     model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
-    trainer = ShardedTrainer(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
+    trainer = kind(model=model, args=made, train_dataset=make_rows(32), callbacks=callbacks)
     for name, value in attributes.items():
         setattr(trainer, name, value)
     return trainer
@@ -137,10 +138,7 @@ class FailsAlone(ShardedTrainer):
 def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
     """On either rank, before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
     for rank in (0, 1):
-        args = arguments(out, max_steps=1, save_strategy="steps", save_steps=1)
-        model = from_pretrained(source, accelerator=make_accelerator(cpu=True))
-        trainer = FailsAlone(model=model, args=args, train_dataset=make_rows(32))
-        trainer.failing = rank
+        trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
         own = dist.get_rank() == rank
         with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
             trainer.train()
@@ -191,10 +189,6 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     assert trainer.state.global_step == 5 and not problem_of(out / "False" / "checkpoint-5")
 
 
-def _no_space(*args: Any, **kwargs: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 def no_space_in_the_background(source: Path, out: Path) -> None:
     """For weights, for the optimizer, for the manifest, on one rank: training ends on all of them, the older state
     stays and is what a resume takes."""
@@ -204,7 +198,7 @@ def no_space_in_the_background(source: Path, out: Path) -> None:
     manifest = "hf_fsdp_tools.saving.manifest.write_durably"
     for rank, target in ((1, "os.pwritev"), (1, dcp), (0, manifest)):
         trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
-        broken = patch(target, _no_space) if dist.get_rank() == rank else nullcontext()
+        broken = patch(target, no_space) if dist.get_rank() == rank else nullcontext()
         with broken, pytest.raises(CheckpointError, match="No space left on device"):
             trainer.train(resume_from_checkpoint=True)
         steps.append(trainer.state.global_step)
@@ -402,9 +396,7 @@ def going_on_without(source: Path, out: Path) -> None:
         assert steps == {3}, "the optimizer went on, although the scheduler is absent"
 
 
-def test_a_damaged_state_is_one_error_on_every_rank_before_anything_is_read(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_state_is_one_error_before_anything_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
     _run(folders["llama"], tmp_path, damaged_checkpoints, damaged_states, going_on_without)
 
 
@@ -429,7 +421,7 @@ def _step(accelerator: Any, model: Any, *optimizers: Any) -> None:
 
 
 def _teacher_first(accelerator: Any, sources: dict[str, Path]) -> tuple[list[Any], list[Any]]:
-    teacher = from_pretrained(sources["qwen2_moe"], accelerator=accelerator).requires_grad_(False)
+    teacher = from_pretrained(sources["tied"], accelerator=accelerator).requires_grad_(False)
     student = from_pretrained(sources["llama"], accelerator=accelerator)
     teacher = accelerator.prepare(teacher)
     student, optimizer = accelerator.prepare(student, torch.optim.AdamW(student.parameters(), lr=1e-2))
@@ -523,7 +515,10 @@ def one_rank_that_fails_stops_the_others(sources: dict[str, Path], out: Path) ->
     assert not (out / "state").exists()
 
 
-def test_models_and_optimizers_are_saved_in_any_number_and_order(folders: dict[str, Path], tmp_path: Path) -> None:
-    makes = {make.__name__: partial(several, make) for make in MAKE}
+@fast_and_nightly(lambda makes: [(makes[0],), (makes[2],)], MAKE)
+def test_models_and_optimizers_are_saved_in_any_number_and_order(
+    folders: dict[str, Path], tmp_path: Path, combinations: list[tuple[Any]]
+) -> None:
+    makes = {make.__name__: partial(several, make) for (make,) in combinations}
     cases = (accelerate_itself_reads_what_one_model_saved, one_rank_that_fails_stops_the_others)
     _run(folders, tmp_path, *cases, **makes)

@@ -19,8 +19,8 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED
 from tests._checkpoints import full, refusal
-from tests._dist import run_cases, run_ranks
-from tests._store import Server, kill_self, s3_server, use
+from tests._dist import run_ranks
+from tests._store import Server, kill_self, on_ranks, s3_server, use
 from tests._training import batches_of, make_rows, new_accelerator, train
 
 for _package in ("s3fs", "moto"):
@@ -70,11 +70,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 def names_in(place: str) -> dict[str, tuple[int, int]]:
     return {n: there.version for n, there in stores.files_at(f"s3://bucket/{place}", below=stores.BELOW).items()}
-
-
-def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
-    use(url, f"rank{dist.get_rank()}", **options)
-    return run_cases(cases, *args)
 
 
 def resumed_to_the_bit(folders: dict[str, Path], tmp: Path) -> dict[str, torch.Tensor]:

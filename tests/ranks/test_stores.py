@@ -31,8 +31,8 @@ from tests._checkpoints import (
     stored_tensors,
     word_tokenizer,
 )
-from tests._dist import run_cases, run_ranks
-from tests._store import Server, kill_self, s3_server, use
+from tests._dist import run_ranks
+from tests._store import Server, kill_self, on_ranks, s3_server, use
 from tests.ranks.test_save import Doubled, with_conversion
 
 for _package in ("s3fs", "moto"):
@@ -187,11 +187,6 @@ def bad_names(folders: dict[str, Path], tmp: Path) -> None:
 
 CASES = (every_kind_comes_back, dtypes_copies_and_the_next_save)
 MORE = (plain_safetensors_give_way, heads, adapters, bad_names, what_a_conversion_computes)
-
-
-def on_ranks(url: str, cases: Any, *args: Any, **options: Any) -> Any:
-    use(url, f"rank{dist.get_rank()}", **options)
-    return run_cases(cases, *args)
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["usual", "more"])

@@ -219,9 +219,7 @@ def computing_conversion(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("computing_conversion", [Doubled, PickedByValue], indirect=True)
-def test_a_conversion_that_computes_is_run_on_whole_tensors_and_counted(
-    computing_conversion: None, tmp_path: Path
-) -> None:
+def test_a_conversion_that_computes_is_run_whole_and_counted(computing_conversion: None, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "stored")
     cls = type(make_model("llama"))
     reference = cls.from_pretrained(folder)

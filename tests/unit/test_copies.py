@@ -57,13 +57,7 @@ def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) ->
         free_kept_memory()
 
 
-def test_pinned_memory_is_rounded_as_torch_was_told() -> None:
-    mib, asked = 2**20, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:16"}
-    assert [pinned_bytes(n * mib, {}) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 64, 512]
-    assert [pinned_bytes(n * mib, asked) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 33, 300]
-
-
-def test_copies_are_packed_into_blocks_and_the_blocks_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_packed_into_blocks_that_are_kept_and_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_BLOCK_BYTES", 4096)
     sources = [torch.rand(n) for n in (10, 1000, 2000, 500, 0, 3)]
     pairs = [(tensor, tensor.dtype) for tensor in sources]
@@ -81,6 +75,9 @@ def test_copies_are_packed_into_blocks_and_the_blocks_kept(monkeypatch: pytest.M
         HostCopies([(torch.rand(77), torch.float32)]).give_back()
     made_in_inference_mode = HostCopies([(torch.rand(77), torch.float32)])
     made_in_inference_mode.tensors[0].add_(1)
+    mib, asked = 2**20, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:16"}
+    assert [pinned_bytes(n * mib, {}) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 64, 512]
+    assert [pinned_bytes(n * mib, asked) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 33, 300]
 
 
 def test_copied_transfers_write_the_same_bytes(tmp_path: Path) -> None:

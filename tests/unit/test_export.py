@@ -24,9 +24,7 @@ PLAIN = {"prompt"}
 
 
 @pytest.mark.parametrize("kind", ["tied", "gpt2", "deepseek_v3", "t5"])
-def test_a_checkpoint_is_written_again_whatever_the_size_of_parts(
-    folders: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
+def test_a_checkpoint_is_written_again_in_small_parts(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """Parts of 2 kB cut every matrix into slabs, also those that are stacked or transposed on the way."""
     with patch.object(export, "_PART_BYTES", 2000):
         report = export_checkpoint(folders[kind], tmp_path / "out", max_shard_size="60KB")

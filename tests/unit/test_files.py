@@ -132,9 +132,7 @@ def test_the_disk_begins_with_large_requests_at_once(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about reading")
-def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advice: list[tuple[int, int, int]] = []
     monkeypatch.setattr(files.os, "posix_fadvise", lambda descriptor, *rest: advice.append(rest))
     file = tmp_path / "stored.bin"
@@ -146,7 +144,7 @@ def test_read_ahead_is_off_so_that_neighbours_bytes_stay_on_the_disk(
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
 
 
-def test_large_tensors_take_several_requests_and_short_reads_are_continued(
+def test_large_tensors_take_several_requests_which_may_be_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
@@ -174,7 +172,7 @@ def test_large_tensors_take_several_requests_and_short_reads_are_continued(
     assert stats.calls > 6
 
 
-def test_io_errors_name_the_file_and_a_cure_and_no_further_request_is_begun(
+def test_io_errors_name_the_file_and_a_cure_and_end_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check the path"):
@@ -202,11 +200,8 @@ def test_memory_watch_reads_the_resident_size_and_its_mark(tmp_path: Path) -> No
         assert all(size > MIB for size in _resident())
 
 
-@pytest.mark.parametrize(
-    ("later", "above"),
-    [((70, 90), 80), ((70, 50), 60), ((5, 50), 0)],
-    ids=["the mark rose", "the mark is of an earlier peak", "less than at the start"],
-)
-def test_memory_watch_takes_the_mark_only_where_it_rose(later: tuple[int, int], above: int) -> None:
-    with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
-        assert MemoryWatch().above(0) == above
+def test_memory_watch_takes_the_mark_only_where_it_rose() -> None:
+    """Not that of an earlier peak; and nothing where there is less than at the start."""
+    for later, above in (((70, 90), 80), ((70, 50), 60), ((5, 50), 0)):
+        with patch("hf_fsdp_tools.loading.report._resident", side_effect=[(10, 50), later]):
+            assert MemoryWatch().above(0) == above

@@ -26,9 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def test_a_path_is_local_where_it_exists_or_can_be_no_name_and_is_not_empty(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_local_where_it_exists_or_can_be_no_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     assert local_path("~/model") == home / "model" and local_path("~/absent") == home / "absent"
     assert local_path("model") == Path("model") and local_path(home / "model") == home / "model"

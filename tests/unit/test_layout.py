@@ -36,10 +36,10 @@ def test_files_are_no_larger_than_asked_for_and_a_larger_tensor_has_its_own(size
     assert sorted(map(sorted, found.values())) == files
 
 
-@pytest.mark.parametrize("size", ["", "GB", "5 parsecs"])
-def test_what_is_no_size_is_refused_before_anything_is_made(size: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_shard_size=.* is no size of a file: "):
-        save_pretrained(model(), tmp_path / "saved", max_shard_size=size)
+def test_what_is_no_size_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    for size in ("", "GB", "5 parsecs"):
+        with pytest.raises(ConfigError, match=r"max_shard_size=.* is no size of a file: "):
+            save_pretrained(model(), tmp_path / "saved", max_shard_size=size)
     assert not (tmp_path / "saved").exists()
 
 

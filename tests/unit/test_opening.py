@@ -19,9 +19,7 @@ from tests.census.defaults import build_config
 from tests.census.sizes import SIZES
 
 
-def test_an_adapter_beside_a_whole_model_is_put_on_it_as_transformers_does(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_beside_a_model_is_put_on_it_as_transformers_does(folders: dict[str, Path], tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folders["llama"])
     model.save_pretrained(tmp_path)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

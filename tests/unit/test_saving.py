@@ -99,9 +99,7 @@ def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("real_times", [True, False])
-def test_an_interrupted_checkpoint_is_not_counted_and_the_one_just_saved_is_never_deleted(
-    tmp_path: Path, real_times: bool
-) -> None:
+def test_an_interrupted_checkpoint_is_not_counted_and_the_last_stays(tmp_path: Path, real_times: bool) -> None:
     for step in (2, 3):
         checkpoint(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "checkpoint-4").mkdir()  # interrupted

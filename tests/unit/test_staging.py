@@ -39,7 +39,7 @@ class Copy:
         self.waited.append(self.name)
 
 
-def test_a_buffer_comes_back_only_after_the_copy_from_it_and_counts_only_if_there_is_memory() -> None:
+def test_a_buffer_comes_back_after_its_copy_and_counts_if_there_is_memory() -> None:
     waited: list[str] = []
     made: list[torch.Tensor] = []
 
@@ -120,9 +120,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_arrive_and_come_back_however_late_copies_are(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_arrive_and_come_back_however_late(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads refuse buffers that a copy still reads, and poison them before they fill them."""
     make, count, shape, of_file, of_memory = CASES[case]
     file, tensors = stored(tmp_path, count, shape, of_file)
@@ -198,9 +196,7 @@ def test_what_was_queued_before_comes_first_and_host_memory_does_not_travel(tmp_
         assert machine.done.count("copy") == machine.done.count("copy_each") <= 4
 
 
-def test_one_set_of_threads_and_buffers_serves_all_reads_of_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_set_of_threads_and_buffers_serves_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
     threads, real, opened = set(), os.preadv, []
 
@@ -222,9 +218,7 @@ def test_one_set_of_threads_and_buffers_serves_all_reads_of_a_load(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_dies_without_the_garbage_collector(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_dies_without_the_collector(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor memory does not make Python's collector run, so pinned memory in a cycle would stay for long."""
     file, tensors = stored(tmp_path, 12, (64, 300), torch.bfloat16)
     with devices() as (machine, side):

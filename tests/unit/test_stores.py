@@ -43,9 +43,7 @@ def test_names_of_stores_and_of_folders(tmp_path: Path) -> None:
     assert_same_model(from_pretrained(f"file://{tmp_path}/saved", **QUIET), model)
 
 
-def test_a_stub_is_made_anew_where_the_checkpoint_has_changed(
-    store: Any, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_stub_is_made_anew_where_a_checkpoint_changed(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     first = stores.stub_of("memory://run")
     assert stores.stub_of("memory://run") == first
     sizes = {file.name: file.stat().st_size for file in folders["llama"].iterdir()}
@@ -80,9 +78,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> Non
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_training_state_is_read_with_the_config_above_it(
-    store: Any, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_training_state_is_read_with_its_config_above(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     state = tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0"
     dcp.save({"model": make_model("llama").state_dict()}, checkpoint_id=state, no_dist=True)
     shutil.copy(folders["llama"] / "config.json", tmp_path)
