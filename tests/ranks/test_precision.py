@@ -221,6 +221,8 @@ def _trained(model, rows, out, kind, *, data_collator=None, **settings):
         lr_scheduler_type="linear", max_grad_norm=1.0, **settings,
     )  # fmt: skip
     trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=data_collator)
+    if model.loss_type == "ForSequenceClassification":  # the plain Trainer counts such a loss once for each rank (5.23)
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
