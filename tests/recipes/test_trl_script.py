@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._training import forget_accelerate
 from tests.recipes._launch import ROOT, launch, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
@@ -56,8 +56,7 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     try:
         runpy.run_path(str(source), run_name="__main__")
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
     torch.testing.assert_close(losses(tmp_path / "shared"), losses(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import Trainer, TrainingArguments
 
@@ -23,6 +23,7 @@ from hf_fsdp_tools.distributed.mesh import (
 )
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
+from tests._training import forget_accelerate
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,14 +78,9 @@ def test_a_process_of_its_own_is_a_world_of_one(launched, variables):
 def alone(launched):
     """A process whose Accelerate has no state, before and after."""
     launched({})
-    _forget_accelerate()  # of other tests in this process
+    forget_accelerate()  # of other tests in this process
     yield
-    _forget_accelerate()
-
-
-def _forget_accelerate():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
 
 
 @pytest.mark.parametrize("is_running", [False, True])
