@@ -362,7 +362,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
         ),
         (
             get("dataset_name") is not None and get("model_name_or_path") is None,
-            f"--dataset_name {get('dataset_name')} would not be read: without --model_name_or_path the demo is trained, "
+            f"--dataset_name {get('dataset_name')} would not be read: without --model_name_or_path the demo is trained "
             "on data of its own. Give the name or folder of a model.",
         ),
         (
