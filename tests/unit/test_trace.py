@@ -98,10 +98,10 @@ def renumbered(trace: Trace) -> list[tuple]:
     ("kind", "layers", "fields"),
     [
         ("gpt2", 6, {"activation_checkpointing": True, "precision": "fp32", "wrapping": "root"}),
-        ("local and global", 9, {}),
-        ("encoder and decoder", 5, {}),
+        ("local and global", 11, {}),
+        ("encoder and decoder", 7, {}),
         ("llama", 5, {"lora_r": 4, "activation_checkpointing": True}),
-        ("llama", 9, {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2}),
+        ("llama", 13, {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2}),
         ("llama", 6, {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
     ],
 )
