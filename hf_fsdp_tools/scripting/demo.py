@@ -418,7 +418,7 @@ def train_demo_tokenizer(*, vocab_size: int, max_length: int) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    words: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, **words)
     texts = (passage for number, (_, passage) in enumerate(demo_passages()) if number % _EVAL_EVERY)
     core.train_from_iterator(texts, trainer)
