@@ -44,7 +44,6 @@ LENGTH = 192
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A process without a group or a state of Accelerate, before and after each call."""
     monkeypatch.chdir(tmp_path)
 
     def forget() -> None:

@@ -89,7 +89,6 @@ def runs(tmp_path_factory) -> Series:
 
 
 def short_sentences() -> list[dict[str, Any]]:
-    """16 beginnings of passages that have code in them, and other words."""
     rows = [{name: values[:24] for name, values in row.items()} for row in demo_rows("tags")[::4]]
     return [row for row in rows if row["tags"].count("B-code") > 1][:16]
 
@@ -208,7 +207,6 @@ def written_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch
 
 
 def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The tokens of running text, of which the first of each word has its class."""
     texts = [" ".join(row["tokens"]) for row in rows]
     batch = tokenizer(
         texts, padding=True, truncation=True, max_length=128, return_offsets_mapping=True, return_tensors="pt"

@@ -21,7 +21,6 @@ OPTIONS += ["--max_length", "64", "--learning_rate", "1e-3", "--logging_steps", 
 
 
 def with_the_lines_of_the_readme(script: str) -> str:
-    """TRL's script, changed as the README's diff says: each part stands once in it."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(re.findall(r"^\+", diff, re.MULTILINE)) == 3
     for part in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
