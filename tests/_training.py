@@ -41,10 +41,15 @@ def batches_of(rows: list[dict[str, torch.Tensor]], size: int) -> list[dict[str,
     return [on_device(batch) for batch in DataLoader(rows, batch_size=size)]  # type: ignore[arg-type]
 
 
-def new_accelerator(**settings: Any) -> Accelerator:
-    """An Accelerator as in a new process: its state is shared by all of a process, which goes through several here."""
+def forget_accelerate() -> None:
+    """As in a new process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def new_accelerator(**settings: Any) -> Accelerator:
+    """An Accelerator as in a new process: its state is shared by all of a process, which goes through several here."""
+    forget_accelerate()
     return make_accelerator(cpu=local_device().type == "cpu", **settings)
 
 

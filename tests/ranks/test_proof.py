@@ -208,9 +208,10 @@ def _run(capfd, *words):
     ("config", "words"),
     [
         ({"model_type": "llama", "tie_word_embeddings": True}, ["--fsdp-version", "1", "--num-processes", "2"]),
-        (
+        pytest.param(  # a script is proved with cp_size 2 below
             {"model_type": "deepseek_v3"},
             ["--lora", "--cp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+            marks=pytest.mark.nightly,
         ),
         (
             {"model_type": "qwen3_moe"},

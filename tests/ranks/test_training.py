@@ -238,7 +238,6 @@ SPLITS = ([[1, 3], [2, 2]], [[1, 1, 1], [1, 2, 2]])
 
 
 def _split_in_a_loop(split: list[list[int]], folder: Path, out: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss and the gradients of 8 ragged rows."""
     rank, rows = dist.get_rank(), make_rows(8, ragged=True)
     accelerator = new_accelerator()
     model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
@@ -258,7 +257,6 @@ def _split_in_a_loop(split: list[list[int]], folder: Path, out: Path) -> tuple[f
 
 
 def _split_by_the_trainer(size: int, steps: int, folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The weights after one step on the same rows."""
     args = in_order(
         out, max_steps=1, max_grad_norm=0, optim="sgd", learning_rate=1.0, weight_decay=0.0,
         per_device_train_batch_size=size, gradient_accumulation_steps=steps,
@@ -305,14 +303,11 @@ def _kept(model: nn.Module) -> tuple[int, int]:
 
 
 class _Watch(TrainerCallback):
-    """What is kept between two micro-batches of one step."""
-
     def on_substep_end(self, args, state, control, model=None, **kwargs):
         self.kept = _kept(model)
 
 
 def _between_micro_batches(settings: dict[str, Any], folder: Path, out: Path) -> tuple[Any, ...]:
-    """What is kept after one of two micro-batches, after both, and the gradients then."""
     batch = batches_of(make_rows(ROWS), ROWS)[0]
     accelerator = new_accelerator(mixed_precision="bf16", **settings)
     model = accelerator.prepare(from_pretrained(folder, accelerator=accelerator).train())
@@ -409,14 +404,12 @@ def test_no_whole_gradients_are_kept_between_micro_batches_unless_asked(folders,
 
 
 def _calls(model: nn.Module) -> list[int]:
-    """Grows whenever the first block's attention runs."""
     calls: list[int] = []
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
 
 
 def _checkpointed_trainer(fsdp: bool, own: bool, folder: Path, out: Path) -> tuple[ShardedTrainer, list[int]]:
-    """By FSDP's switch or by the Trainer's own."""
     config = {"version": 2, "activation_checkpointing": fsdp}
     args = in_order(out, max_steps=1, fsdp="full_shard", fsdp_config=config, gradient_checkpointing=own)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -508,7 +501,6 @@ def _generate(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _steps(busy: bool, offload: bool, folder: Path, out: Path) -> tuple[Any, ...]:
-    """Losses and weights; a busy run is interrupted by all that reads a model."""
     accelerator = new_accelerator(fsdp_plugin=HybridFSDPPlugin(cpu_offload=offload))
     model = from_pretrained(folder, accelerator=accelerator)
     assert isinstance(sharding_of(model).offload_policy, CPUOffloadPolicy) == offload

@@ -160,11 +160,12 @@ def _run_series(
     folder: Path, environment: dict[str, str], entries: list[tuple[str, list[str], bool]], probe: dict[str, Any]
 ) -> None:
     """The life of one rank of a series; what it prints goes to files of the folder."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
     from huggingface_hub import constants
 
     from hf_fsdp_tools import FSDPToolsError, scripting
     from hf_fsdp_tools.scripting import running
+    from tests._training import forget_accelerate
 
     is_first = os.environ["RANK"] == "0"
     environment = environment | {
@@ -200,8 +201,7 @@ def _run_series(
                 raise
             if is_first:
                 print(f"error: {error}")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         if is_first:
             print("=== done", flush=True)
 
@@ -249,6 +249,16 @@ def two_runs(folder: Path, name: str, steps: int, *words: str, learning_rate: fl
     whole = [*words, "--max_steps", str(steps), "--save_steps", str(steps // 2), "--learning_rate", str(learning_rate)]
     middle = folder / name / f"checkpoint-{steps // 2}"
     return {name: whole, f"{name}-resumed": [*whole, "--resume_from_checkpoint", str(middle)]}
+
+
+def refused_runs(
+    table: dict[str, tuple[str, str, str]], bases: dict[str, list[str]], **places: Any
+) -> dict[str, list[str]]:
+    """Runs of a table of name: (base, further words, what is said)."""
+    return {
+        name: [*bases[base], *(word.format(**places) for word in words.split())]
+        for name, (base, words, _) in table.items()
+    }
 
 
 def write_split(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None) -> str:

@@ -9,12 +9,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_teacher
 from tests._training import arguments, logged
-from tests.recipes._launch import Series, launch_series, write_split
+from tests.recipes._launch import Series, launch_series, refused_runs, write_split
 
 trl = pytest.importorskip("trl")
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
 STEPS = 4
+
+
+REFUSED = {
+    "teacherless": ("pair", "--dataset_name {prompts}", "--teacher_model_name_or_path is missing"),
+    "other-words": (
+        "pair",
+        "--teacher_model_name_or_path {stranger} --dataset_name {prompts}",
+        "have different tokenizers",
+    ),
+    "long": ("pair", "--teacher_model_name_or_path {teacher} --dataset_name {long}", "--max_completion_length 8 are"),
+    "numbers": ("embed", "--dataset_name {numbers}", "the column `anchor` must hold text"),
+    "merged": ("embed", "--dataset_name {pairs} --merge_adapters", "--merge_adapters"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +51,19 @@ def runs(tmp_path_factory) -> Series:
     options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3"]
     lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"]
 
-    pair = ["distill", *options, "--max_completion_length", "8", "--teacher_model_name_or_path"]
-    distill = [*pair, teacher, *data["prompts"], "--beta", "0"]
+    places = {name: words[1] for name, words in data.items()}
+    pair = ["distill", *options, "--max_completion_length", "8"]
+    distill = [*pair, "--teacher_model_name_or_path", teacher, *data["prompts"], "--beta", "0"]
     runs = {"distill": [*distill, "--ema_decay", "0.5", "--max_steps", "8", "--save_strategy", "no"]}
     runs["distill-lora"] = [*distill, *lora, "--max_steps", "4", "--merge_adapters"]
-    refused = {
-        "teacherless": pair[:-1] + data["prompts"],
-        "other-words": [*pair, stranger, *data["prompts"]],
-        "long": [*pair, teacher, *data["long"]],
-    }
-
     embed = ["embed", *options, "--max_length", "64", "--temperature", "0.1"]
     runs["embed"] = [*embed, *data["pairs"], "--max_steps", "8", "--save_strategy", "no"]
     runs["embed-lora"] = [*embed, *data["pairs"], *lora, "--max_steps", "4"]
     runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
     runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
-    refused["numbers"] = [*embed, *data["numbers"]]
-    refused["merged"] = [*embed, *data["pairs"], *lora, "--merge_adapters"]
+    bases = {"pair": pair, "embed": embed}
+    refused = refused_runs(REFUSED, bases, **places, stranger=stranger, teacher=teacher)
+    refused["merged"] += lora
     return launch_series(folder, runs, refused=refused)
 
 
@@ -75,18 +84,9 @@ def saved_bert(model: str, target: Any) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ("teacherless", "--teacher_model_name_or_path is missing"),
-        ("other-words", "have different tokenizers"),
-        ("long", "and --max_completion_length 8 are"),
-        ("numbers", "the column `anchor` must hold text"),
-        ("merged", "--merge_adapters"),
-    ],
-)
-def test_errors_come_before_the_model(runs, run, message):
-    assert message in runs.error(run)
+@pytest.mark.parametrize("run", REFUSED)
+def test_errors_come_before_the_model(runs, run):
+    assert REFUSED[run][-1] in runs.error(run)
 
 
 # ---- distill ----

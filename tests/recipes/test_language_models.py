@@ -202,7 +202,6 @@ def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
 
 
 def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:
-    """The mean over all tokens of all rows, by one process."""
     batch = tokenizer([row["text"] + tokenizer.eos_token for row in rows], padding=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)[:, 1:]
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
-from tests.recipes._launch import Series, launch_series, two_runs, write_split
+from tests.recipes._launch import Series, launch_series, refused_runs, two_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -25,6 +25,26 @@ def by_answer(completions, answer, **kwargs):
     return [0.0] * len(completions)
 '''
 
+REFUSED = {
+    "nothing": ("bare", "", "Nothing rewards an answer. Give --reward_funcs"),
+    "unknown": ("bare", "--reward_funcs think_format_rewards", "no such function: did you mean think_format_reward"),
+    "no-module": ("bare", "--reward_funcs my_lib.rewards.short", "No module named 'my_lib'. Give FILE.py:NAME"),
+    "no-file": ("bare", "--reward_funcs {folder}/other.py:short", "other.py is no Python file"),
+    "no-function": ("bare", "--reward_funcs {file}:shor", "my_rewards has no function 'shor': did you mean short"),
+    "broken": ("bare", "--reward_funcs {folder}/broken.py:short", "broken.py ends in ModuleNotFoundError: No module"),
+    "closed": ("bare", "--reward_funcs {file}:closed", "Add **kwargs to its parameters"),
+    "by-answer": ("bare", "--reward_funcs {file}:by_answer", "takes `answer`, which the rows do not have"),
+    "judge": ("bare", "--reward_funcs accuracy_reward", "accuracy_reward needs math_verify: pip install math-verify"),
+    "long": ("grpo", "--max_completion_length 256", "--max_completion_length 256: "),
+    "streamed": (
+        "grpo",
+        "--dataset_streaming --max_steps 2 --eval_strategy no",
+        "--dataset_streaming gives each process rows of its own",
+    ),
+    "vllm": ("grpo", "--use_vllm", "--use_vllm needs vllm: pip install vllm"),
+    "uneven": ("grpo", "--num_generations 3", "must be divisible by the number of generations"),
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Series:
@@ -38,49 +58,17 @@ def runs(tmp_path_factory) -> Series:
     bare = ["grpo", "--model_name_or_path", model, "--dataset_name", data, "--logging_steps", "1"]
     bare += ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4", "--num_generations", "4"]
     bare += ["--max_completion_length", "12", "--lr_scheduler_type", "constant"]
-    rewards = f"{folder}/my_rewards.py:"
-    grpo = [*bare, "--reward_funcs", f"{rewards}short"]
+    grpo = [*bare, "--reward_funcs", f"{folder}/my_rewards.py:short"]
     runs = two_runs(folder, "grpo", 16, *grpo, learning_rate=1e-2)
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--reward_model_name_or_path", model, "--beta", "0.1"]
     runs["lora"] = [*grpo, *lora, "--max_steps", "2", "--learning_rate", "3e-3", "--eval_strategy", "no"]
-    refused = {
-        "nothing": bare,
-        "unknown": [*bare, "--reward_funcs", "think_format_rewards"],
-        "no-module": [*bare, "--reward_funcs", "my_lib.rewards.short"],
-        "no-file": [*bare, "--reward_funcs", f"{folder}/other.py:short"],
-        "no-function": [*bare, "--reward_funcs", f"{rewards}shor"],
-        "broken": [*bare, "--reward_funcs", f"{folder}/broken.py:short"],
-        "closed": [*bare, "--reward_funcs", f"{rewards}closed"],
-        "by-answer": [*bare, "--reward_funcs", f"{rewards}by_answer"],
-        "judge": [*bare, "--reward_funcs", "accuracy_reward"],
-        "long": [*grpo, "--max_completion_length", "256"],
-        "streamed": [*grpo, "--dataset_streaming", "--max_steps", "2", "--eval_strategy", "no"],
-        "vllm": [*grpo, "--use_vllm"],
-        "uneven": [*grpo, "--num_generations", "3"],
-    }
+    refused = refused_runs(REFUSED, {"bare": bare, "grpo": grpo}, file=f"{folder}/my_rewards.py", folder=folder)
     return launch_series(folder, runs, refused=refused)
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ("nothing", "Nothing rewards an answer. Give --reward_funcs"),
-        ("unknown", "no such function: did you mean think_format_reward"),
-        ("no-module", "No module named 'my_lib'. Give FILE.py:NAME"),
-        ("no-file", "other.py is no Python file"),
-        ("no-function", "my_rewards has no function 'shor': did you mean short"),
-        ("broken", "broken.py ends in ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-        ("closed", "Add **kwargs to its parameters"),
-        ("by-answer", "takes `answer`, which the rows do not have"),
-        ("judge", "accuracy_reward needs math_verify: pip install math-verify"),
-        ("long", "--max_completion_length 256: "),
-        ("streamed", "--dataset_streaming gives each process rows of its own"),
-        ("vllm", "--use_vllm needs vllm: pip install vllm"),
-        ("uneven", "must be divisible by the number of generations"),
-    ],
-)
-def test_errors_come_before_the_model(runs, run, message):
-    assert message in runs.error(run)
+@pytest.mark.parametrize("run", REFUSED)
+def test_errors_come_before_the_model(runs, run):
+    assert REFUSED[run][-1] in runs.error(run)
 
 
 def test_the_reward_of_a_file_rises_and_the_checkpoint_is_plain(runs):

@@ -50,7 +50,6 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
     ours += ["--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no"]
 
     def both(name: str, recipe: str, *options: str, kind: str | None = None) -> dict[str, list[str]]:
-        """A run on the base as it is stored, and one on its floats."""
         base = folder / "bases" / (kind or OTHERS[name])
         given = [recipe, "--model_name_or_path", str(base), *ours, *options]
         return {name: [*given, "--dequantize", "false"], f"{name}-floats": given}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
+from tests._training import forget_accelerate
 from tests.recipes._launch import ROOT, write_lines
 
 trl = pytest.importorskip("trl")
@@ -44,14 +44,12 @@ LENGTH = 192
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A process without a group or a state of Accelerate, before and after each call."""
     monkeypatch.chdir(tmp_path)
 
     def forget() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
     forget()
     yield forget

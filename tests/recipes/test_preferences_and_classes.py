@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
-from tests.recipes._launch import Series, launch_series, write_split
+from tests.recipes._launch import Series, launch_series, refused_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -24,6 +24,25 @@ NO_PREFERENCE = pytest.approx(0.6931, abs=1e-4)
 """log 2, the loss of a model that equals its reference."""
 
 CLASSES = ["language", "special methods", "statements", "types"]
+
+
+REFUSED = {
+    "same": ("dpo", "--dataset_name {same}", "`chosen` equals `rejected`"),
+    "streamed": (
+        "dpo",
+        "--dataset_name {turns} --max_steps 2 --precompute_ref_log_probs --dataset_streaming",
+        "--precompute_ref_log_probs writes its values beside the data set",
+    ),
+    "wrong": ("reward", "--dataset_name {wrong}", "Needed: `chosen` and `rejected`"),
+    "swapped": (
+        "classify",
+        "--dataset_name {numbers} --text_column stars --label_column sentence",
+        "Column 'stars' holds no text",
+    ),
+    "scores": ("classify", "--dataset_name {scores}", "float64"),
+    "ids": ("classify", "--dataset_name {ids}", "16 different labels in 16 rows"),
+    "holes": ("classify", "--dataset_name {holes}", "rows without a class"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +78,6 @@ def runs(tmp_path_factory) -> Series:
     runs["precomputed"] = [*dpo, *data["implicit"], "--max_steps", "2", "--precompute_ref_log_probs"]
     runs["precomputed"] += ["--eval_strategy", "no", "--torch_compile", "true", "--torch_compile_backend", "eager"]
     runs["reward"] = [*reward, *data["turns"], "--max_steps", "8"]
-    refused = {
-        "same": [*dpo, *data["same"]],
-        "streamed": [*dpo, *data["turns"], "--max_steps", "2", "--precompute_ref_log_probs", "--dataset_streaming"],
-        "wrong": [*reward, *data["wrong"]],
-    }
-
     classify = ["classify", *options, "64"]
     runs["classify"] = [*classify, *data["classes"], "--max_steps", "8"]
     adapted = [*classify, *data["classes"], *lora, "--max_steps", "4"]
@@ -73,9 +86,8 @@ def runs(tmp_path_factory) -> Series:
     numbers = ["--text_column", "sentence", "--label_column", "stars"]
     runs["numbers"] = ["classify", *options[:-1], *data["numbers"], *numbers, "--max_steps", "1"]
     runs["numbers"] += ["--gradient_accumulation_steps", "2"]
-    swapped = ["--text_column", "stars", "--label_column", "sentence"]
-    refused["swapped"] = [*classify, *data["numbers"], *swapped]
-    refused |= {name: [*classify, *data[name]] for name in columns}
+    places = {name: words[1] for name, words in data.items()}
+    refused = refused_runs(REFUSED, {"dpo": dpo, "reward": reward, "classify": classify}, **places)
     return launch_series(folder, runs, refused=refused)
 
 
@@ -89,20 +101,9 @@ def bert_without_pooler(model: str, target: Path) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ("same", "`chosen` equals `rejected`"),
-        ("streamed", "--precompute_ref_log_probs writes its values beside the data set"),
-        ("wrong", "Needed: `chosen` and `rejected`"),
-        ("swapped", "Column 'stars' holds no text"),
-        ("scores", "float64"),
-        ("ids", "16 different labels in 16 rows"),
-        ("holes", "rows without a class"),
-    ],
-)
-def test_errors_come_before_the_model(runs, run, message):
-    assert message in runs.error(run)
+@pytest.mark.parametrize("run", REFUSED)
+def test_errors_come_before_the_model(runs, run):
+    assert REFUSED[run][-1] in runs.error(run)
 
 
 # ---- preferences ----

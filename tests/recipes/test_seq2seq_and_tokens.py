@@ -21,13 +21,26 @@ from transformers import (
 )
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_seq2seq_model
-from tests.recipes._launch import ROOT, Series, launch_series, write_lines, write_split
+from tests.recipes._launch import ROOT, Series, launch_series, refused_runs, write_lines, write_split
 
 pytest.importorskip("trl")
 
 TAGS = ["O", "B-code", "I-code"]
 
 STEPS = 3
+
+CHATS, NER = "--dataset_name {chats}", "--dataset_name {ner}"
+REFUSED = {
+    "sound": ("seq2seq", f"{{whisper}} {CHATS}", "whisper, which does not read text"),
+    "decoder": ("seq2seq", f"{{llama}} {CHATS}", "is a llama, which has no encoder and decoder. Use finetune"),
+    "languages": ("seq2seq", f"{{t5}} {CHATS} --target_lang eng_Latn", "knows no languages. Use --source_prefix"),
+    "positions": ("seq2seq", f"{{m2m}} {CHATS} --max_target_length 999", "--max_target_length 999: "),
+    "absent": ("seq2seq", "{t5} --dataset_name {answers} --prompt_column pair.txt", "--prompt_column pair.txt: "),
+    "stream": ("tokens", f"{{llama}} {NER} --dataset_streaming --max_steps 2", "--dataset_streaming: the classes are"),
+    "uneven": ("tokens", "{llama} --dataset_name {uneven}", "Row 1 of "),
+    "floats": ("tokens", "{llama} --dataset_name {floats}", "are names or whole numbers"),
+    "same": ("tokens", "{llama} --dataset_name {same}", "have the same class"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +83,12 @@ def runs(tmp_path_factory) -> Series:
     whisper = folder / "whisper"
     WhisperConfig(vocab_size=2048).save_pretrained(whisper)
     AutoTokenizer.from_pretrained(t5).save_pretrained(whisper)
-    refused = {
-        "sound": [*seq2seq, str(whisper), *data["chats"]],
-        "decoder": [*seq2seq, llama, *data["chats"]],
-        "languages": [*seq2seq, t5, *data["chats"], "--target_lang", "eng_Latn"],
-        "positions": [*seq2seq, m2m, *data["chats"], "--max_target_length", "999"],
-        "absent": [*seq2seq, t5, *data["answers"], "--prompt_column", "pair.txt"],
-        "stream": [*tokens, llama, *data["ner"], "--dataset_streaming", "--max_steps", "2"],
-        **{name: [*tokens, llama, *data[name]] for name in ("uneven", "floats", "same")},
-    }
+    places = {"whisper": whisper, "t5": t5, "llama": llama, "m2m": m2m} | {name: data[name][1] for name in data}
+    refused = refused_runs(REFUSED, {"seq2seq": seq2seq, "tokens": tokens}, **places)
     return launch_series(folder, runs, refused=refused)
 
 
 def short_sentences() -> list[dict[str, Any]]:
-    """16 beginnings of passages that have code in them, and other words."""
     rows = [{name: values[:24] for name, values in row.items()} for row in demo_rows("tags")[::4]]
     return [row for row in rows if row["tags"].count("B-code") > 1][:16]
 
@@ -118,22 +123,9 @@ def m2m_model(t5: str, target: Path) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        ("sound", "whisper, which does not read text"),
-        ("decoder", "is a llama, which has no encoder and decoder. Use finetune"),
-        ("languages", "knows no languages. Use --source_prefix"),
-        ("positions", "--max_target_length 999: "),
-        ("absent", "--prompt_column pair.txt: "),
-        ("stream", "--dataset_streaming: the classes are known"),
-        ("uneven", "Row 1 of "),
-        ("floats", "are names or whole numbers"),
-        ("same", "have the same class"),
-    ],
-)
-def test_errors_come_before_the_model(runs, run, message):
-    assert message in runs.error(run)
+@pytest.mark.parametrize("run", REFUSED)
+def test_errors_come_before_the_model(runs, run):
+    assert REFUSED[run][-1] in runs.error(run)
 
 
 # ---- one text read, another written ----
@@ -215,7 +207,6 @@ def written_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch
 
 
 def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """The tokens of running text, of which the first of each word has its class."""
     texts = [" ".join(row["tokens"]) for row in rows]
     batch = tokenizer(
         texts, padding=True, truncation=True, max_length=128, return_offsets_mapping=True, return_tensors="pt"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._training import forget_accelerate
 from tests.recipes._launch import ROOT, launch, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
@@ -21,7 +21,6 @@ OPTIONS += ["--max_length", "64", "--learning_rate", "1e-3", "--logging_steps", 
 
 
 def with_the_lines_of_the_readme(script: str) -> str:
-    """TRL's script, changed as the README's diff says: each part stands once in it."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(re.findall(r"^\+", diff, re.MULTILINE)) == 3
     for part in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
@@ -56,8 +55,7 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     try:
         runpy.run_path(str(source), run_name="__main__")
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
     torch.testing.assert_close(losses(tmp_path / "shared"), losses(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))

@@ -21,7 +21,6 @@ TOWER = "vision_tower."
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Series:
-    """Of each trained model the logits of a question about a picture are noted."""
     pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
     probe = {"input_ids": [[1, *[1023] * 16, *range(20, 36)]], "pixel_values": pixels.tolist()}
     folder = tmp_path_factory.mktemp("vision_language")

@@ -9,7 +9,6 @@ import yaml
 from transformers import LlamaConfig
 
 from hf_fsdp_tools import accelerator
-from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.foresight.forecast import step_of
 from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.foresight.recommend import MARGIN, recommend_config
@@ -19,6 +18,7 @@ from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from hf_fsdp_tools.text import show_bytes
 from tests._dist import imitate_gpus
+from tests.unit.test_cli import run
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,6 @@ def llama(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     imitate_gpus(monkeypatch, 0)
-
-
-def run(capsys, *words):
-    code = main([str(word) for word in words])
-    return code, *capsys.readouterr()
 
 
 EIGHT = {"num_gpus": 8, "seq_len": 2048}

@@ -15,6 +15,7 @@ from hf_fsdp_tools.diagnostics.findings import Finding
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
+from tests.unit.test_cli import says
 from tests.unit.test_config import CONFIGS, SHIPPED
 
 OLD = """\
@@ -64,10 +65,6 @@ def translate(tmp_path: Path, text: str | dict[str, Any], *words: str) -> tuple[
     problems = [each for each in FSDPConfig.check_file(tmp_path / "new.yaml") if each.severity == "error"]
     assert not problems
     return new, {key: became for key, _, became in FSDPConfig.translate_file(path).rows}
-
-
-def says(**fields: Any) -> dict[str, Any]:
-    return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
 
 
 def test_the_file_of_old_becomes_fsdp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,29 +7,23 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import FSDPTrainerMixin, make_accelerator
 from hf_fsdp_tools.diagnostics.environment import check_environment
 from hf_fsdp_tools.distributed import mesh
-from hf_fsdp_tools.distributed.mesh import (
-    device_index,
-    ensure_process_group,
-    local_rank,
-    loopback_advice,
-    rank_on_node,
-)
+from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, loopback_advice, rank_on_node
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
+from tests._training import forget_accelerate
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what a launcher sets, and nothing of torchrun's; ends a group that was started."""
 
     def launch(variables):
         for name in OURS:
@@ -75,16 +69,10 @@ def test_a_process_of_its_own_is_a_world_of_one(launched, variables):
 
 @pytest.fixture
 def alone(launched):
-    """A process whose Accelerate has no state, before and after."""
     launched({})
-    _forget_accelerate()  # of other tests in this process
+    forget_accelerate()  # of other tests in this process
     yield
-    _forget_accelerate()
-
-
-def _forget_accelerate():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
 
 
 @pytest.mark.parametrize("is_running", [False, True])

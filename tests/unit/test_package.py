@@ -19,6 +19,7 @@ from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.integrations import accelerate_launch
 from hf_fsdp_tools.integrations.config import FSDPConfig
 from tests._dist import imitate_gpus
+from tests.unit.test_cli import says
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = {path.name for path in (REPOSITORY / "recipes").glob("*.py")}
@@ -86,10 +87,6 @@ def started(monkeypatch):
 
     monkeypatch.setattr(launch, "_run", run)
     return commands
-
-
-def says(**fields):
-    return yaml.safe_load(FSDPConfig(**fields).to_accelerate_yaml())
 
 
 def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
@@ -29,6 +29,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
 )
 from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import make_model
+from tests._training import forget_accelerate
 
 REFUSED, HONOURED, ALIKE, STOPS = "refused", "honoured", "alike", "stops"
 
@@ -77,16 +78,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *VARIABLES):
         monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
         monkeypatch.delenv(name)
-    _forget()
+    forget_accelerate()
     yield
-    _forget()
+    forget_accelerate()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:
@@ -167,7 +163,7 @@ def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
     make_accelerator(cpu=True, fsdp_plugin=given)
     with pytest.raises(ConfigError, match=said):
         agree_with_arguments(plugin_of(args), args, None)
-    _forget()
+    forget_accelerate()
     same = plugin_of(args)
     same.is_explicit = True
     if same.fsdp_version == 2:
@@ -205,7 +201,7 @@ def test_arguments_without_a_precision_keep_what_is_in_force():
     AcceleratorState._reset_state(reset_partial_state=True)
     assert precision_of(arguments(), model) == "bf16"
     assert precision_of(arguments(bf16=True), None) == "bf16"
-    _forget()
+    forget_accelerate()
     assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
 
 
