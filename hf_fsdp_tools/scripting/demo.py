@@ -325,15 +325,32 @@ def make_demo_vision_model(folder: str | os.PathLike[str], *, hidden_size: int =
     def build() -> tuple[Any, Any]:
         tokenizer = train_demo_tokenizer(vocab_size=1023, max_length=256)
         tokenizer.add_tokens(["<image>"], special_tokens=True)
-        images = CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE})
-        places = {"patch_size": _PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        processor = LlavaProcessor(images, tokenizer, chat_template=_VISION_TEMPLATE, **places)
-        widths = {"hidden_size": hidden_size // 2, "intermediate_size": hidden_size, "projection_dim": hidden_size}
-        counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": _SIDE, "patch_size": _PATCH}
-        text, vision = _llama_config(tokenizer, hidden_size, num_layers), CLIPVisionConfig(**widths, **counts)
-        image = {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "vision_feature_layer": -1}
-        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-        config = LlavaConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **image, **ends)
+        processor = LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size={"height": _SIDE, "width": _SIDE}),
+            tokenizer,
+            patch_size=_PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=_VISION_TEMPLATE,
+        )
+        vision = CLIPVisionConfig(
+            hidden_size=hidden_size // 2,
+            intermediate_size=hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=_SIDE,
+            patch_size=_PATCH,
+            projection_dim=hidden_size,
+        )
+        config = LlavaConfig(
+            text_config=_llama_config(tokenizer, hidden_size, num_layers),
+            vision_config=vision,
+            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            vision_feature_layer=-1,
+            tie_word_embeddings=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
         return LlavaForConditionalGeneration(config), processor
 
     return _write_model(Path(folder), build)
@@ -350,9 +367,19 @@ def make_demo_seq2seq_model(folder: str | os.PathLike[str], *, hidden_size: int 
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
         )
-        sizes = {"d_model": hidden_size, "d_kv": hidden_size // 4, "num_heads": 4, "d_ff": 2 * hidden_size}
-        sizes |= {"num_layers": num_layers, "decoder_start_token_id": tokenizer.pad_token_id}
-        config = T5Config(feed_forward_proj="gated-gelu", **_of_tokenizer(tokenizer), **sizes)
+        config = T5Config(
+            vocab_size=len(tokenizer),
+            d_model=hidden_size,
+            d_kv=hidden_size // 4,
+            num_heads=4,
+            d_ff=2 * hidden_size,
+            num_layers=num_layers,
+            feed_forward_proj="gated-gelu",
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id,
+        )
         return T5ForConditionalGeneration(config), tokenizer
 
     return _write_model(Path(folder), build)
@@ -361,16 +388,19 @@ def make_demo_seq2seq_model(folder: str | os.PathLike[str], *, hidden_size: int 
 def _llama_config(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     from transformers import LlamaConfig
 
-    wide = -(-hidden_size * 8 // 3 // 32) * 32  # Llama's 8/3 ratio, rounded to a multiple of 32
-    sizes = {"hidden_size": hidden_size, "intermediate_size": wide, "num_hidden_layers": num_layers}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": tokenizer.model_max_length}
-    return LlamaConfig(tie_word_embeddings=False, **_of_tokenizer(tokenizer), **sizes)
-
-
-def _of_tokenizer(tokenizer: Any) -> dict[str, int]:
-    """What a config takes from the tokenizer of its model."""
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    return {"vocab_size": len(tokenizer), **ends}
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,  # Llama's 8/3 ratio, rounded to a multiple of 32
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
 
 
 def _write_model(folder: Path, build: Callable[[], tuple[Any, Any]], max_shard_size: str = "5GB") -> Path:
@@ -417,14 +447,23 @@ def train_demo_tokenizer(*, vocab_size: int, max_length: int) -> Any:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **words)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     texts = (passage for number, (_, passage) in enumerate(demo_passages()) if number % _EVAL_EVERY)
     core.train_from_iterator(texts, trainer)
     core.post_processor = processors.TemplateProcessing(
         single=f"{special[1]} $A", pair=f"{special[1]} $A $B", special_tokens=[(special[1], 1)]
     )
-    tokens = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=False))
-    more = {"additional_special_tokens": special[3:], "chat_template": _CHAT_TEMPLATE, "model_max_length": max_length}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **tokens, **more)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=special[0],
+        bos_token=special[1],
+        eos_token=special[2],
+        additional_special_tokens=special[3:],
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=max_length,
+    )
