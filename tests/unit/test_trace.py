@@ -10,6 +10,7 @@ import transformers as hf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
@@ -131,6 +132,31 @@ def test_blocks_that_differ_are_all_run():
 
 
 # ---- a real step ----
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_memory_and_products_are_those_of_a_real_step(kind):
+    """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own; experts are
+    foreseen in grouped products, and run here one by one."""
+    setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
+    foreseen = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
+    ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    real = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](2), **ways).train()
+    ids = torch.zeros(1, 32, dtype=torch.int64)
+
+    def step() -> None:
+        real(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        real.zero_grad()
+
+    step()
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert foreseen.model_flops == counter.get_total_flops()
+    if kind == "tied":
+        highest = max(accumulate(memory_changes(step)))
+        inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
+        own = memory_of(foreseen.events)[0] - inputs
+        assert 0 <= highest - own <= 64, "but for numbers that a CPU's kernels keep as tensors"
 
 
 def test_what_is_computed_again_counts_in_no_model_flops():
