@@ -34,7 +34,7 @@ from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memor
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from tests._checkpoints import refusal, tiny_config
 from tests._dist import run_cases, run_ranks
-from tests._grids import fast_and_nightly, in_turn
+from tests._grids import every_second, fast_and_nightly, in_turn
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -367,7 +367,7 @@ def test_two_ranks_train_as_one_process(tmp_path, combinations):
 @pytest.mark.shows("HSDP", "offload", "tp", "ep")
 @pytest.mark.shows("tp", "ep")
 @pytest.mark.shows("cp", "tp", "ep")
-@fast_and_nightly(in_turn, KINDS_OF_FOUR, list(OPTIONS), STEPS)
+@fast_and_nightly(every_second, KINDS_OF_FOUR, list(OPTIONS), STEPS)
 def test_four_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 4, trainings(combinations, tmp_path))
 
