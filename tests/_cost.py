@@ -73,6 +73,6 @@ class Costs:
 
 
 def in_order(items: list[pytest.Item]) -> None:
-    """Sort tests by the cost of their file, dearest first; files that the table does not know come before all."""
+    """Sort tests by the cost of their file, dearest first; files that the table does not know come last."""
     table = json.loads(TABLE.read_text())
-    items.sort(key=lambda item: -table.get(str(item.path.relative_to(TABLE.parent)), float("inf")))
+    items.sort(key=lambda item: -table.get(str(item.path.relative_to(TABLE.parent)), 0.0))

@@ -218,16 +218,15 @@ def refused(folder: Path, tmp: Path) -> None:
     assert "holds quantised values, which a cast destroys" in said
 
 
-CASES = (
-    recomputed_offloaded_and_copied, generated_and_copied, compiled, bytes_of_a_unit, saved_as_stored,
-    a_new_model_is_plain, refused,
-)  # fmt: skip
+CASES = (generated_and_copied, bytes_of_a_unit, saved_as_stored, a_new_model_is_plain, refused)
+RARE = (recomputed_offloaded_and_copied, compiled)
 
 
 @pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
 @pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
-def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path):
-    run_ranks(run_cases, 2, CASES, checkpoints, tmp_path)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(RARE, marks=pytest.mark.nightly)], ids=["usual", "rare"])
+def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path, cases):
+    run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
 
 
 # ---- users' ways ----

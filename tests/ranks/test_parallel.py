@@ -478,11 +478,16 @@ CHAIN = [
     (2, {}, 1, "fsdp"),
     (2, {"tp_size": 2}, 1, "tp"),
     (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, "copies of experts"),
-    (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
-    (2, {"cp_size": 2}, 1, "cp"),
     (1, {}, 1, "one"),
 ]
-LONG = [(2, {}, 2, "ep"), (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"), *CHAIN[::-1], (2, {}, 2, "again")]
+LONG = [
+    (2, {}, 2, "ep"),
+    (4, {"tp_size": 2, "dp_shard_size": 2}, 1, "both"),
+    (4, {"tp_size": 2, "dp_shard_size": 2}, 2, "tp and ep"),
+    (2, {"cp_size": 2}, 1, "cp"),
+    *CHAIN,
+    (2, {"tp_size": 2}, 1, "again"),
+]
 OF_ADAPTERS = [(2, {}, 2, "ep"), (1, {}, 1, "one"), (4, {}, 2, "both")]
 
 
