@@ -5,8 +5,8 @@
         train_a_step(model)
         servers.update(str(step))                             # on every rank
 
-An update pauses the servers (what runs is taken up again), sends buckets in a session, flushes caches and lets them go
-on. A server that has half of an update stays paused until one succeeds. Each server is one replica (`dp_size` and
+An update pauses the servers, sends buckets in a session, flushes their caches, and then resumes the requests that were
+running. A server that has half of an update stays paused until one succeeds. Each server is one replica (`dp_size` and
 `pp_size` 1). An adapter alone goes as a folder: `save_pretrained(model, folder)`, then `/load_lora_adapter`.
 """
 

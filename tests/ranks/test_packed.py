@@ -256,7 +256,7 @@ def as_on_floats(folder: Path, **options: Any) -> Any:
 
 
 def new_words(folder: Path, tmp: Path) -> None:
-    """Of a tied table and of one apart, rows that are new are trained alone or with the whole table."""
+    """Rows that are new are trained alone or with the whole table, in a tied table and in one apart."""
     rows = ADAPTER | {"trainable_token_indices": [129, 130, 131, 132]}
     for kind, lora in (("fp8", rows), ("compressed int4", rows), ("compressed int4", ADAPTER)):
         whole = {} if "trainable_token_indices" in lora else {"modules_to_save": ["embed_tokens", "lm_head"]}

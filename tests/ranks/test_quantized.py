@@ -98,7 +98,7 @@ def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> N
 @fast_and_nightly(lambda *_: FAST, STORAGES, (NF4, FP4), (True, False))
 @pytest.mark.shows("reads its own bytes", "QLoRA")
 def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, combinations, ranks):
-    """Of a transposed weight and a tied head too."""
+    """The same holds for a transposed weight and a tied head."""
     config = GPT2Config(vocab_size=131, n_embd=64, n_inner=192, n_layer=2, n_head=4, n_positions=64)
     config.bos_token_id = config.eos_token_id = 1
     randomize(GPT2LMHeadModel(config)).save_pretrained(tmp_path / "gpt2")
