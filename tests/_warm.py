@@ -5,6 +5,7 @@ and torch's caches about sharding are emptied, whose keys hold the mesh."""
 import gc
 import os
 import tempfile
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import ParallelDims, from_pretrained
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
+from tests._shardings import share_shardings
 
 SIZES = {"vocab_size": 132, "hidden_size": 48, "intermediate_size": 68, "num_hidden_layers": 2}
 
@@ -50,5 +52,7 @@ def _warm() -> None:
     gc.collect()
 
 
+if "SHARDINGS_OF_RUN" in os.environ:
+    share_shardings(Path(os.environ["SHARDINGS_OF_RUN"]))
 with patch.dict(os.environ), patch.object(tqdm.tqdm, "monitor_interval", 0):  # which starts a thread
     _warm()

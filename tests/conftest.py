@@ -33,6 +33,9 @@ for _name in [name for name in os.environ if name.startswith(_OF_OTHERS)]:
     del os.environ[_name]  # of a job within which the tests run, or of a person's shell
 _home = tempfile.TemporaryDirectory(prefix="hf-home-")  # nobody's caches, wherever the tests run
 os.environ["HF_HOME"] = _home.name
+if "SHARDINGS_OF_RUN" not in os.environ:  # the workers of xdist have it from the process that starts them
+    _shardings = tempfile.TemporaryDirectory(prefix="shardings-")
+    os.environ["SHARDINGS_OF_RUN"] = _shardings.name  # of `tests._shardings`
 for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this machine
     os.environ[_name] = ",".join(filter(None, [os.environ.get(_name), "127.0.0.1", "localhost"]))
 
