@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
@@ -164,6 +165,14 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     add_to_note(model, stored_quantization=quantization)
     return model
+
+
+def copy_on_meta(model: nn.Module) -> Any:
+    """A copy of a model, of whose tensors it has the shapes alone: to be tried and thrown away."""
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
+    for each in model.parameters():
+        memo[id(each)] = nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def _misused(error: TypeError | ValueError, config: Any, auto_class: Any, keywords: Mapping[str, Any]) -> str | None:

@@ -28,6 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.meta import copy_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
@@ -73,8 +74,16 @@ class Rows:
     """Whether the first block was run."""
     joins_outputs: bool = False
     """Whether outputs are those of whole rows beside a loss too."""
+    kept: int | torch.Tensor = 0
+    """Of which tokens there are to be logits: so many last ones, these, or all (0)."""
+    angles_follow_length: bool = False
+    """Whether rotary angles depend on the largest position of a row."""
     were_compared: bool = False
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
+        """As a copy of the model has them: of the same group, which cannot be copied."""
+        return copy(self)
 
     @property
     def part_length(self) -> int:
@@ -124,7 +133,7 @@ class Rows:
 
 
 def check_rows(model: nn.Module, size: int) -> None:
-    """Refuse a model whose rows so many ranks cannot share; one on meta is tried. Nothing is communicated."""
+    """Refuse a model whose rows so many ranks cannot share: it is tried on meta. Nothing is communicated."""
     if problem := _refusal(model, size) or _tried(model, size):
         raise ConfigError(
             f"{type(model).__name__} cannot be trained with cp_size {size}: {problem}. Leave cp_size out; long rows "
@@ -161,48 +170,34 @@ def _refusal(model: nn.Module, size: int) -> str:
 
 
 def _tried(model: nn.Module, size: int) -> str:
-    """Why a model on meta that runs with whole rows does not run with parts of them; empty if it does."""
-    tokens = tokens_without_values(4 * size)
-    if not all(parameter.is_meta for parameter in model.parameters()):
+    """Why a model that runs with whole rows does not run with parts of them, on meta; empty if it does."""
+    twin = copy_on_meta(model)
+    try:
+        run_on_meta(twin, 4 * size)
+    except Exception:  # values decide what it computes (experts, images), so nothing can be said
         return ""
-    with torch.no_grad(), experts_without_values(model):
-        try:
-            model(**tokens)
-        except Exception:  # values decide what it computes (experts, images), so nothing can be said
-            return ""
-        rows = Rows(None, 0, size)
-        handles = _add_hooks(model, rows)
-        try:
-            model(**tokens)
-        except Exception as error:
-            return f"it does not run on a part of a row ({first_line(error)})"
-        finally:
-            for handle in handles:
-                handle.remove()
+    rows = Rows(None, 0, size)
+    _add_hooks(twin, rows)
+    try:
+        run_on_meta(twin, 4 * size)
+    except Exception as error:
+        return f"it does not run on a part of a row ({first_line(error)})"
     if not rows.reached_blocks:
         return f"{next(iter(_blocks(model)))} and the blocks after it do not run on the words of a row"
     return ""
 
 
-def tokens_without_values(length: int) -> dict[str, Any]:
-    """Arguments with which a decoder runs on meta, where no value can be read: the mask is made."""
+def run_on_meta(twin: nn.Module, length: int) -> None:
+    """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, and its experts run by the one
+    implementation of transformers that reads none."""
+    for part in twin.modules():
+        if hasattr(part, "config"):
+            part.config._experts_implementation_internal = "batched_mm"
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-
-
-@contextmanager
-def experts_without_values(model: nn.Module) -> Iterator[None]:
-    """Let experts run on meta for a block: by the one implementation of transformers that reads no value."""
-    configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
-    former = {id(config): (config, getattr(config, "_experts_implementation_internal", None)) for config in configs}
-    try:
-        for config, _ in former.values():
-            config._experts_implementation_internal = "batched_mm"
-        yield
-    finally:
-        for config, name in former.values():
-            config._experts_implementation_internal = name
+    with torch.no_grad():
+        twin(
+            input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False
+        )
 
 
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
@@ -227,6 +222,8 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     copies: dict[int, Any] = {}
     exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
     rows.is_causal = all(getattr(each, "is_causal", True) for block in blocks for each in _attentions(block))
+    kinds = [str(getattr(module, "rope_type", "")) for module in model.modules()]
+    rows.angles_follow_length = any("dynamic" in kind or "longrope" in kind for kind in kinds)
     decoder: Any = model.get_decoder()  # type: ignore[operator]
     between = [_Replaced(decoder, _DEEPSTACK, rows)] if hasattr(decoder, _DEEPSTACK) else []
     return [
@@ -287,7 +284,7 @@ class _Exchange:
 
     def __init__(self, attention: Any, rows: Rows, copies: dict[int, Any]) -> None:
         self._attention, self._config = attention, attention.config
-        name = self._config._attn_implementation
+        name = self._config._attn_implementation.removesuffix(_SUFFIX)  # of a copied model
         AttentionInterface.register(name + _SUFFIX, partial(_attend, inner=name))
         add_to_note(attention, rows=rows)
         attention.config = copies.setdefault(id(self._config), copy(self._config))
@@ -406,11 +403,16 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     rows.labels, rows.loss_was_computed = None, False
     if rows.length % rows.size and not (rows.has_mask or rows.is_causal):  # tokens would attend to the padding
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    if rows.length % rows.size and rows.angles_follow_length and given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(rows.length, device=tokens.device).expand(tokens.shape[0], -1)
     given = {name: _padded(name, value, rows) for name, value in given.items()} | {"use_cache": False}
+    rows.kept = given.pop("logits_to_keep", 0)
     labels, shifted = given.get("labels"), given.pop("shift_labels", None)
+    if shifted is None and labels is None:
+        return (), given
+    if not isinstance(rows.kept, int) or rows.kept:
+        raise ConfigError("With cp_size, logits_to_keep is for passes without labels. Leave one of them out.")
     if shifted is None:
-        if labels is None:
-            return (), given
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     rows.labels = rows.part(shifted, 1)
     # The mean over all ranks, of losses and of gradients, is then that of the whole rows.
@@ -428,7 +430,7 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 def _padded(name: str, value: Any, rows: Rows) -> Any:
     """An input with whole rows, made longer at its end so that the ranks divide it; other inputs as they are."""
     missing = -rows.length % rows.size
-    if not missing or not isinstance(value, torch.Tensor):
+    if not missing or not isinstance(value, torch.Tensor) or not value.dim():
         return value
     if name == "inputs_embeds":
         return nn.functional.pad(value, (0, 0, 0, missing))
@@ -439,9 +441,8 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
                 f"{rows.length} tokens. Give rows of a multiple (pad_to_multiple_of={rows.size})."
             )
         return value
-    if name == "position_ids":
-        further = torch.arange(1, missing + 1, device=value.device).expand(*value.shape[:-1], -1)
-        return torch.cat([value, value[..., -1:] + further], -1)
+    if name == "position_ids":  # a document of its own, which makes no row longer: some rotary angles follow the length
+        return torch.cat([value, torch.arange(missing, device=value.device).expand(*value.shape[:-1], -1)], -1)
     return nn.functional.pad(value, (0, missing), value=IGNORED if "labels" in name else 0)
 
 
@@ -508,6 +509,12 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
         is_of_tokens = isinstance(part, torch.Tensor) and part.dim() > 1 and part.shape[1] == rows.part_length
         if is_of_tokens and (part.dim() == 2 or not has_labels or rows.joins_outputs):
             output[name] = rows.whole(part, 1)[:, : rows.length].contiguous()
+    if not isinstance(rows.kept, int) or rows.kept:
+        kept = slice(-rows.kept, None) if isinstance(rows.kept, int) else rows.kept
+        output["logits"] = output["logits"][:, kept].contiguous()
+    if (routed := getattr(output, "router_logits", None)) and rows.has_mask:  # without the padding
+        of_rows = (each.view(-1, rows.part_length * rows.size, each.shape[-1])[:, : rows.length] for each in routed)
+        output["router_logits"] = tuple(each.reshape(-1, each.shape[-1]) for each in of_rows)
     if not has_labels or getattr(output, "loss", None) is None:
         return output
     if not rows.loss_was_computed and type(model).forward is getattr(model.forward, "__func__", None):

@@ -9,7 +9,7 @@ all ranks of its group, so the mean over ranks is that of all ranks, not of thos
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_fsdp_tools.distributed.mesh import axes_of, rank_on_node
+from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.modeling.meta import copy_on_meta
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.sharding.context_parallel import check_rows, experts_without_values, tokens_without_values
+from hf_fsdp_tools.sharding.context_parallel import check_rows, run_on_meta
 from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 try:
@@ -106,8 +107,21 @@ def parallelize_model(
         )
     if axes.dims.cp_size > 1:  # while it can still be tried without other ranks
         check_rows(model, axes.dims.cp_size)
+    summed = _seen_in_part(model, partial(_divide, rules=rules, axes=axes, by=ep_implementation), layers)
+    _divide(model, rules, axes, ep_implementation)
+    for name in summed:
+        assert axes.layers is not None
+        _add_style(model, name, _SUMMED, axes.layers, axes.layers, "")
+    for module in model.modules():
+        held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        if held:
+            add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
+    return model
+
+
+def _divide(model: nn.Module, rules: Mapping[str, tuple[str, str]], axes: Axes, by: str) -> None:
+    """Give each rank its part of the weights that the rules name, and let their modules compute with it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    whole = _tried(model, layers)
     with _ties_kept(model):
         for name, (kind, style) in rules.items():
             group = axes.experts if kind == "ep" else axes.layers
@@ -117,19 +131,12 @@ def parallelize_model(
                     owner, _, own = name.rpartition(".")
                     ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), own, group)
                 else:
-                    _add_style(model, name, style, group, axes.layers, ep_implementation)
+                    _add_style(model, name, style, group, axes.layers, by)
             except ValueError as error:
                 raise ConfigError(
                     f"{kind}_plan gives {name} the style {style!r}, which it cannot have: {first_line(error)}. Use "
                     f"another style, or 'replicate': {kind}_plan={{{generic_name(name)!r}: 'replicate', …}}."
                 ) from None
-    if layers > 1 and whole is not None:
-        _sum_partial_gradients(model, whole, axes.layers)
-    for module in model.modules():
-        held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        if held:
-            add_to_note(module, parallel={name: (p.device_mesh, p.placements) for name, p in held.items()})
-    return model
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -495,17 +502,31 @@ def _with_own_deltas(inner: Any, *args: Any, wrapper: Any, **kwargs: Any) -> Any
 # ---- weights that the plans leave whole ----
 
 
-def _tried(model: nn.Module, tp_size: int) -> dict[str, torch.Size] | None:
-    """The shapes of what modules with whole weights take, by name, of a model on meta; None where it cannot be run."""
-    if tp_size == 1 or not all(parameter.is_meta for parameter in model.parameters()):
-        return None
+def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size: int) -> list[str]:
+    """The modules whose whole weights see a part of what they see in one process, and of which no rule speaks: each
+    rank would train its own (transformers 5.23: the activation function of Apertus). The model is tried on meta."""
+    if tp_size == 1:
+        return []
+    twin = copy_on_meta(model)
     try:
-        return _shapes_taken(model, tp_size)
+        whole = _shapes_taken(twin, tp_size)
     except Exception:  # values decide what it computes (experts, images), so nothing can be said
-        return None
+        return []
+    twin = copy_on_meta(model)
+    divide(twin)
+    try:
+        taken = _shapes_taken(twin, tp_size)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} does not run with tp_size {tp_size} ({first_line(error)}). Leave tp_size out, or "
+            "give rules that fit: tp_plan={…}."
+        ) from error
+    changed = [name for name, shape in taken.items() if shape != whole.get(name, shape)]
+    return [name for name in changed if note_of(twin.get_submodule(name)).style is None]
 
 
-def _shapes_taken(model: nn.Module, tp_size: int) -> dict[str, torch.Size]:
+def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
+    """The shapes of what modules with whole weights take, by name."""
     taken: dict[str, torch.Size] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str) -> None:
@@ -513,22 +534,13 @@ def _shapes_taken(model: nn.Module, tp_size: int) -> dict[str, torch.Size]:
         if first is not None:
             taken.setdefault(name, first.shape)
 
-    handles = [
-        module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values())
-    ]
-    dispatched = [module for module in model.modules() if note_of(module).is_dispatched]
-    try:
-        for module in dispatched:  # where tokens go depends on values; what comes back has the shape of what went
+    for name, module in twin.named_modules():
+        if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values()):
+            module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
+        if note_of(module).is_dispatched:  # where tokens go depends on values; what comes back has the shape of what went
             module.forward = lambda hidden, *routing: hidden
-        with torch.no_grad(), experts_without_values(model), _without_communication():
-            model(**tokens_without_values(4 * tp_size))
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in dispatched:
-            install_style(module)
+    with _without_communication():
+        run_on_meta(twin, 4 * tp_size)
     return taken
 
 
@@ -540,25 +552,6 @@ def _without_communication() -> Iterator[None]:
         yield
     finally:
         dist.all_reduce = former
-
-
-def _sum_partial_gradients(model: nn.Module, whole: Mapping[str, torch.Size], group: DeviceMesh | None) -> None:
-    """Let whole weights that see a part of what they see in one process sum their gradients, where no rule says so.
-
-    Without it each rank would train its own (transformers 5.23: the activation function of Apertus).
-    """
-    assert group is not None
-    try:
-        taken = _shapes_taken(model, group.size())
-    except Exception as error:
-        raise ConfigError(
-            f"{type(model).__name__} does not run with tp_size {group.size()} ({first_line(error)}). Leave tp_size "
-            "out, or give rules that fit: tp_plan={…}."
-        ) from error
-    for name, shape in taken.items():
-        module = model.get_submodule(name)
-        if shape != whole.get(name, shape) and note_of(module).style is None:
-            _add_style(model, name, _SUMMED, group, group, "")
 
 
 def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:

@@ -80,6 +80,10 @@ class _Divided:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         ignored = kwargs.get("ignore_index", IGNORED)
         targets = targets.reshape(-1).to(logits.device)
+        words = logits.shape[-1] * self._group.size()
+        torch._assert_async(  # as torch's own cross entropy; each rank would take the word for another rank's
+            ((targets == ignored) | ((targets >= 0) & (targets < words))).all(), f"a label is none of the {words} words"
+        )
         first = self._group.get_local_rank() * logits.shape[-1]
         losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's own
             logits.float().view(-1, logits.shape[-1]), targets, targets == ignored, first, self._group.get_group()

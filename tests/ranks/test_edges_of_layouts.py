@@ -1,0 +1,128 @@
+"""What the usual rows and calls do not show where ranks share rows or layers: angles that follow the length, logits of
+some tokens, odd rows with a count, copies, labels that are no words, padded routers, and models with real weights."""
+
+import copy
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import ConfigError, ParallelDims, make_wrap_plan, parallelize_model, shard_model
+from tests._checkpoints import full, tiny_config
+from tests._dist import run_cases, run_ranks
+
+CP, TP = ParallelDims(cp_size=2), ParallelDims(tp_size=2)
+SIZES = {"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5], "original_max_position_embeddings": 11}
+ANGLES = {
+    "dynamic": transformers.LlamaConfig(
+        **SIZES,
+        max_position_embeddings=8,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    ),
+    "longrope": transformers.Phi3Config(
+        **SIZES,
+        original_max_position_embeddings=11,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS},
+    ),
+}
+
+
+@cache
+def plain(kind: str) -> Any:
+    """A model on one process, in which every parameter matters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ANGLES.get(kind) or tiny_config(kind, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def shared(kind: str, dims: ParallelDims) -> Any:
+    """The same model with real weights, made by the public steps."""
+    model, mesh = copy.deepcopy(plain(kind)), dims.build_mesh("cpu")
+    parallelize_model(model, mesh)
+    return shard_model(model, make_wrap_plan(model), mesh=mesh)
+
+
+def words(length: int) -> torch.Tensor:
+    return torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def same_gradients(model: Any, one: Any, **batch: Any) -> None:
+    losses = []
+    for each in (model, one):
+        each.zero_grad()
+        losses.append(each(**batch, use_cache=False).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[0].detach(), losses[1].detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), one.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def angles_that_follow_the_length(dims: ParallelDims) -> None:
+    for kind in ANGLES:
+        model = shared(kind, dims)
+        for length in (11, 12):  # of 11 words, longrope takes short angles, and of 12 long ones
+            same_gradients(model, plain(kind), input_ids=words(length), labels=words(length))
+
+
+def logits_of_some_tokens() -> None:
+    model, ids = shared("llama", CP), words(9)
+    for kept in (1, 3, 6, torch.tensor([2, 5])):
+        found, expected = (m(input_ids=ids, use_cache=False, logits_to_keep=kept).logits for m in (model, plain("llama")))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
+    assert torch.equal(model.generate(ids, **options), plain("llama").generate(ids, **options))
+    with pytest.raises(ConfigError, match="logits_to_keep is for passes without labels"):
+        model(input_ids=ids, labels=ids, logits_to_keep=2)
+
+
+def odd_rows_with_a_count() -> None:
+    """As every Trainer sends it, a tensor without dimensions."""
+    batch = {"input_ids": words(9), "labels": words(9), "num_items_in_batch": torch.tensor(7)}
+    same_gradients(shared("llama", CP), plain("llama"), **batch)
+
+
+def copies() -> None:
+    model, ids = shared("llama", CP), words(9)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        same_gradients(each, plain("llama"), input_ids=ids, labels=ids)
+
+
+def routers_of_padded_rows() -> None:
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 7:] = 0
+    options = {"attention_mask": mask, "output_router_logits": True, "use_cache": False}
+    found, expected = (m(input_ids=words(9), **options) for m in (shared("qwen3_moe", CP), plain("qwen3_moe")))
+    torch.testing.assert_close(found.router_logits, expected.router_logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+
+
+def labels_that_are_no_words() -> None:
+    labels = words(9)
+    labels[0, 3] = plain("llama").config.vocab_size + 5
+    with pytest.raises(RuntimeError, match="a label is none of the"):
+        shared("llama", TP).train()(input_ids=words(9), labels=labels)
+
+
+def real_weights_that_see_a_part() -> None:
+    """The activation function of Apertus, whose parameters no rule of its plan names."""
+    model = shared("apertus", TP)
+    same_gradients(model, plain("apertus"), input_ids=words(9), labels=words(9))
+
+
+def test_what_usual_rows_do_not_show() -> None:
+    cases = {f"angles, {dims}": partial(angles_that_follow_the_length, dims) for dims in (CP, TP)}
+    others = (
+        logits_of_some_tokens, odd_rows_with_a_count, copies, routers_of_padded_rows, labels_that_are_no_words,
+        real_weights_that_see_a_part,
+    )  # fmt: skip
+    run_ranks(run_cases, 2, cases | {case.__name__: case for case in others})
