@@ -93,9 +93,9 @@ def from_pretrained(
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
             over all processes.
-        distributed_config: transformers' `DistributedConfig`, or a dict of its arguments, in place of `mesh`: its
-            `tp_size`, `ep_size`, `fsdp_size` and `dp_replicate_size`, and the rules `tp_plan`, `ep_plan` and
-            `ep_implementation` (see `parallelize_model`), which hold beside a mesh of the accelerator too.
+        distributed_config: transformers' `DistributedConfig`, or a dict of its arguments: `tp_size`, `ep_size`,
+            `fsdp_size` and `dp_replicate_size` in place of `mesh`; and the rules `tp_plan`, `ep_plan` and
+            `ep_implementation` (see `parallelize_model`), which hold beside a mesh, or that of the accelerator, too.
         accelerator: its FSDP plugin gives mesh, precision, offload and activation checkpointing, unless they are given
             here.
         dtype: of the shards (the master weights), also by its name ("bfloat16", "bf16"). None means float32 where
@@ -141,10 +141,12 @@ def from_pretrained(
         >>> model.lm_head.weight.placements
         (Shard(dim=0),)
     """
-    parallel = as_parallel({} if distributed_config is None else distributed_config)
+    sizes = as_parallel({} if distributed_config is None else distributed_config)
     names = ("tp_plan", "ep_plan", "ep_implementation")
-    rules: dict[str, Any] = {name: parallel[name] for name in names if name in parallel}
-    settings = _settings_of(accelerator, as_mesh(mesh if distributed_config is None else SimpleNamespace(**parallel)))
+    rules: dict[str, Any] = {name: sizes.pop(name) for name in names if name in sizes}
+    if sizes and mesh is not None:
+        raise ConfigError(f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out.")
+    settings = _settings_of(accelerator, as_mesh(SimpleNamespace(**sizes) if sizes else mesh))
     with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):
             name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))

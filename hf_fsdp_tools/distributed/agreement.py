@@ -165,7 +165,8 @@ def _agreed_at_end(
         problem = None  # the name of the error that the other ranks raise, its text, and the step that failed
         if failure is not None:
             is_own = isinstance(failure, FSDPToolsError)
-            said = (type(failure).__name__, told(str(failure))) if is_own else ("CheckpointError", repr(failure))
+            kinds = [kind.__name__ for kind in type(failure).__mro__ if hasattr(errors, kind.__name__)]  # nearest first
+            said = (kinds[0], told(str(failure))) if is_own else ("CheckpointError", repr(failure))
             problem = (*said, (steps and steps.failed) or _sentence(doing, where))
         compared = steps.compared if steps else []
         try:

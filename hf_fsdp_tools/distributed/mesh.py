@@ -168,6 +168,14 @@ def ranks_per_row() -> int:
     return _sharing.get(dist.group.WORLD, 1) if dist.is_initialized() else 1
 
 
+_COPIES = ("dp_replicate", "replicate")
+"""Names of an axis of copies: ours and Accelerate's, and that of torch's documents."""
+_SHARDS = ("dp_shard", "shard", "fsdp", "dp_shard_cp", "dp_shard_mod_ep", "dp_shard_in_ep")
+"""Names of axes over which weights are sharded."""
+_PARALLEL = ("cp", "tp")
+"""Names of axes whose ranks share rows, and layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """What the axes of a mesh are for; all of these are parts of one mesh."""
@@ -203,8 +211,19 @@ class Axes:
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
-    """The parts of a mesh by their use. A mesh without `cp`, `tp` and `ep` is all of shards. Every rank must call."""
+    """The parts of a mesh by their use. A mesh without `cp`, `tp` and `ep` is all of shards. Every rank must call.
+
+    Raises:
+        MeshError: the names of the axes do not say which of them are copies and which are shards.
+    """
     names = mesh.mesh_dim_names or ()
+    known = {*_COPIES, *_SHARDS, *_PARALLEL} if mesh.ndim > 1 else {*names} - {*_PARALLEL}
+    is_ordered = len(names) < 2 or names[0] in _COPIES or {*names[1:]} <= {*_PARALLEL, "dp_shard_in_ep"}
+    if {*names} - known or not is_ordered:
+        raise MeshError(
+            f"The axes of the mesh are named {names}, which does not say what each is for. Make it by "
+            "ParallelDims(…).build_mesh(), or name the axes in the order (dp_replicate, dp_shard, cp, tp)."
+        )
     if not {"cp", "tp", "dp_shard_in_ep"} & set(names):
         return Axes(shards=mesh)
 
@@ -213,11 +232,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         return mesh[found] if len(found) == 1 else mesh[found]._flatten(flat)
 
     def with_copies(inner: DeviceMesh) -> DeviceMesh:  # FSDP2 takes parts of one mesh for one tensor
-        return DeviceMesh._concatenate([mesh["dp_replicate"], inner]) if "dp_replicate" in names else inner
+        return DeviceMesh._concatenate([mesh[names[0]], inner]) if names[0] in _COPIES else inner
 
     has_experts = "dp_shard_in_ep" in names
     return Axes(
-        shards=with_copies(part(("dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "cp"), "dp_shard_cp")),
+        shards=with_copies(part((*_SHARDS, "cp"), "dp_shard_cp")),
         rows=mesh["cp"] if "cp" in names else None,
         layers=mesh["tp"] if "tp" in names else None,
         experts=part(("dp_shard_in_ep", "cp", "tp"), "ep") if has_experts else None,

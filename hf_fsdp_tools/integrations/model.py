@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.distributed.mesh import mesh_of
+from hf_fsdp_tools.distributed.mesh import mesh_of, ranks_per_row
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -192,6 +192,13 @@ def check_managed(model: nn.Module) -> None:
     _check_loaded(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     sharding = sharding_of(model)
     assert sharding is not None, "sharded here or refused before"
+    if (shared := sharding.axes.dims.ranks_per_row) != ranks_per_row():
+        raise ConfigError(
+            f"{type(model).__name__} is sharded with {sharding.axes.dims}, so that {shared} neighbouring process(es) "
+            f"need the same rows, and this Accelerator gives the same rows to {ranks_per_row()}. Give the sizes to it "
+            "alone, make_accelerator(parallelism_config=ParallelismConfig(tp_size=…, cp_size=…)), and leave mesh and "
+            "distributed_config out of from_pretrained(…, accelerator=accelerator)."
+        )
     names = {name for name, _ in (sharded_module(model) or model).named_modules(remove_duplicate=False)}
     if gone := [name for unit in sharding.plan.units for name in unit.modules if name not in names]:
         raise ConfigError(

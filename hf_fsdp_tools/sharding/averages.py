@@ -85,9 +85,20 @@ class ParameterEMA:
     def step(self) -> None:
         """Take the parameters into the averages, once after each step of the optimizer. Nothing is communicated."""
         self._refuse_applied("step")
+        if self._gone():
+            reshard_units(self._model)  # of a unit that is gathered, the model has another parameter
+            if gone := self._gone():
+                raise ConfigError(
+                    f"{listed(gone)} of the averages are no parameters of {type(self._model).__name__} any more: it was "
+                    "resized or sharded since. Make ParameterEMA(model) after that."
+                )
         for name, average in self._averages.items():  # one at a time: a cast takes the memory of one shard
             value = local_tensor(self._trained[name]).to(device=average.device, dtype=average.dtype)
             self._average([average], [value], 0)
+
+    def _gone(self) -> list[str]:
+        held = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
+        return [name for name, parameter in self._trained.items() if held.get(name) is not parameter]
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from hf_fsdp_tools.modeling.meta import copy_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
+from hf_fsdp_tools.sharding.checks import compare_rows
 from hf_fsdp_tools.text import first_line
 
 _WITH_ANY_MASK = ("eager", "sdpa")
@@ -100,23 +101,10 @@ class Rows:
         return self._from_all(part.expand(self.size, *part.shape), dim)
 
     def compare(self, tokens: torch.Tensor) -> None:
-        """Refuse different rows on the ranks of the group; one all-reduce of 32 bytes in the first pass alone."""
-        if self.were_compared or not isinstance(self.group, dist.ProcessGroup):
-            return
-        self.were_compared = True
-        values = tokens.detach().double().flatten()
-        places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
-        sums = torch.stack([values.sum(), (values * places).sum() / len(values)])
-        shape = sums.new_tensor([tokens.shape[0], tokens.shape[1]])
-        extremes = torch.cat([sums, shape, -sums, -shape])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        most, least = extremes.chunk(2)
-        if not torch.equal(most, -least):
-            raise ConfigError(
-                f"The {self.size} ranks that share rows (cp_size) have different ones in the first step. Give each "
-                "group the same batches: by accelerator.prepare(loader) or a Trainer; in a loop of your own, a sampler "
-                f"for {dist.get_world_size() // self.size} replicas and rank // {self.size}."
-            )
+        """Refuse different rows on the ranks of the group, in the first pass alone."""
+        if not self.were_compared and isinstance(self.group, dist.ProcessGroup):
+            self.were_compared = True
+            compare_rows(tokens, self.group, "rows (cp_size)")
 
     def exchange(self, tensor: torch.Tensor, *, cut: int, join: int) -> torch.Tensor:
         """Cut one dimension into a part for each rank, and join the parts of all ranks along another one."""
