@@ -145,7 +145,9 @@ def from_pretrained(
     names = ("tp_plan", "ep_plan", "ep_implementation")
     rules: dict[str, Any] = {name: sizes.pop(name) for name in names if name in sizes}
     if sizes and mesh is not None:
-        raise ConfigError(f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out.")
+        raise ConfigError(
+            f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out."
+        )
     settings = _settings_of(accelerator, as_mesh(SimpleNamespace(**sizes) if sizes else mesh))
     with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):

@@ -217,7 +217,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         MeshError: the names of the axes do not say which of them are copies and which are shards.
     """
     names = mesh.mesh_dim_names or ()
-    known = {*_COPIES, *_SHARDS, *_PARALLEL} if mesh.ndim > 1 else {*names} - {*_PARALLEL}
+    known = {*_COPIES, *_SHARDS, *_PARALLEL} if mesh.ndim > 1 else {*names} - {"tp", "ep", "pp"}
     is_ordered = len(names) < 2 or names[0] in _COPIES or {*names[1:]} <= {*_PARALLEL, "dp_shard_in_ep"}
     if {*names} - known or not is_ordered:
         raise MeshError(

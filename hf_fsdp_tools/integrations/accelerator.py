@@ -1,5 +1,6 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, ParallelismConfig
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 from accelerate.utils.constants import SCALER_NAME
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
@@ -271,6 +274,25 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """
         return skip_once(super().skip_first_batches(dataloader, num_batches), dataloader)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare as `Accelerator.prepare_scheduler` does; it steps once for each group of ranks that share rows."""
+        prepared = super().prepare_scheduler(scheduler)
+        if ranks_per_row() > 1 and not prepared.split_batches:
+            prepared.__class__, prepared.split_batches = RowsScheduler, True
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as `Accelerator.gather_for_metrics` does, each row of ranks that share it once. Every rank must call."""
+        if (shared := ranks_per_row()) == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:  # which is Accelerate's own answer for objects
+            use_gather_object = True
+        if not use_gather_object:
+            return gather_once_per_row(self, input_data)
+        return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
+
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call."""
         all_ranks(None, "gathering the state dict")
@@ -347,6 +369,17 @@ def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
     finally:
         for name, value in held.items():
             setattr(accelerator, name, value)
+
+
+class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed
+    """Accelerate's scheduler where ranks share rows: a loader gives as many batches less as there are such groups."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step for each group of ranks with rows of its own, where Accelerate steps for each rank."""
+        is_whole = self.gradient_state.sync_gradients and self.step_with_optimizer
+        for _ in range(AcceleratorState().num_processes // ranks_per_row() if is_whole else 1):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **kwargs)
 
 
 class ShardedScaler(torch.amp.GradScaler):

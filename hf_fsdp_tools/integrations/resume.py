@@ -21,7 +21,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
-from hf_fsdp_tools.loading.formats.dcp import METADATA, all_boxes, check_dcp, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
@@ -177,7 +177,7 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
         plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the other type stay
         plugin.set_state_dict_type(state_dict_type)
     try:
-        with all_boxes(), from_stores():
+        with from_stores():
             yield
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]

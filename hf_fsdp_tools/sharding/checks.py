@@ -106,7 +106,9 @@ def check_first_pass(model: nn.Module, device: torch.device, layers: DeviceMesh 
                 "a peft_config, or dequantize=True; or run it under torch.no_grad()."
             )
         handle.remove()
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()), None)
+        first = next(
+            (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()), None
+        )
         if layers is not None and layers.size() > 1 and first is not None:
             compare_rows(first, layers.get_group(), "layers (tp_size)")
         problems = [never_called(module, is_sharded=True)]

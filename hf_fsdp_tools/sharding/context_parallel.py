@@ -183,9 +183,7 @@ def run_on_meta(twin: nn.Module, length: int) -> None:
             part.config._experts_implementation_internal = "batched_mm"
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
     with torch.no_grad():
-        twin(
-            input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False
-        )
+        twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
 
 
 def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
 from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, frames_of_package
 from hf_fsdp_tools.modeling.meta import copy_on_meta
@@ -112,6 +113,7 @@ def parallelize_model(
     for name in summed:
         assert axes.layers is not None
         _add_style(model, name, _SUMMED, axes.layers, axes.layers, "")
+    let_dcp_see_boxes()
     for module in model.modules():
         held = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         if held:
@@ -537,7 +539,9 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     for name, module in twin.named_modules():
         if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
-        if note_of(module).is_dispatched:  # where tokens go depends on values; what comes back has the shape of what went
+        if note_of(
+            module
+        ).is_dispatched:  # where tokens go depends on values; what comes back has the shape of what went
             module.forward = lambda hidden, *routing: hidden
     with _without_communication():
         run_on_meta(twin, 4 * tp_size)

@@ -230,6 +230,31 @@ def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     return total.pow(1 / order) if is_sum else total
 
 
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip as `torch.nn.utils.clip_grad_norm_` does, of shards on any meshes: where ranks share layers or experts, torch's
+    own cannot add up what lies on several.
+
+    For a loop without an Accelerator, whose `clip_grad_norm_` and a Trainer do the same.
+
+    Args:
+        parameters: of a sharded model, and whole ones; those without a gradient are left out.
+        max_norm: above which gradients are scaled down, in place.
+        norm_type: of the norm; also `math.inf`.
+
+    Every rank must call. The norm of each mesh's shards is reduced over it; the result is on the device of the first.
+
+    Example:
+        >>> model = from_pretrained("checkpoint", load_kwargs={"progress": False})
+        >>> clip_grad_norm_(model.parameters(), max_norm=1.0)
+        tensor(0.)
+    """
+    held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    first = next((parameter for parameter in held if parameter.grad is not None), None)
+    return torch.tensor(0.0) if first is None else clip_norm(held, max_norm, norm_type, first.device)
+
+
 def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
     """Clip each element of all gradients to `-limit .. limit`, in place; shards by their own rank."""
     for each in by_kind(parameters):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
@@ -76,7 +75,9 @@ def angles_that_follow_the_length(dims: ParallelDims) -> None:
 def logits_of_some_tokens() -> None:
     model, ids = shared("llama", CP), words(9)
     for kept in (1, 3, 6, torch.tensor([2, 5])):
-        found, expected = (m(input_ids=ids, use_cache=False, logits_to_keep=kept).logits for m in (model, plain("llama")))
+        found, expected = (
+            m(input_ids=ids, use_cache=False, logits_to_keep=kept).logits for m in (model, plain("llama"))
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
     assert torch.equal(model.generate(ids, **options), plain("llama").generate(ids, **options))

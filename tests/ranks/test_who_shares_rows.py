@@ -1,10 +1,12 @@
 """One value says which ranks share rows and layers: model, loader, Trainer and the names of a mesh agree with it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,12 +14,15 @@ from hf_fsdp_tools import (
     ConfigError,
     ParallelDims,
     ParameterEMA,
+    clip_grad_norm_,
     from_pretrained,
+    make_accelerator,
     resize_token_embeddings,
 )
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import MeshError
-from tests._checkpoints import refusal
+from hf_fsdp_tools.integrations.resume import AVERAGES
+from tests._checkpoints import full, refusal
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, make_rows, new_accelerator
 from tests.ranks.test_parallel import folder_of
@@ -84,8 +89,71 @@ def averages_of_what_was_resized(parent: Path) -> None:
     averages = ParameterEMA(model)
     averages.step()
     resize_token_embeddings(model, 140)
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight.* of the averages are no parameters of Llama.*any more"):
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight.* of the averages are no parameters of Llama.*any more"
+    ):
         averages.step()
+
+
+# ---- loops and states where ranks share rows ----
+
+SHARED = {"cp": {"cp_size": 2}, "tp": {"tp_size": 2}}
+
+
+def rates_and_rows_of_a_loop(sizes: dict[str, int], parent: Path) -> None:
+    """The scheduler ends with the loader, each row is a metric's once, and the norm is that of the Accelerator."""
+    accelerator = new_accelerator(parallelism_config=ParallelismConfig(**sizes))
+    model = from_pretrained(folder_of("llama", parent), accelerator=accelerator, **QUIET).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
+    loader = torch.utils.data.DataLoader(range(7), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert len(loader) == 4
+    rates, seen, named = [], [], []
+    for batch in loader:
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        named += accelerator.gather_for_metrics([f"row {row}" for row in batch.tolist()])
+    assert rates == [1.0, 0.75, 0.5, 0.25]
+    assert seen == [*range(7)] and named == [f"row {row}" for row in range(7)]
+    ids = torch.arange(3, 15)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 1e9)
+    assert norm > 0 and torch.equal(norm, accelerator.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def averages_by_dcp(parent: Path) -> None:
+    """Of fused gates, which a layer's ranks hold in two ranges: written in one layout and read in the other."""
+    folder = folder_of("qwen3_moe", parent)
+    models = {name: from_pretrained(folder, mesh=dims, **QUIET) for name, dims in (("one", None), ("two", TP))}
+    for written, read in (("one", "two"), ("two", "one")):
+        source, target = ParameterEMA(models[written]), ParameterEMA(models[read])
+        for average in target._averages.values():
+            average.zero_()
+        dcp.save({"ema": source}, checkpoint_id=parent / written)
+        dcp.load({"ema": target}, checkpoint_id=parent / written)
+        expected = source.state_dict()
+        for name, average in target.state_dict().items():
+            assert torch.equal(full(average), full(expected[name])), (written, name)
+
+
+def averages_of_a_trainer(parent: Path) -> None:
+    folder = folder_of("qwen3_moe", parent)
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": False}
+    args = arguments(parent / "averaged", parallelism_config=ParallelismConfig(tp_size=2), fsdp=True, **options)
+    model = from_pretrained(folder, accelerator=make_accelerator(args), **QUIET)
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(8))
+    trainer.ema_decay = 0.9
+    trainer.train()
+    assert (parent / "averaged" / "checkpoint-1" / AVERAGES / ".metadata").is_file()
+
+
+def test_loops_and_states_know_who_shares_rows(tmp_path: Path) -> None:
+    cases = {f"loop, {name}": partial(rates_and_rows_of_a_loop, sizes) for name, sizes in SHARED.items()}
+    cases |= {"averages": averages_by_dcp, "averages of a trainer": averages_of_a_trainer}
+    run_ranks(run_cases, 2, cases, tmp_path)
 
 
 def test_all_agree_on_who_shares_rows(tmp_path: Path) -> None:

@@ -7,18 +7,15 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
-from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
@@ -49,53 +46,6 @@ _TITAN = "tok_embeddings.weight"
 """A name in torchtitan's and Meta's own layout of models, which transformers' models do not have."""
 
 _Tensor = TypeVar("_Tensor")
-
-
-@contextmanager
-def all_boxes() -> Iterator[None]:
-    """A block in which torch's DCP saves and loads each box of a DTensor of which this rank holds several.
-
-    torch (2.13) takes a shard for one box from the first to the last index: of fused weights that tensor parallelism
-    cuts in two ranges, ranks would overlap.
-    """
-    names = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
-    former = {name: getattr(DTensor, name) for name in names}
-
-    def write_items(tensor: DTensor, fqn: str, value: Any) -> Any:
-        if len(boxes := local_boxes_of(tensor)) < 2:
-            return former["__create_write_items__"](tensor, fqn, value)
-        properties = dcp.TensorProperties.create_from_tensor(tensor.to_local())
-        chunks = [_chunk(box) for box, _ in boxes]
-        return [
-            WriteItem(
-                index=dcp.MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-            )
-            for chunk in chunks
-        ]
-
-    def chunk_list(tensor: DTensor) -> Any:
-        boxes = local_boxes_of(tensor)
-        return former["__create_chunk_list__"](tensor) if len(boxes) < 2 else [_chunk(box) for box, _ in boxes]
-
-    def shard(tensor: DTensor, index: dcp.MetadataIndex) -> Any:
-        if len(boxes := local_boxes_of(tensor)) < 2:
-            return former["__get_tensor_shard__"](tensor, index)
-        box, start = next(each for each in boxes if each[0].start == tuple(index.offset or ()))
-        return memory_view(local_tensor(tensor), start, box.length)
-
-    for name, own in zip(names, (write_items, chunk_list, shard), strict=True):
-        setattr(DTensor, name, own)
-    try:
-        yield
-    finally:
-        for name, method in former.items():
-            setattr(DTensor, name, method)
-
-
-def _chunk(box: Box) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.length))
 
 
 def is_wrapped(names: Collection[str]) -> bool:
