@@ -282,7 +282,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as `Accelerator.gather_for_metrics` does, each row of ranks that share it once. Every rank must call."""
+        """Gather as `Accelerator.gather_for_metrics` does, shared rows once. Every rank must call."""
         if (shared := ranks_per_row()) == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:

@@ -89,8 +89,8 @@ class ParameterEMA:
             reshard_units(self._model)  # of a unit that is gathered, the model has another parameter
             if gone := self._gone():
                 raise ConfigError(
-                    f"{listed(gone)} of the averages are no parameters of {type(self._model).__name__} any more: it was "
-                    "resized or sharded since. Make ParameterEMA(model) after that."
+                    f"{listed(gone)} of the averages are no parameters of {type(self._model).__name__} any more: it "
+                    "was resized or sharded since. Make ParameterEMA(model) after that."
                 )
         for name, average in self._averages.items():  # one at a time: a cast takes the memory of one shard
             value = local_tensor(self._trained[name]).to(device=average.device, dtype=average.dtype)

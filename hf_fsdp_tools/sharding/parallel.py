@@ -539,9 +539,7 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
     for name, module in twin.named_modules():
         if any(p is not None and not isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
-        if note_of(
-            module
-        ).is_dispatched:  # where tokens go depends on values; what comes back has the shape of what went
+        if note_of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
             module.forward = lambda hidden, *routing: hidden
     with _without_communication():
         run_on_meta(twin, 4 * tp_size)

@@ -233,8 +233,8 @@ def _norm_of(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clip as `torch.nn.utils.clip_grad_norm_` does, of shards on any meshes: where ranks share layers or experts, torch's
-    own cannot add up what lies on several.
+    """Clip as `torch.nn.utils.clip_grad_norm_` does, also where ranks share layers or experts, so that shards lie on
+    several meshes, whose norms torch's own cannot add up.
 
     For a loop without an Accelerator, whose `clip_grad_norm_` and a Trainer do the same.
 
