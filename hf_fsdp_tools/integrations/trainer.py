@@ -43,7 +43,7 @@ from hf_fsdp_tools.integrations.hooks import check_hooks
 from hf_fsdp_tools.integrations.model import refuse_sharded_elsewhere
 from hf_fsdp_tools.integrations.pushing import PushingMixin, push_checkpoint
 from hf_fsdp_tools.integrations.resume import awaiting_state, check_listed, refuse_damage, stored_format, using_format
-from hf_fsdp_tools.integrations.rewards import guard_rewards
+from hf_fsdp_tools.integrations.rewards import REWARDING, guard_rewards
 from hf_fsdp_tools.integrations.state import make_dynamo_plugin, start_state
 from hf_fsdp_tools.integrations.states import StateSave, saving_state
 from hf_fsdp_tools.integrations.streams import (
@@ -537,6 +537,11 @@ def _refuse_counted_again(trainer: Any) -> None:
     if not trainer.args.average_tokens_across_devices:
         raise ConfigError(
             "With cp_size or tp_size, set average_tokens_across_devices=True: tokens are counted over all ranks."
+        )
+    if any(hasattr(trainer, name) for name in REWARDING):
+        raise ConfigError(
+            f"{type(trainer).__name__} counts the completions of each process for itself, and with cp_size or tp_size "
+            "would compare texts with copies of themselves. Leave both out; ep_size shares no rows."
         )
     if trainer.args.eval_use_gather_object:
         raise ConfigError(

@@ -6,14 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
+from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import packed_parameters
+from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.text import listed
 
 
@@ -60,29 +60,11 @@ def never_called(model: nn.Module, *, is_sharded: bool) -> str:
     )
 
 
-def compare_rows(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) -> None:
-    """Refuse rows that differ between the ranks of a group, which must all call: one all-reduce of a few numbers."""
-    values = tokens.detach().double().flatten()
-    places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
-    shape = values.new_tensor([tokens.shape[0], tokens.numel()])
-    own = torch.cat([torch.stack([values.sum(), (values * places).sum() / len(values)]), shape])
-    extremes = torch.cat([own, -own])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    most, least = extremes.chunk(2)
-    if not torch.equal(most, -least):
-        raise ConfigError(
-            f"The {group.size()} ranks that share {shared} have different rows in the first step. Give each group the "
-            "same batches: by accelerator.prepare(loader) or a Trainer whose parallelism_config has the same sizes as "
-            f"the model; in a loop of your own, a sampler for {dist.get_world_size() // group.size()} replicas and "
-            f"rank // {group.size()}."
-        )
-
-
-def check_first_pass(model: nn.Module, device: torch.device, layers: DeviceMesh | None) -> None:
+def check_first_pass(model: nn.Module, device: torch.device, axes: Axes) -> None:
     """Have shards checked once before the first training pass, before anything is gathered for it.
 
-    Shards that were moved from `device`, and different rows on ranks that share layers, are refused. A warning on rank
-    0 names fp16 master weights, and hooks that nobody calls.
+    Shards that were moved from `device`, and different rows on ranks that share layers, are refused; from then on such
+    ranks draw the same random numbers. A warning on rank 0 names fp16 master weights, and hooks that nobody calls.
     """
     handle: Any = None
 
@@ -106,11 +88,9 @@ def check_first_pass(model: nn.Module, device: torch.device, layers: DeviceMesh 
                 "a peft_config, or dequantize=True; or run it under torch.no_grad()."
             )
         handle.remove()
-        first = next(
-            (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()), None
-        )
-        if layers is not None and layers.size() > 1 and first is not None:
-            compare_rows(first, layers.get_group(), "layers (tp_size)")
+        if axes.layers is not None and axes.layers.size() > 1:
+            compare_inputs((*args, *kwargs.values()), axes.layers.get_group(), "layers (tp_size)")
+            draw_alike([axes.layers], device)  # what dropout leaves out
         problems = [never_called(module, is_sharded=True)]
         if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
             problems.append(

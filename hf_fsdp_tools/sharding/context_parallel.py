@@ -32,7 +32,7 @@ from hf_fsdp_tools.modeling.meta import copy_on_meta
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
-from hf_fsdp_tools.sharding.checks import compare_rows
+from hf_fsdp_tools.sharding.alike import compare_rows
 from hf_fsdp_tools.text import first_line
 
 _WITH_ANY_MASK = ("eager", "sdpa")

@@ -11,6 +11,7 @@ from hf_fsdp_tools.accelerator import free_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     bytes_gathered,
     forward_begun,
@@ -90,6 +91,11 @@ def generate_on_shards(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) 
             return generate_on_shards(model, plain, *args, **kwargs)
     if asked:
         gather_units(model)  # nothing, unless a save in the block has sharded them
+    axes = note_of(model).sharding.axes
+    shared = [mesh for mesh in (axes.layers, axes.rows) if mesh is not None and mesh.size() > 1]
+    for mesh in shared:
+        compare_inputs((*args, *kwargs.values()), mesh.get_group(), "rows (cp_size, tp_size) and are to generate")
+    draw_alike(shared, note_of(model).sharding.device)
     try:
         with forward_begun(model):
             return plain(*args, **kwargs)

@@ -229,7 +229,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     if sharding.compile is not None:
         compile_blocks(model, sharding.plan, sharding.compile)
     apply_sharding(model, sharding, tree)
-    check_first_pass(model, sharding.device, sharding.axes.layers)
+    check_first_pass(model, sharding.device, sharding.axes)
     return model
 
 

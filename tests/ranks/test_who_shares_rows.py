@@ -19,7 +19,7 @@ from hf_fsdp_tools import (
     make_accelerator,
     resize_token_embeddings,
 )
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.integrations.resume import AVERAGES
 from tests._checkpoints import full, refusal
@@ -49,6 +49,31 @@ def a_loop_of_ones_own(parent: Path) -> None:
     rows = torch.arange(3, 15)[None] + dist.get_rank()
     with pytest.raises(ConfigError, match=r"2 ranks that share layers \(tp_size\) have different rows"):
         model(input_ids=rows, labels=rows)
+
+
+def draws_of_ranks_that_share_layers(parent: Path) -> None:
+    """Each rank has a seed of its own: dropout and samples are those of the first rank of a group on all."""
+    folder, ids = folder_of("llama", parent), torch.arange(3, 15)[None]
+    model = from_pretrained(folder, mesh=TP, attention_dropout=0.5, **QUIET).train()
+    torch.manual_seed(dist.get_rank())
+    model(input_ids=ids, labels=ids).loss.backward()
+    norm = model.model.norm.weight.grad.to_local()  # whole on both ranks, which have computed it apart
+    assert all(torch.equal(each, norm) for each in all_ranks(norm))
+    torch.manual_seed(dist.get_rank())
+    texts = [model.eval().generate(ids, max_new_tokens=8, do_sample=True) for _ in range(2)]
+    assert all(torch.equal(each, texts[0]) for each in all_ranks(texts[0])) and not torch.equal(*texts)
+    for dims in (TP, ParallelDims(cp_size=2)):
+        model = from_pretrained(folder, mesh=dims, **QUIET)
+        assert "have different rows" in refusal(lambda m=model: m.generate(ids + dist.get_rank(), max_new_tokens=2))
+
+
+def trainers_that_count_completions(parent: Path) -> None:
+    new_accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    model = from_pretrained(folder_of("llama", parent), mesh=TP, **QUIET)
+    options = {"parallelism_config": ParallelismConfig(tp_size=2), "fsdp": True}
+    trainer = ShardedTrainer(model=model, args=arguments(parent / "grpo", **options), train_dataset=make_rows(8))
+    trainer._calculate_rewards = None  # as GRPOTrainer and RLOOTrainer have it
+    assert "counts the completions of each process for itself" in refusal(trainer.train)
 
 
 def rules_beside_a_mesh(parent: Path) -> None:
@@ -158,7 +183,8 @@ def test_loops_and_states_know_who_shares_rows(tmp_path: Path) -> None:
 
 def test_all_agree_on_who_shares_rows(tmp_path: Path) -> None:
     cases = [
-        a_loader_that_does_not_know_of_it, a_loop_of_ones_own, rules_beside_a_mesh, axes_by_their_names,
+        a_loader_that_does_not_know_of_it, a_loop_of_ones_own, draws_of_ranks_that_share_layers,
+        trainers_that_count_completions, rules_beside_a_mesh, axes_by_their_names,
         an_error_of_a_class_of_ones_own, averages_of_what_was_resized,
     ]  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)

@@ -1,0 +1,47 @@
+"""What ranks that share rows, or layers, must have in common: the rows, and the random numbers that are drawn."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_fsdp_tools.errors import ConfigError
+
+
+def compare_rows(tokens: torch.Tensor, group: dist.ProcessGroup, shared: str) -> None:
+    """Refuse rows that differ between the ranks of a group, which must all call: one all-reduce of a few numbers."""
+    values = tokens.detach().double().flatten()
+    places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+    shape = values.new_tensor([tokens.shape[0], tokens.numel()])
+    own = torch.cat([torch.stack([values.sum(), (values * places).sum() / len(values)]), shape])
+    extremes = torch.cat([own, -own])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    most, least = extremes.chunk(2)
+    if not torch.equal(most, -least):
+        raise ConfigError(
+            f"The {group.size()} ranks that share {shared} have different rows. Give each group the "
+            "same batches: by accelerator.prepare(loader) or a Trainer whose parallelism_config has the same sizes as "
+            f"the model; in a loop of your own, a sampler for {dist.get_world_size() // group.size()} replicas and "
+            f"rank // {group.size()}."
+        )
+
+
+def compare_inputs(inputs: Iterable[object], group: dist.ProcessGroup, shared: str) -> None:
+    """Compare the first tensor of a model's inputs as `compare_rows` does."""
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
+    if tensors:
+        compare_rows(tensors[0], group, shared)
+
+
+def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
+    """Give torch's generators, of the CPU and of this rank's device, the states of the first rank of each mesh.
+
+    Every rank must call; each mesh has one axis, along which some KB are broadcast.
+    """
+    of_devices = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    for mesh in meshes:
+        for generator in of_devices:
+            state = generator.get_rng_state().to(device)
+            dist.broadcast(state, group=mesh.get_group(), group_src=0)
+            generator.set_rng_state(state.cpu())
