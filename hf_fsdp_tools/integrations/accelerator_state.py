@@ -36,6 +36,7 @@ from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.saving.save_adapter import adapter_tensors, gather_tensors, own_tensors
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.sharding.injection import changes_base
+from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import fetch_whole, stub_of
 from hf_fsdp_tools.text import listed, quoted
 
@@ -136,6 +137,8 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
     optimizer = getattr(optimizer, "optimizer", optimizer)  # torch may step it to make its state
     is_whole = optimizer is not None or not _leaves_base_out(model)
     chosen: dict[str, torch.Tensor] = {}
+    if optimizer is None:
+        warn_of_drift(model)
     if not is_whole:
         with agreed("preparing the adapter", state.folder):
             chosen = adapter_tensors(model) | _buffers(model)

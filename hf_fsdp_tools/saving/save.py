@@ -39,6 +39,7 @@ from hf_fsdp_tools.saving.push import model_card_of, push_saved
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
+from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
@@ -171,6 +172,7 @@ def begin_save(
     it writes from the model. Every rank must call, with equal arguments.
     """
     wait_for_saves()
+    warn_of_drift(model)
     if blocking:
         copies.free_kept_memory()
     if merge_adapters:

@@ -1,11 +1,14 @@
-"""What ranks that share rows, or layers, must have in common: the rows, and the random numbers that are drawn."""
+"""What ranks that share rows, or layers, must have in common: rows, draws, and the weights that each holds whole."""
 
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 
 
@@ -45,3 +48,26 @@ def draw_alike(meshes: Iterable[DeviceMesh], device: torch.device) -> None:
             state = generator.get_rng_state().to(device)
             dist.broadcast(state, group=mesh.get_group(), group_src=0)
             generator.set_rng_state(state.cpu())
+
+
+def drifted(model: nn.Module, layers: DeviceMesh | None) -> list[str]:
+    """The weights that the ranks of a layer each hold whole, beside their shards, and that differ between them.
+
+    Every rank must call; two numbers for each such weight are reduced over `layers`.
+    """
+    if layers is None or layers.size() == 1:
+        return []
+    group, ranks = layers.get_group(), set(layers.mesh.flatten().tolist())
+    whole = {
+        name: local_tensor(parameter.detach()).flatten()
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) or len(ranks & {*parameter.device_mesh.mesh.flatten().tolist()}) == 1
+    }
+    sums = [part[::step].sum(dtype=torch.float64) for part in whole.values() for step in (1, 7)]
+    if not sums:
+        return []
+    own = torch.stack([each.to(layers.device_type) for each in sums]).nan_to_num()
+    extremes = torch.cat([own, -own])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    most, least = extremes.view(2, -1, 2)
+    return [name for name, differs in zip(whole, (most != -least).any(-1).tolist(), strict=True) if differs]

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
-from hf_fsdp_tools.errors import ConfigError, WrapPlanError
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
+from hf_fsdp_tools.sharding.alike import drifted
 from hf_fsdp_tools.sharding.allocate import renew
 from hf_fsdp_tools.sharding.checks import check_first_pass, check_parameters, never_called
 from hf_fsdp_tools.sharding.compile import (
@@ -51,7 +52,7 @@ from hf_fsdp_tools.sharding.recompute import (
 from hf_fsdp_tools.sharding.replicated import average_gradients
 from hf_fsdp_tools.sharding.skipped import join_skipped
 from hf_fsdp_tools.sharding.vocabulary_parallel import divide_loss
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.text import dtype_name, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +241,19 @@ def sharding_of(model: nn.Module) -> Sharding | None:
         model: also inside PEFT's wrapper or that of `torch.compile`.
     """
     return next((sharding for _, sharding in _remembered(model)), None)
+
+
+def warn_of_drift(model: nn.Module) -> None:
+    """Say on rank 0 which weights have drifted apart on the ranks of a layer, of which a save writes one rank's. Every
+    rank must call."""
+    sharding = sharding_of(model)
+    names = [] if sharding is None else drifted(model, sharding.axes.layers)
+    if names and dist.get_rank() == 0:
+        warnings.warn(
+            f"{len(names)} weights that each rank of a layer (tp_size) holds whole differ: {listed(names)}. "
+            "They saw other rows, or drew other random numbers, and one rank's are saved.",
+            stacklevel=frames_of_package(),
+        )
 
 
 def sharded_module(model: nn.Module) -> nn.Module | None:

@@ -1,5 +1,7 @@
 """One value says which ranks share rows and layers: model, loader, Trainer and the names of a mesh agree with it."""
 
+import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from hf_fsdp_tools import (
     from_pretrained,
     make_accelerator,
     resize_token_embeddings,
+    save_pretrained,
 )
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import MeshError
@@ -65,6 +68,18 @@ def draws_of_ranks_that_share_layers(parent: Path) -> None:
     for dims in (TP, ParallelDims(cp_size=2)):
         model = from_pretrained(folder, mesh=dims, **QUIET)
         assert "have different rows" in refusal(lambda m=model: m.generate(ids + dist.get_rank(), max_new_tokens=2))
+
+
+def weights_that_have_drifted_apart(parent: Path) -> None:
+    model = from_pretrained(folder_of("llama", parent), mesh=TP, **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_pretrained(model, parent / "alike")
+    if dist.get_rank() == 1:
+        model.model.norm.weight.data.add_(1e-3)
+    said = pytest.warns(UserWarning, match=r"1 weights .* differ: .*model\.norm\.weight")
+    with said if dist.get_rank() == 0 else nullcontext():
+        save_pretrained(model, parent / "drifted")
 
 
 def trainers_that_count_completions(parent: Path) -> None:
@@ -184,7 +199,7 @@ def test_loops_and_states_know_who_shares_rows(tmp_path: Path) -> None:
 def test_all_agree_on_who_shares_rows(tmp_path: Path) -> None:
     cases = [
         a_loader_that_does_not_know_of_it, a_loop_of_ones_own, draws_of_ranks_that_share_layers,
-        trainers_that_count_completions, rules_beside_a_mesh, axes_by_their_names,
+        weights_that_have_drifted_apart, trainers_that_count_completions, rules_beside_a_mesh, axes_by_their_names,
         an_error_of_a_class_of_ones_own, averages_of_what_was_resized,
     ]  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
