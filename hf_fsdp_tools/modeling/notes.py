@@ -35,6 +35,8 @@ class Note:
     """Of a module whose weights are divided among ranks before they are sharded: (mesh, placements) of each."""
     style: Any = None
     """Of a module that computes with its part of weights or heads: what lets it do so."""
+    is_block: bool = False
+    """Whether the user's policy says that this module is a block."""
     is_dispatched: bool = False
     """Whether ranks share these experts: tokens travel to them, and they are sharded over fewer ranks."""
     stored_quantization: Mapping[str, Any] | None = None

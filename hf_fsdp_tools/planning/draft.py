@@ -70,11 +70,13 @@ class PlanDraft:
     block; at most `bound`, at least `floor`. Never changed."""
     root: DraftUnit
     """The root unit, carried by the root of the tree. Always there, and never joined with another."""
+    chosen: list[str]
+    """Names of the modules that `block_types` chose. Steps append."""
     problems: list[str]
     """Wishes of the policy that the model cannot fulfil, as sentences with a cure. Steps append; `finish` raises."""
 
     def __init__(self, model: nn.Module, policy: HybridPolicy) -> None:
-        self.tree, self.policy, self.problems = ModuleTree(model), policy, []
+        self.tree, self.policy, self.problems, self.chosen = ModuleTree(model), policy, [], []
         self.stacks = find_blocks(self.tree)
         self.blocks = describe_blocks(self.tree, self.stacks)
         self._set_sizes()
@@ -204,6 +206,7 @@ class PlanDraft:
             model_class=self.blocks.model_class,
             num_params=0,
             notes=tuple(self._notes()),
+            blocks=tuple(self.chosen),
         )
         return measured(plan, self.tree)
 

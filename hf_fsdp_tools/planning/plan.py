@@ -55,6 +55,8 @@ class WrapPlan:
     """Number of parameters of the model, tied ones once, replicated ones included."""
     notes: tuple[str, ...] = ()
     """Remarks for a reader, such as that units are chosen by size."""
+    blocks: tuple[str, ...] = ()
+    """Names of the modules that the policy's `block_types` chose: blocks for FP8, Muon and all else that asks, too."""
 
     @property
     def largest_unit(self) -> WrapUnit:
@@ -86,7 +88,7 @@ class WrapPlan:
             if written != _FORMAT:
                 raise WrapPlanError(f"Wrap plan of format {written!r}; this version reads {_FORMAT}. {cure}")
             units = tuple(WrapUnit(**{**unit, "modules": tuple(unit["modules"])}) for unit in data.pop("units"))
-            data |= {name: tuple(data[name]) for name in ("replicated", "notes")}
+            data |= {name: tuple(data.get(name, ())) for name in ("replicated", "notes", "blocks")}
             return cls(units=units, **data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, WrapPlanError):

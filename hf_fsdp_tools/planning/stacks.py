@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name, has_forward
+from hf_fsdp_tools.modeling.notes import note_of
 
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major. (assumed; a part of the definition of a correct plan)"""
@@ -29,8 +30,16 @@ _MIN_NUMBERED = 3
 
 
 def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
-    """The blocks of every stack of the tree, stack by stack in registration order."""
-    return _stacks_below(tree.root, nested=False)
+    """The blocks of every stack of the tree, stack by stack in registration order; then, of a sharded model, those beside
+    stacks that the user chose (`block_types`), by their parents."""
+    stacks = _stacks_below(tree.root, nested=False)
+    known = {node for stack in stacks for block in stack for node in block.walk()}
+    chosen: dict[ModuleNode | None, list[ModuleNode]] = {}
+    for node in tree:
+        if note_of(node.module).is_block and node not in known:
+            chosen.setdefault(node.parent, []).append(node)
+            known.update(node.walk())
+    return [*stacks, *chosen.values()]
 
 
 def is_major(tree: ModuleTree, stack: list[ModuleNode]) -> bool:

@@ -56,6 +56,7 @@ def add_chosen_units(draft: PlanDraft) -> None:
         name = wanted if isinstance(wanted, str) else wanted.__name__
         for node in matching_nodes(draft.tree, wanted, problems=draft.problems):
             _add_chosen(draft, node, True, f"chosen by block_types: {name}")
+            draft.chosen.append(node.fqn)
 
 
 def _add_chosen(draft: PlanDraft, node: ModuleNode, reshard: bool | int | None, reason: str) -> None:

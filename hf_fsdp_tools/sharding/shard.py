@@ -171,6 +171,8 @@ def checked_sharding(
     mp_policy, options, recompute = as_mp_policy(mp_policy), as_compile(compile), as_recompute(activation_checkpointing)
     axes = axes_of(mesh)
     mesh, dims = axes.shards, axes.dims
+    for name in plan.blocks:
+        add_to_note(model.get_submodule(name), is_block=True)
     if axes.rows is not None:
         check_rows(model, dims.cp_size)
     if max(dims.tp_size, dims.ep_size) > 1 and not is_parallel(model):
