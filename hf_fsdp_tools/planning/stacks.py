@@ -30,8 +30,8 @@ _MIN_NUMBERED = 3
 
 
 def find_blocks(tree: ModuleTree) -> list[list[ModuleNode]]:
-    """The blocks of every stack of the tree, stack by stack in registration order; then, of a sharded model, those beside
-    stacks that the user chose (`block_types`), by their parents."""
+    """The blocks of every stack of the tree, stack by stack in registration order; then, of a sharded model, those that
+    the user chose beside stacks (`block_types`), by their parents."""
     stacks = _stacks_below(tree.root, nested=False)
     known = {node for stack in stacks for block in stack for node in block.walk()}
     chosen: dict[ModuleNode | None, list[ModuleNode]] = {}

@@ -37,6 +37,7 @@ from hf_fsdp_tools.sharding.compile import (
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
 from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
+from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
 from hf_fsdp_tools.sharding.injection import guard_injection
@@ -217,6 +218,7 @@ def checked_sharding(
 def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.Module:
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
+    guard_habits()
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
         for group in sharding.axes.groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs

@@ -1,0 +1,85 @@
+"""Habits of scripts that would do something else on shards, in silence: they work as on one process, or say what does.
+
+    drawing     `nn.init.normal_(weight)`, `weight.data.uniform_()`, `torch.randn_like(weight)`: what one process draws
+    deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
+    writing     `weight.grad[:n].zero_()`: a warning, for what an index gives of shards is a copy
+
+torch calls these for every DTensor of a process, from the first model on that is sharded.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
+from hf_fsdp_tools.errors import ConfigError, frames_of_package
+
+aten = torch.ops.aten
+_DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
+_DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
+_OF_LAYERS = "tp"
+"""The axis of a mesh on which whole tensors are activations, to which models write."""
+
+_is_done = False
+
+
+def guard_habits() -> None:
+    """Let torch call the functions below, in this process. Nothing is communicated."""
+    global _is_done
+    if _is_done:
+        return
+    _is_done = True
+    dispatcher = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+    handlers[aten._local_scalar_dense.default] = _answer
+    handlers.update(dict.fromkeys(_DRAWING, _draw))
+    handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
+    propagator = dispatcher.sharding_propagator
+    propagate = propagator.propagate_op_sharding_non_cached
+
+    def seen(schema: Any) -> Any:
+        _look_at(schema)
+        return propagate(schema)
+
+    propagator.propagate_op_sharding_non_cached = seen
+
+
+def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if any(not p.is_replicate() and tensor.device_mesh.size(i) > 1 for i, p in enumerate(tensor.placements)):
+        raise ConfigError(
+            "A number or a decision (if, float(), .item()) is taken of a DTensor, of which this rank holds a part of "
+            "the answer. On every rank, take it of the whole: p.grad.isnan().any().full_tensor(), p.norm().full_tensor(); "
+            "this rank's part alone is x.to_local(). nn.init.trunc_normal_ decides so: draw before weights are sharded."
+        )
+    return tensor.to_local().item()
+
+
+def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
+    tensor, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].to_local().device)
+    operator(whole, *args[1:], **kwargs)
+    local_tensor(tensor).copy_(part_of(whole, tensor))
+    return tensor
+
+
+def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    return as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor)
+
+
+def _look_at(schema: Any) -> None:
+    """Warn of what is written to a whole copy; torch asks for each operator and shape once."""
+    if not (schema.op._schema.is_mutable and schema.args_spec):
+        return
+    spec = schema.args_spec[0]
+    is_whole = all(isinstance(placement, Replicate) for placement in spec.placements)
+    if is_whole and spec.ndim and spec.mesh.size() > 1 and _OF_LAYERS not in (spec.mesh.mesh_dim_names or ()):
+        warnings.warn(
+            f"{schema.op.__name__.split('.')[0]} writes to a whole copy of shards ({list(spec.shape)}), which stay as "
+            "they were: an index of a sharded tensor (weight.grad[:n], weight.data[-3:]) copies. On every rank, "
+            "multiply by a mask of all rows, or change x.full_tensor() and put it back (docs/guide.md).",
+            stacklevel=frames_of_package(),
+        )

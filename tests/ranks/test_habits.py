@@ -1,0 +1,80 @@
+"""Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_tools import ConfigError, from_pretrained
+from tests._checkpoints import full, randomize, tiny_config
+from tests._dist import run_cases, run_ranks
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def both(parent: Path) -> tuple[Any, Any]:
+    """A model in shards with gradients, and the same on one process."""
+    plain = AutoModelForCausalLM.from_pretrained(parent).train()
+    model = from_pretrained(parent, load_kwargs={"progress": False}).train()
+    ids = torch.arange(3, 15)[None]
+    for each in (model, plain):
+        each(input_ids=ids, labels=ids).loss.backward()
+    return model, plain
+
+
+def draws_are_those_of_one_process(parent: Path) -> None:
+    draws: tuple[Callable[[torch.Tensor], Any], ...] = (
+        nn.init.kaiming_uniform_,
+        lambda weight: nn.init.normal_(weight, std=0.02),
+        lambda weight: weight.data.uniform_(-1, 1),
+        lambda weight: weight.data.copy_(torch.randn_like(weight)),
+        lambda weight: weight.data.bernoulli_(0.5),
+    )
+    model, plain = both(parent)
+    for draw in draws:
+        for each in (model, plain):
+            torch.manual_seed(7)
+            draw(each.get_parameter(NAME))
+        assert torch.equal(full(model.get_parameter(NAME)), plain.get_parameter(NAME)), draw
+    with pytest.raises(ConfigError, match="trunc_normal_ decides so"):
+        nn.init.trunc_normal_(model.get_parameter(NAME))
+
+
+def decisions_of_a_part_are_refused(parent: Path) -> None:
+    model, plain = both(parent)
+    weight, alone = model.get_parameter(NAME), plain.get_parameter(NAME)
+    for decide in (
+        lambda: bool(weight.grad.isnan().any()),
+        lambda: not weight.grad.isfinite().all(),
+        lambda: float(weight.norm()),
+        lambda: weight.sum().item(),
+    ):
+        with pytest.raises(ConfigError, match="holds a part of the answer"):
+            decide()
+    assert not weight.grad.isnan().any().full_tensor()
+    torch.testing.assert_close(weight.norm().full_tensor(), alone.norm())
+
+
+def writes_to_a_copy_are_said(parent: Path) -> None:
+    model, _ = both(parent)
+    weight = model.get_parameter(NAME)
+    for write in (lambda: weight.grad[:2].zero_(), lambda: weight.data[-3:].copy_(torch.zeros_like(weight.data[-3:]))):
+        with pytest.warns(UserWarning, match="writes to a whole copy of shards"):
+            write()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight.grad.zero_()
+        weight.data.mul_(2)
+        torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+
+def test_habits_of_scripts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
+    cases = (draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_said)
+    run_ranks(run_cases, 2, cases, tmp_path)
