@@ -52,6 +52,7 @@ from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
+from hf_fsdp_tools.sharding.fsdp2_internals import make_root
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
@@ -352,8 +353,11 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_managed(model)
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
+    root = sharded_module(model)
+    if isinstance(root, FSDPModule):
+        make_root(root)  # type: ignore[arg-type]  # before a script calls a part of it: get_input_embeddings()(ids)
     accelerator._models.append(model)
-    for prepared in (model, sharded_module(model) or model):  # the base, of a PEFT model
+    for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
 
 

@@ -1,6 +1,7 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import ConfigError, storage_errors
+from hf_fsdp_tools.errors import ConfigError, frames_of_package, storage_errors
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
@@ -306,6 +307,20 @@ class FSDPTrainerMixin(PushingMixin):
         """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
+    if hasattr(Trainer, "_run_epoch"):  # which older versions lack; there such a run makes one step
+
+        def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+            """As the Trainer's; of a run that had come to its end, nothing is left to train."""
+            if self.state.global_step >= self.state.max_steps:
+                if self.args.should_log:
+                    done = f"step {self.state.global_step} of {self.state.max_steps}"
+                    warnings.warn(
+                        f"Nothing is left to train: the checkpoint is of {done}.", stacklevel=frames_of_package()
+                    )
+                self.control.should_training_stop = True
+                return
+            super()._run_epoch(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
 
@@ -318,7 +333,8 @@ class FSDPTrainerMixin(PushingMixin):
             self.gather_function = partial(gather_once_per_row, self.accelerator)
         device = self.accelerator.device
         drawing = [device] if device.type != "cpu" else []
-        with torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda"):
+        drawn = torch.random.fork_rng(drawing, device_type=device.type if drawing else "cuda")
+        with drawn, _evaluating_in_full(self):
             return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
@@ -525,6 +541,21 @@ def _draw_to_epoch(sampler: Any, epoch: int) -> None:
     sampler.generator.manual_seed(sampler.seed)
     for _ in range(epoch):
         torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+@contextmanager
+def _evaluating_in_full(trainer: Any) -> Iterator[None]:
+    """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards, which are
+    trained on after it."""
+    args = trainer.args
+    asked = args.bf16_full_eval, args.fp16_full_eval
+    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
+    args.bf16_full_eval = args.fp16_full_eval = False
+    try:
+        with torch.autocast(trainer.accelerator.device.type, dtype, enabled=any(asked)):
+            yield
+    finally:
+        args.bf16_full_eval, args.fp16_full_eval = asked
 
 
 def _refuse_counted_again(trainer: Any) -> None:

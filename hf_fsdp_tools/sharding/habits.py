@@ -51,8 +51,9 @@ def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
     if any(not p.is_replicate() and tensor.device_mesh.size(i) > 1 for i, p in enumerate(tensor.placements)):
         raise ConfigError(
             "A number or a decision (if, float(), .item()) is taken of a DTensor, of which this rank holds a part of "
-            "the answer. On every rank, take it of the whole: p.grad.isnan().any().full_tensor(), p.norm().full_tensor(); "
-            "this rank's part alone is x.to_local(). nn.init.trunc_normal_ decides so: draw before weights are sharded."
+            "the answer. On every rank, take that of the whole: p.grad.isnan().any().full_tensor(), "
+            "p.norm().full_tensor(). This rank's part is x.to_local(). nn.init.trunc_normal_ decides so: draw before "
+            "weights are sharded."
         )
     return tensor.to_local().item()
 

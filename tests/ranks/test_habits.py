@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import ConfigError, from_pretrained
-from tests._checkpoints import full, randomize, tiny_config
+from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
+from tests._checkpoints import assert_same_tensors, full, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
+from tests._training import ShardedTrainer, arguments, full_parameters, make_rows, new_accelerator
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -73,8 +75,50 @@ def writes_to_a_copy_are_said(parent: Path) -> None:
         torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
+def embeddings_before_the_model(parent: Path) -> None:
+    accelerator, ids = new_accelerator(), torch.arange(3, 15)[None]
+    plain = AutoModelForCausalLM.from_pretrained(parent).train()
+    model = from_pretrained(parent, accelerator=accelerator, load_kwargs={"progress": False}).train()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    for each in (model, plain):
+        each(inputs_embeds=each.get_input_embeddings()(ids), labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
+
+
+def trainer(parent: Path, **settings: Any) -> ShardedTrainer:
+    args = arguments(parent / "out", **settings)
+    model = from_pretrained(parent, accelerator=make_accelerator(args), load_kwargs={"progress": False})
+    return ShardedTrainer(model=model, args=args, train_dataset=make_rows(16), eval_dataset=make_rows(4))
+
+
+def evaluations_in_bf16_alone(parent: Path) -> None:
+    """transformers would cast the shards themselves."""
+    made = trainer(parent, max_steps=1, bf16_full_eval=True)
+    made.train()
+    found = made.evaluate()["eval_loss"]
+    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
+    made.args.bf16_full_eval = False
+    assert found == pytest.approx(made.evaluate()["eval_loss"], rel=1e-2) and found != made.evaluate()["eval_loss"]
+
+
+def an_ended_run_that_is_resumed(parent: Path) -> None:
+    """In the middle of an epoch the Trainer looks at `max_steps` after a step alone."""
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    first = trainer(parent, **settings)
+    first.train()
+    again = trainer(parent, **settings)
+    with pytest.warns(UserWarning, match="Nothing is left to train") if again.args.should_log else nullcontext():
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 1
+    assert_same_tensors(full_parameters(again.model), full_parameters(first.model))
+
+
 def test_habits_of_scripts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
-    cases = (draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_said)
+    cases = (
+        draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_said,
+        embeddings_before_the_model, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
+    )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
