@@ -30,12 +30,11 @@ from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._training import arguments, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
-from tests.ranks.test_parallel import FOURS, LORA, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, rows
+from tests.ranks.test_parallel import BOTH, FOURS, LORA, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
 QUIET = {"progress": False}
-MIXED = [ParallelDims(tp_size=2, ep_size=2), ParallelDims(dp_replicate_size=2, tp_size=2)]
 
 
 def files_and_bytes_do_not_know_of_it(combinations, parent):
@@ -178,7 +177,7 @@ def states_of_others(kinds, parent):
             dcp.save({"model": model.state_dict()}, checkpoint_id=sources[0])
         plain = AutoModelForCausalLM.from_pretrained(folder)
         for source in sources:
-            layouts = [ParallelDims(), MIXED[0]] if kind == "torchtitan" else [PAIRS[kind != "llama"]]
+            layouts = [ParallelDims(), BOTH] if kind == "torchtitan" else [PAIRS[kind != "llama"]]
             for dims in layouts:
                 model = from_pretrained(source, config=folder, mesh=dims, load_kwargs=QUIET)
                 for name, parameter in model.named_parameters():
@@ -243,7 +242,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.shows("reads its own bytes", "save_pretrained", "HSDP", "tp", "ep")
-@fast_and_nightly(lambda kinds, *others: in_turn(kinds[1::3], *others), [("qwen3_moe", dims) for dims in FOURS], DTYPES)
+@fast_and_nightly(lambda kinds, *others: in_turn(kinds[4::3], *others), [("qwen3_moe", dims) for dims in FOURS], DTYPES)
 def test_four_ranks_read_and_write_their_parts(tmp_path, combinations):
     made = [(*kind, dtype) for kind, dtype in combinations]
     run_ranks(files_and_bytes_do_not_know_of_it, 4, made, tmp_path)
@@ -256,8 +255,8 @@ FOUR_RANKS = {
     "bf16": partial(in_bf16, [("llama", REPLICAS, {})]),
 }
 RARE_FOUR_RANKS = {
-    "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", MIXED, None)]),
-    "exported, tp and ep": partial(exported, MIXED[0]),
+    "quantised": partial(quantised_files_are_read_in_parts, [("fp8 experts", (BOTH, FOURS[5]), None)]),
+    "exported, tp and ep": partial(exported, BOTH),
     "bf16 adapters": partial(in_bf16, [("llama", REPLICAS, LORA)]),
 }
 
@@ -279,7 +278,7 @@ TWO_RANKS = {
     "bf16": partial(in_bf16, [("llama", PAIRS[0], {}), ("qwen3_moe", PAIRS[1], {})]),
     "states of others": partial(states_of_others, ("torchtitan", "qwen3_moe", "mixtral")),
     "one rank": one_rank_that_cannot_read_stops_all,
-    "exported": partial(exported, MIXED[0]),
+    "exported": partial(exported, BOTH),
 }
 RARE_TWO_RANKS = {
     "files and bytes": partial(files_and_bytes_do_not_know_of_it, [("llama", PAIRS[0], DTYPES[1])]),
