@@ -18,7 +18,6 @@ from transformers import (
 
 from hf_fsdp_tools import (
     ConfigError,
-    FSDPTrainerMixin,
     ParallelDims,
     add_adapter,
     from_pretrained,
@@ -32,7 +31,7 @@ from tests._checkpoints import full, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import calls_of
-from tests._training import train
+from tests._training import ShardedTrainer, train
 
 KINDS = {  # with what attention is beside full causal attention
     "llama": "",
@@ -228,13 +227,9 @@ def memory_falls_with_the_ranks():
     assert part < 0.55 * whole, (part, whole)
 
 
-class _MetricsTrainer(FSDPTrainerMixin, Trainer):
-    pass
-
-
 def old_trainers_are_refused(folder):
     args = TrainingArguments(folder, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2), use_cpu=True)
-    trainer = _MetricsTrainer(sharded_copy("llama", ParallelDims(cp_size=2)), args, eval_dataset=[{"input_ids": [1]}])
+    trainer = ShardedTrainer(sharded_copy("llama", ParallelDims(cp_size=2)), args, eval_dataset=[{"input_ids": [1]}])
     with pytest.raises(ConfigError, match=r"multiplies losses by cp_size"):
         trainer.evaluate()
 
@@ -253,7 +248,7 @@ def metrics_are_those_of_one_process(folder):
     options = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
     args = TrainingArguments(folder, parallelism_config=shared, **options)
     model = sharded_copy("llama", ParallelDims(cp_size=2))
-    found = _MetricsTrainer(model, args, eval_dataset=rows, compute_metrics=compute_metrics).evaluate()
+    found = ShardedTrainer(model, args, eval_dataset=rows, compute_metrics=compute_metrics).evaluate()
     alone = plain("llama").eval()
     with torch.no_grad():
         outputs = [alone(input_ids=row["input_ids"][None], labels=row["labels"][None]) for row in rows]
@@ -272,8 +267,7 @@ def different_rows_are_one_error():
 LAYOUTS = [ParallelDims(cp_size=2), ParallelDims(cp_size=4), ParallelDims(cp_size=2, dp_replicate_size=2)]
 
 
-def every_kind(kinds, layouts, are_recomputed):
-    """Every kind by two ranks, two of them by four."""
+def every_kind(kinds, layouts, are_recomputed):  # by two ranks, and two of them by four
     return in_turn(kinds, layouts[:1], are_recomputed) + in_turn(kinds[:2], layouts[1:], are_recomputed)
 
 

@@ -10,11 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import ParallelismConfig
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
-    FSDPTrainerMixin,
-    HybridFSDPPlugin,
     ParallelDims,
     export_checkpoint,
     from_pretrained,
@@ -28,13 +26,15 @@ from hf_fsdp_tools.loading.io import files
 from tests._checkpoints import dequantized_by_transformers, full, gpt_oss, make_quantized, refusal
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
-from tests._training import arguments, make_rows
+from tests._training import ShardedTrainer, arguments, logged, make_rows
 from tests.ranks.test_background_saves import files_in, save_both_ways
-from tests.ranks.test_parallel import BOTH, FOURS, LORA, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, rows
+from tests.ranks.test_parallel import FOURS, PAIRS, REPLICAS, apart, copies_and_generation, folder_of, prepared, rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
 QUIET = {"progress": False}
+BOTH = FOURS[1]  # layers and experts are shared
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}}
 
 
 def files_and_bytes_do_not_know_of_it(combinations, parent):
@@ -131,12 +131,9 @@ def exported(dims, parent):
     folder = folder_of("qwen3_moe", parent)
     sizes = {name: getattr(dims, name) for name in ("tp_size", "dp_replicate_size")}
     sizes["dp_shard_size"] = dist.get_world_size() // dims.tp_size // dims.dp_replicate_size
-    plugin = HybridFSDPPlugin(ep_size=dims.ep_size)
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
-    model = from_pretrained(folder, accelerator=accelerator, load_kwargs=QUIET)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator, model, optimizer = prepared(parent, sizes, dims.ep_size)
     ids = torch.arange(3, 15)[None]
-    accelerator.backward(model.train()(input_ids=ids, labels=ids).loss)
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
     optimizer.step()
     state, saved, out = (parent / f"{name} {dims}" for name in ("state", "saved", "out"))
     accelerator.save_state(state)
@@ -193,8 +190,8 @@ def one_rank_that_cannot_read_stops_all(parent):
         assert "Input/output error" in said, said
 
 
-class Noisy(FSDPTrainerMixin, Trainer):
-    """The Trainer on our shards, of whose loss random draws are a part."""
+class Noisy(ShardedTrainer):
+    """Random draws are a part of its loss."""
 
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs) * (1 + self.noise * torch.rand(()))
@@ -219,7 +216,7 @@ def in_a_trainer(parent, sizes, ep_size, noise, out, former=None):
     trainer = Noisy(model=model, args=args, train_dataset=make_rows(32))
     trainer.noise = noise
     trainer.train(resume_from_checkpoint=former and str(parent / former / "checkpoint-1"))
-    return [(row["loss"], row["learning_rate"]) for row in trainer.state.log_history if "loss" in row]
+    return list(zip(logged(trainer), logged(trainer, "learning_rate"), strict=True))
 
 
 def test_a_trainer_resumes_in_another_layout(tmp_path):

@@ -15,10 +15,9 @@ from accelerate import ParallelismConfig
 from peft import LoraConfig
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import (
-    FSDPTrainerMixin,
     HybridFSDPPlugin,
     ParallelDims,
     build_meta_model,
@@ -35,6 +34,7 @@ from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from tests._checkpoints import refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
+from tests._training import ShardedTrainer, arguments, make_rows
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -54,7 +54,6 @@ KINDS = [("llama", PAIRS[0]), ("deepseek_v3", PAIRS[1]), ("qwen3_moe", PAIRS[1])
 KINDS += [("deepseek_v3", PAIRS[0]), ("mixtral", PAIRS[1]), ("gpt_oss", PAIRS[1]), ("llama", ParallelDims())]
 REPLICAS = ParallelDims(dp_replicate_size=2)
 KINDS_OF_FOUR = [*(("qwen3_moe", dims) for dims in (*FOURS, REPLICAS)), ("llama", REPLICAS)]
-LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"activation_checkpointing": True},
@@ -301,21 +300,28 @@ def in_public_steps(parent):
     assert "sharded already" in refusal(lambda: parallelize_model(model, mesh))
 
 
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1)
+
+
+def prepared(parent: Path, sizes: dict[str, int], ep_size: int, optimizer: Any = ADAMW, **options: Any) -> Any:
+    """An accelerator for a layout, and a model with its optimizer."""
+    config = ParallelismConfig(**sizes) if sizes else None
+    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ep_size=ep_size), parallelism_config=config)
+    options["load_kwargs"] = {"progress": False, "seed": 1}
+    model = from_pretrained(folder_of("qwen3_moe", parent), accelerator=accelerator, **options).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return accelerator, *accelerator.prepare(model, optimizer(trained))
+
+
 def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[float]:
     """Two epochs of two steps of a loop with Accelerate; the losses that the four rows of a step have together."""
-    folder = folder_of("qwen3_moe", parent)
-    data = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
-    config = ParallelismConfig(**sizes) if sizes else None
-    plugin = HybridFSDPPlugin(ep_size=ep_size)
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
-    model = from_pretrained(folder, accelerator=accelerator, load_kwargs={"progress": False})
-    rows = [{"input_ids": row, "labels": row} for row in data]
-    loader = torch.utils.data.DataLoader(rows, batch_size=4 * sizes.get("tp_size", 1) // dist.get_world_size())
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    accelerator, model, optimizer = prepared(parent, sizes, ep_size, SGD)
+    size = 4 * sizes.get("tp_size", 1) // dist.get_world_size()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(make_rows(8), batch_size=size))
     found = []
     for _ in range(2):
         for batch in loader:
-            loss = model.train()(**batch, use_cache=False).loss
+            loss = model(**batch, use_cache=False).loss
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -324,33 +330,19 @@ def in_a_loop(parent: Path, sizes: dict[str, int], ep_size: int = 1) -> list[flo
     return found
 
 
-class MyTrainer(FSDPTrainerMixin, Trainer):
-    """The Trainer on our shards."""
-
-
 def in_a_trainer(parent, sizes, ep_size=1):
-    folder = folder_of("qwen3_moe", parent)
-    config = ParallelismConfig(**sizes) if sizes else None
-    replicas = dist.get_world_size() // sizes.get("tp_size", 1)
-    arguments = TrainingArguments(
-        str(parent / f"run{ep_size}{len(sizes)}"),
-        per_device_train_batch_size=4 // replicas,
+    args = arguments(
+        parent / f"run{ep_size}{len(sizes)}",
+        per_device_train_batch_size=4 * sizes.get("tp_size", 1) // dist.get_world_size(),
         gradient_accumulation_steps=2,
         max_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-2,
-        parallelism_config=config,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
         fsdp=True,
         fsdp_config={"ep_size": ep_size},
-        eval_strategy="no",
     )
-    data = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
-    dataset = [{"input_ids": row, "labels": row} for row in data]
-    model = from_pretrained(folder, accelerator=make_accelerator(arguments), load_kwargs={"progress": False})
-    trainer = MyTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset)
+    folder = folder_of("qwen3_moe", parent)
+    model = from_pretrained(folder, accelerator=make_accelerator(args), load_kwargs={"progress": False})
+    trainer = ShardedTrainer(model, args, train_dataset=make_rows(16), eval_dataset=make_rows(16))
     trainer.train()
     history = [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
     return [*history, trainer.evaluate()["eval_loss"]]
@@ -455,13 +447,7 @@ def _whole_state(optimizer: Any, model: Any) -> dict[str, torch.Tensor]:
 def goes_on(parent, sizes, ep_size, name, former, is_last, peft_config=None):
     """Resume what another layout has saved, compare every weight and moment bit for bit, train a step, and save unless
     it is the last layout."""
-    folder = folder_of("qwen3_moe", parent)
-    config = ParallelismConfig(**sizes) if sizes else None
-    accelerator = make_accelerator(cpu=True, fsdp_plugin=HybridFSDPPlugin(ep_size=ep_size), parallelism_config=config)
-    load_kwargs = {"progress": False, "seed": 1}
-    model = from_pretrained(folder, accelerator=accelerator, peft_config=peft_config, load_kwargs=load_kwargs).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    accelerator, model, optimizer = prepared(parent, sizes, ep_size, peft_config=peft_config)
     if former:
         accelerator.load_state(parent / former)
         expected = torch.load(parent / f"{former}.pt")
