@@ -155,33 +155,6 @@ def refusals(folders, root):
         load_weights(build_meta_model(llama, intermediate_size=60), llama, added_tokens="mean")
 
 
-def cases_of(kinds: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """The cases of some kinds, then those of llama and tied alone."""
-    cases: dict[str, Callable[..., Any]] = {}
-    for kind in kinds:
-        for size in SIZES if kind == "tied" else SIZES[:1]:
-            cases[f"{kind} to {size}, while loading"] = partial(resized_while_loading, kind, size)
-            cases[f"{kind} to {size}, sharded"] = partial(resized_when_sharded, kind, size)
-        cases[f"{kind}, drawn"] = partial(drawn_rows, kind)
-    others = (resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals)
-    if kinds == KINDS:
-        others += (resize_under_another_policy, resize_with_settings, resize_what_is_not_sharded)
-    return cases | {case.__name__: case for case in others}
-
-
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path) -> None:
-    fewer = ("llama", "tied")
-    results = {n: run_ranks(run_cases, n, cases_of(kinds), folders, tmp_path) for n, kinds in ((2, KINDS), (3, fewer))}
-    for kind in fewer:
-        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
-        assert all(torch.equal(other, rows[0]) for other in rows), kind
-    for n in (2, 3):
-        assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
-        saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
-        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
-        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
-
-
 def resize_under_another_policy(folders, root):
     policy = HybridPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
     live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
@@ -212,6 +185,39 @@ def resize_what_is_not_sharded(folders, root):
     gradients = [torch.empty(140) for _ in range(dist.get_world_size())]
     dist.all_gather(gradients, live.cls.predictions.bias.grad)
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+CASES: dict[str, Callable[..., Any]] = {}
+for _kind in KINDS:
+    for _size in SIZES if _kind == "tied" else SIZES[:1]:
+        CASES[f"{_kind} to {_size}, while loading"] = partial(resized_while_loading, _kind, _size)
+        CASES[f"{_kind} to {_size}, sharded"] = partial(resized_when_sharded, _kind, _size)
+    CASES[f"{_kind}, drawn"] = partial(drawn_rows, _kind)
+for _case in (
+    resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals, resize_under_another_policy,
+    resize_with_settings, resize_what_is_not_sharded,
+):  # fmt: skip
+    CASES[_case.__name__] = _case
+
+ON_THREE = ("tied to 132, while loading", "tied to 132, sharded", "llama, drawn", "tied, drawn")
+RARE = ("tied to 140, while loading", "tied to 140, sharded", "tied to 132, while loading", "tied to 132, sharded",
+        "bert to 140, while loading", "t5 to 140, sharded", "bert, drawn", "t5, drawn")  # fmt: skip
+FAST = {2: [name for name in CASES if name not in RARE], 3: ON_THREE}
+OF_PLAN = the_plan_has_the_new_sizes_and_the_model_is_saved.__name__
+OTHERS = {2: (*RARE, OF_PLAN), 3: [name for name in CASES if name not in ON_THREE]}
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["fast", "others"])
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, names) -> None:
+    results = {n: run_ranks(run_cases, n, {name: CASES[name] for name in names[n]}, folders, tmp_path) for n in (2, 3)}
+    for kind in ("llama", "tied"):
+        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n] if f"{kind}, drawn" in result]
+        assert all(torch.equal(other, rows[0]) for other in rows), kind
+    for n in (n for n in (2, 3) if OF_PLAN in names[n]):
+        assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
+        saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
+        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
+        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:

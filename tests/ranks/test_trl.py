@@ -119,6 +119,7 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
 # ---- the trainers, a plain model and one of from_pretrained ----
 
 ROUTES = ("plain", "sharded", "shared rows")
+FAST = ("sft, plain", "sft, shared rows", "dpo, sharded", "dpo, shared rows", "kto, plain", "reward, sharded")
 SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
 
 
@@ -156,27 +157,22 @@ def _in_bf16(mixed, sources, folder, **settings):
     return [*logged(trainer), trainer.evaluate()["eval_loss"]]
 
 
-@pytest.fixture(scope="module")
-def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
-    cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in _routes(task)}
-    cases["dpo, bf16"] = partial(_in_bf16, True)
-    return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"))
-
-
-@pytest.mark.parametrize("task", SOURCES)
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "others"])
 @pytest.mark.shows("DPO", "FSDP2", "cp")
-def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
-    expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
-    assert len(expected) == STEPS
-    for rank in sharded:
-        for route in _routes(task):
-            close(rank[f"{task}, {route}"], expected)
-
-
-def test_dpo_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path):
-    expected = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
-    for rank in sharded:
-        close(rank["dpo, bf16"], expected, rtol=2e-3, atol=0.0)  # 7e-4 as measured
+def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, tmp_path, fast):
+    every = ((task, route) for task in SOURCES for route in _routes(task))
+    pairs = [pair for pair in every if (", ".join(pair) in FAST) == fast]
+    cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task, route in pairs}
+    expected = {task: _one_process(task, checkpoints[SOURCES[task]], tmp_path / task) for task, _ in pairs}
+    found = run_ranks(run_cases, 2, cases | ({"bf16": partial(_in_bf16, True)} if fast else {}), checkpoints, tmp_path)
+    for rank in found:
+        for task, route in pairs:
+            assert len(expected[task]) == STEPS
+            close(rank[f"{task}, {route}"], expected[task], msg=f"{task}, {route}")
+    if fast:
+        in_bf16 = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
+        for rank in found:
+            close(rank["bf16"], in_bf16, rtol=2e-3, atol=0.0)  # 7e-4 as measured
 
 
 # ---- reference models ----
