@@ -138,14 +138,16 @@ def filled(model: Any, value: float) -> Any:
     return model
 
 
-def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
-    every = {
-        "llama": {"target_modules": "all-linear"},
-        "tied": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-    }
-    for kind, targets in every.items():
-        lora = LoraConfig(r=3, task_type="CAUSAL_LM", **targets)
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": "all-linear"},
+    "tied": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+def adapters_alone_and_merged(kinds: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:
+    for kind in kinds:
+        lora = LoraConfig(r=3, task_type="CAUSAL_LM", **TARGETS[kind])
         model = from_pretrained(folders[kind], peft_config=lora, **(MOE if kind == "mixtral" else {}), **QUIET)
         filled(model, 0.01)
         save_pretrained(model, tmp / kind)
@@ -156,8 +158,10 @@ def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
             ("merged", merged, stored_tensors(tmp / f"{kind} merged")),
         ):
             parts_make_up(weights, saved, f"{kind}, {what}")
-            if kind == "mixtral":
+            if kind != "tied":
                 buckets_hold(weights, saved, what)
+        if kind == "tied":
+            continue
         filled(model, 0.02)
         save_pretrained(model, tmp / f"{kind} later", merge_adapters=True)
         parts_make_up(merged, stored_tensors(tmp / f"{kind} later"), f"{kind}, merged after a step")
@@ -167,7 +171,9 @@ def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
     assert "could be merged" in refusal(lambda: live_weights(model, merge_adapters=True))
 
 
-def bases_that_stay_quantised(kinds: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:
+def bases_that_stay_quantised(
+    kinds: Sequence[str], in_buckets: Sequence[str], folders: dict[str, Path], tmp: Path
+) -> None:
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     for kind in kinds:
         if kind == "nf4" and find_spec("bitsandbytes") is None:
@@ -183,7 +189,8 @@ def bases_that_stay_quantised(kinds: Sequence[str], folders: dict[str, Path], tm
             saved = {key: saved[key] for key in saved.keys() - beside.stored.tensors.keys()}
         weights = live_weights(model)
         parts_make_up(weights, saved, kind)
-        buckets_hold(weights, saved, kind)
+        if kind in in_buckets:
+            buckets_hold(weights, saved, kind)
 
 
 def sent_bytes(calls: Any) -> int:
@@ -250,8 +257,8 @@ def alone(folders: dict[str, Path], tmp: Path) -> None:
 
 ON_THREE = {
     "placed": partial(placements, ("t5", "qwen2_moe", "gpt2, columns", "llama, one unit")),
-    "adapters": adapters_alone_and_merged,
-    "packed": partial(bases_that_stay_quantised, ("fp8 and fp4 experts", "mxfp4", "gptq", "nf4")),
+    "adapters": partial(adapters_alone_and_merged, ("tied", "mixtral")),
+    "packed": partial(bases_that_stay_quantised, ("fp8 and fp4 experts", "gptq", "nf4"), ("gptq",)),
     "sent": nothing_is_sent_twice,
     "faults": faults,
 }
@@ -259,9 +266,11 @@ ON_FOUR = {
     "placed": partial(placements, ("mixtral, replicas", "llama, tp and replicas", "qwen3_moe, ep")),
     "cut": cut_among_replicas,
 }
+PACKED = ("fp8", "fp8 and fp4 experts", "mxfp4", "compressed nvfp4", "awq experts")
 OTHERS = {
     "placed": partial(placements, ("llama", "tied", "gpt2", "deepseek_v3", "mixtral, columns", "llama, tp")),
-    "packed": partial(bases_that_stay_quantised, ("fp8", "compressed nvfp4", "awq experts")),
+    "adapters": partial(adapters_alone_and_merged, ("llama",)),
+    "packed": partial(bases_that_stay_quantised, PACKED, PACKED),
 }
 
 

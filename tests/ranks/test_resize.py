@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,35 +187,40 @@ def resize_what_is_not_sharded(folders, root):
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-CASES: dict[str, Callable[..., Any]] = {}
-for _kind in KINDS:
-    for _size in SIZES if _kind == "tied" else SIZES[:1]:
-        CASES[f"{_kind} to {_size}, while loading"] = partial(resized_while_loading, _kind, _size)
-        CASES[f"{_kind} to {_size}, sharded"] = partial(resized_when_sharded, _kind, _size)
-    CASES[f"{_kind}, drawn"] = partial(drawn_rows, _kind)
-for _case in (
+Pairs = Sequence[tuple[str, int]]
+
+
+def cases_of(loading: Pairs, sharded: Pairs, drawn: Sequence[str], others: Sequence[Any] = ()) -> dict[str, Any]:
+    """Kinds of models and their new sizes, kinds whose rows are drawn, and other cases."""
+    cases: dict[str, Any] = {f"{k} to {n}, while loading": partial(resized_while_loading, k, n) for k, n in loading}
+    cases |= {f"{kind} to {size}, sharded": partial(resized_when_sharded, kind, size) for kind, size in sharded}
+    cases |= {f"{kind}, drawn": partial(drawn_rows, kind) for kind in drawn}
+    return cases | {case.__name__: case for case in others}
+
+
+FEW = ("llama", "tied")
+OF_FEW = [("llama", 140), *(("tied", size) for size in SIZES)]
+OF_ALL = [*OF_FEW, ("bert", 140), ("t5", 140)]
+OTHERS = (
     resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals, resize_under_another_policy,
     resize_with_settings, resize_what_is_not_sharded,
-):  # fmt: skip
-    CASES[_case.__name__] = _case
-
-ON_THREE = ("tied to 132, while loading", "tied to 132, sharded", "llama, drawn", "tied, drawn")
-RARE = ("tied to 140, while loading", "tied to 140, sharded", "tied to 132, while loading", "tied to 132, sharded",
-        "bert to 140, while loading", "t5 to 140, sharded", "bert, drawn", "t5, drawn")  # fmt: skip
-FAST = {2: [name for name in CASES if name not in RARE], 3: ON_THREE}
-OF_PLAN = the_plan_has_the_new_sizes_and_the_model_is_saved.__name__
-OTHERS = {2: (*RARE, OF_PLAN), 3: [name for name in CASES if name not in ON_THREE]}
+)  # fmt: skip
+FAST = {
+    2: cases_of([("llama", 140), ("t5", 140)], [("tied", 77), ("bert", 140)], FEW, OTHERS),
+    3: cases_of([("tied", 132)], [("tied", 132)], FEW),
+}
+EVERY = {2: cases_of(OF_ALL, OF_ALL, KINDS, OTHERS[1:2]), 3: cases_of(OF_FEW, OF_FEW, FEW, OTHERS[:3])}
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["fast", "others"])
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, names) -> None:
-    results = {n: run_ranks(run_cases, n, {name: CASES[name] for name in names[n]}, folders, tmp_path) for n in (2, 3)}
+@pytest.mark.parametrize("cases", [FAST, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["fast", "every"])
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, cases) -> None:
+    results = {n: run_ranks(run_cases, n, cases[n], folders, tmp_path) for n in (2, 3)}
     for kind in ("llama", "tied"):
-        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n] if f"{kind}, drawn" in result]
+        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
         assert all(torch.equal(other, rows[0]) for other in rows), kind
-    for n in (n for n in (2, 3) if OF_PLAN in names[n]):
-        assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
-        saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
+    for folder in tmp_path.glob("saved*"):
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 140
+        saved = type(make_model("tied")).from_pretrained(folder)
         assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
         assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
 

@@ -235,25 +235,30 @@ def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-REFERENCES = (
-    given_plain, precomputed_by_shards, synced, adapter_off_precomputed,
-    sharded_as_one_unit,
-)  # fmt: skip
+@pytest.fixture
+def sources(checkpoints, tmp_path):
+    """With rows, beside which the cache of precomputed values lies, one for all ranks."""
+    _rows("dpo").save_to_disk(tmp_path / "rows")
+    return checkpoints | {"rows": tmp_path / "rows"}
 
 
-def test_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
-    _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
-    sources = checkpoints | {"rows": tmp_path / "rows"}
-    results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
+def test_reference_models_given_loaded_synced_or_precomputed(sources, checkpoints, tmp_path):
+    cases = (given_plain, precomputed_by_shards, synced, sharded_as_one_unit)
+    results = run_ranks(run_cases, 2, cases, sources, tmp_path)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
     for losses in results:
         for name in ("given plain", "precomputed by shards"):
             close(losses[name], expected)
         assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
+
+
+@pytest.mark.nightly
+def test_reference_values_are_precomputed_with_the_adapter_off(sources, checkpoints, tmp_path):
+    results = run_ranks(adapter_off_precomputed, 2, sources, tmp_path)
     torch.manual_seed(0)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
     for losses in results:
-        close(losses["adapter off precomputed"], expected)
+        close(losses, expected)
 
 
 class Distiller(FSDPTrainerMixin, Trainer):
@@ -315,13 +320,13 @@ def _goes_on(sources, folder):
             begun.append(trainer.entropy_coef)
 
     begun, ended = [], []
-    for steps in (STEPS, STEPS + 1):
+    for steps in (1, 2):
         trainer = _trainer(
             "grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, max_steps=steps,
-            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=STEPS,
+            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=1,
         )  # fmt: skip
         trainer.add_callback(_Begins())
-        trainer.train(resume_from_checkpoint=steps > STEPS)
+        trainer.train(resume_from_checkpoint=steps > 1)
         ended.append(trainer.entropy_coef)
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 
