@@ -220,10 +220,10 @@ def the_base_alone_is_called(folder: Path) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"activation_checkpointing": True},
-    "kept": {"policy": HybridPolicy(reshard_after_forward={"*": False})},
 }
 RARE: dict[str, dict[str, Any]] = {
     "plain": {},
+    "kept": {"policy": HybridPolicy(reshard_after_forward={"*": False})},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "compiled": {"compile": {"backend": "aot_eager"}},
     "one unit": {"policy": HybridPolicy(min_unit_params=10**9)},
@@ -411,10 +411,15 @@ def test_states_and_files(folder: Path, tmp_path: Path) -> None:
     run_ranks(run_cases, 2, cases, folder, tmp_path)
 
 
-@pytest.mark.shows("FP8 (emulated)", "FSDP1", refused=True)
+@pytest.mark.nightly
 def test_one_rank(folder: Path) -> None:
-    """One process of this package is torchao's too; and words that are refused."""
-    run_ranks(run_cases, 1, (numerics_are_those_of_one_process, words_that_are_refused), folder)
+    """One process of this package is torchao's too."""
+    run_ranks(numerics_are_those_of_one_process, 1, folder)
+
+
+@pytest.mark.shows("FP8 (emulated)", "FSDP1", refused=True)
+def test_words(folder: Path) -> None:
+    run_ranks(words_that_are_refused, 1, folder)
 
 
 def words_that_are_refused(folder: Path) -> None:
@@ -453,13 +458,7 @@ def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torc
     return full_gradients(model), [p.to_local().shape for p in model.parameters()]
 
 
-HSDP = [(2, False)]
-
-
-@pytest.mark.parametrize(
-    ("size", "layouts"),
-    [(3, [(1, False), (1, True)]), (2, HSDP), pytest.param(4, HSDP, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize(("size", "layouts"), [(3, [(1, False), (1, True)]), (4, [(2, False)])])
 @pytest.mark.shows("FP8 (emulated)", "HSDP")
 def test_uneven_shards_and_copies(folder: Path, size: int, layouts: list[tuple[int, bool]]) -> None:
     """The gradients of one process, but for the order in which more than two are summed."""

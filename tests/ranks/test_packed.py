@@ -152,10 +152,10 @@ def compiled(folder: Path, tmp: Path) -> None:
 # ---- bytes ----
 
 
-def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
+def bytes_of_a_unit(kinds: Sequence[str], folder: Path, tmp: Path) -> None:
     """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
-    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "gptq experts"):
-        model = loaded(kind, folder, dequantize=False, peft_config=None)
+    for kind in kinds:
+        model = loaded(kind, folder, dequantize=False)
         forms = packed_parameters(model)
         names = ("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales")
         tensors = stored_tensors(folder / kind).items()
@@ -168,7 +168,6 @@ def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
             gathered += -(-rows // ranks) * ranks * (part.numel() // rows)
         assert gathered <= 1.02 * stored, (kind, gathered, stored)
         made: list[Any] = []
-        model = loaded(kind, folder, dequantize=False)
         with calls_of(PackedForm, "floats", partial(alive_with, made)) as alive:
             one_pass(model)
         assert max(alive) == 1 and len(alive) > len(forms), (kind, alive)
@@ -410,13 +409,15 @@ def named(*cases: Any) -> dict[str, Any]:
     return {case.__name__: case for case in cases}
 
 
-CASES = named(generated_and_copied, bytes_of_a_unit, a_new_model_is_plain, refused)
-CASES["saved"] = partial(saved_as_stored, KINDS[1::2])
-RARE = named(recomputed_offloaded_and_copied, compiled)
-RARE["saved"] = partial(saved_as_stored, [*KINDS[::2], "mxfp4"])
+SAVED = ("fp8 experts", "compressed int4", "compressed nvfp4", "gptq experts")
+CASES = named(generated_and_copied, a_new_model_is_plain, refused)
+CASES |= {"bytes": partial(bytes_of_a_unit, SAVED[2:]), "saved": partial(saved_as_stored, SAVED)}
+RARE = named(recomputed_offloaded_and_copied, compiled, generates_between_steps)
+RARE["saved"] = partial(saved_as_stored, [*(kind for kind in KINDS if kind not in SAVED), "mxfp4"])
+RARE["bytes"] = partial(bytes_of_a_unit, ["fp8 of 128 x 128"])
 RARE |= {"rows": partial(new_rows, "compressed int4"), "prompts": partial(prompts, "PROMPT_TUNING")}
 WAYS = named(
-    new_words, generates_between_steps, frozen_bytes_in_an_optimizer_are_left_alone, train_and_save, grpo,
+    new_words, frozen_bytes_in_an_optimizer_are_left_alone, train_and_save, grpo,
     nothing_to_train, checkpoints_that_do_not_fit, adapters_do_not_go_into_bytes,
 )  # fmt: skip
 WAYS |= {"rows": partial(new_rows, "fp8"), "prompts": partial(prompts, "PREFIX_TUNING")}

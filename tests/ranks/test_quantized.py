@@ -97,7 +97,7 @@ def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> N
 
 @pytest.mark.parametrize(
     ("ranks", "combinations"),
-    [(2, FAST[::2]), (3, FAST[1::2]), *(pytest.param(ranks, EVERY, marks=pytest.mark.nightly) for ranks in (2, 3))],
+    [(2, FAST[:1]), (3, FAST[3:]), *(pytest.param(ranks, EVERY, marks=pytest.mark.nightly) for ranks in (2, 3))],
     ids=["fast, 2", "fast, 3", "every, 2", "every, 3"],
 )
 @pytest.mark.shows("reads its own bytes", "QLoRA")
