@@ -56,7 +56,6 @@ def lora(**options) -> LoraConfig:
 
 
 CASES = {
-    "embedding and head": ("llama", lambda: lora(use_rslora=True, target_modules=["embed_tokens", "lm_head"])),
     "dora": ("llama", lambda: lora(use_dora=True)),
     "ia3": ("llama", lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "tied embedding and head": ("tied", lambda: lora(target_modules=["embed_tokens", "lm_head"])),
@@ -65,6 +64,7 @@ CASES = {
     "prompt": ("llama", lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
 }
 RARE = {
+    "embedding and head": ("llama", lambda: lora(use_rslora=True, target_modules=["embed_tokens", "lm_head"])),
     "all linear layers": ("llama", lambda: lora(target_modules="all-linear")),
     "head and embedding trained whole": ("llama", lambda: lora(modules_to_save=["lm_head", "embed_tokens"])),
     "vera": ("llama", lambda: VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")),
@@ -409,7 +409,7 @@ def _on_one_rank(folder: Path) -> None:
             frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
             optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
             losses = []
-            for _ in range(3):
+            for _ in range(2):
                 with Operators(_copied_bytes) as copies:
                     loss = model(input_ids=IDS, labels=IDS).loss
                     loss.backward()
@@ -530,7 +530,7 @@ def _table(combinations: list[tuple[str, str]], folders: dict[str, Path]) -> Non
     run_cases(cases)
 
 
-RARE_METHODS = ("LoRA, orthogonal", "Lily", "LoKr", "BOFT", "RandLoRA", "OLoRA", "DEFT")
+RARE_METHODS = ("LoRA, orthogonal", "TrainableTokens", "Lily", "p-tuning", "LoKr", "BOFT", "RandLoRA", "OLoRA", "DEFT")
 
 
 def by_turns(*_: Any) -> list[tuple[str, str]]:
