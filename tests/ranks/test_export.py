@@ -143,10 +143,11 @@ def test_a_state_becomes_the_files_that_its_training_writes(states: Path, tmp_pa
     assert set(report.files) == {file for file in expected if file.endswith(".safetensors")}
 
 
-def export_and_merge(large: Path, adapter: Path, root: Path) -> list[tuple[int, int, int]]:
+def export_and_merge(state: Path, large: Path, adapter: Path, root: Path) -> list[tuple[int, int, int]]:
     """(bytes that this rank wrote, bytes in all, bytes by which its memory rose) of a model and an adapter."""
     found = []
     for road, source, name in (
+        (export_checkpoint, state, "imports what any export needs"),
         (export_checkpoint, large, "cast"),  # before merging leaves freed memory, which would be used again
         (_merge, adapter, "imports what merging needs"),
         (_merge, adapter, "merged"),
@@ -198,7 +199,7 @@ def test_ranks_share_the_work(states: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_share_the_work_in_bounded_memory(tmp_path: Path) -> None:
+def test_ranks_share_the_work_in_bounded_memory(states: Path, tmp_path: Path) -> None:
     """136 MB in bf16, of which the embedding is 33 MB and the largest adapted module 6 MB, in parts of 4 MiB."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=16000, num_hidden_layers=3, dtype="bfloat16")
@@ -209,18 +210,18 @@ def test_ranks_share_the_work_in_bounded_memory(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(large), LoraConfig(target_modules="all-linear", init_lora_weights=False)
     )
     adapted.save_pretrained(adapter)
-    per_rank = run_ranks(export_and_merge, 2, large, adapter, tmp_path)
+    per_rank = run_ranks(export_and_merge, 2, states / "accelerates_sharded_state" / "state", large, adapter, tmp_path)
     before, after = stored_tensors(large), stored_tensors(tmp_path / "cast")
     assert all(torch.equal(after[key], tensor.float()) for key, tensor in before.items())
     merged, by_peft = stored_tensors(tmp_path / "merged"), adapted.merge_and_unload().state_dict()
     assert merged.keys() == by_peft.keys()
     assert all(torch.equal(merged[key], tensor) for key, tensor in by_peft.items())
-    for results in zip(*per_rank, strict=True):
+    for results in zip(*(found[1:] for found in per_rank), strict=True):
         total = results[0][1]
         assert sum(written for written, _, _ in results) == total
         assert all(abs(written - total / 2) < 0.1 * total for written, _, _ in results), "about as much each"
     adapter_bytes = 2 * (adapter / "adapter_model.safetensors").stat().st_size  # the file's pages, and PEFT's copy
-    for (_, _, large_rise), _, (_, total, merged_rise) in per_rank:
+    for _, (_, _, large_rise), _, (_, total, merged_rise) in per_rank:
         # 4 MiB of a part, 8 of staging; 16 for what Python and torch allocate meanwhile.
         assert large_rise <= (4 + 8 + 16) * 2**20
         # Less than what a process writes: a module of 6 MB in bf16, with what PEFT computes for it in fp32, and memory
