@@ -351,7 +351,9 @@ def in_a_trainer(parent, sizes, ep_size=1):
 @pytest.mark.shows("clipping", "gradient accumulation", "losses of one process", "offload", "tp", "ep")
 @pytest.mark.shows("activation checkpointing", "offload", "tp", "ep")
 @pytest.mark.shows("offload", "tp", "ep")
-@fast_and_nightly(lambda kinds, *others: in_turn(kinds[::2], *others), KINDS, list(OPTIONS), STEPS)
+@fast_and_nightly(
+    lambda kinds, options, steps: in_turn(kinds[::2], options, [*steps, *steps[1:] * 2]), KINDS, list(OPTIONS), STEPS
+)
 def test_two_ranks_train_as_one_process(tmp_path, combinations):
     run_ranks(run_cases, 2, trainings(combinations, tmp_path))
 
