@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -157,10 +158,12 @@ def _forget_accelerate() -> None:
 
 def _wait(ranks: list[BaseProcess], deadline: float, folder: Path) -> None:
     """Return when all have ended; kill what is left at the deadline, or a little after the first failure."""
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+    alive = ranks
+    while alive and (left_s := deadline - time.monotonic()) > 0:
+        connection.wait([process.sentinel for process in alive], left_s)
+        alive = [process for process in alive if process.is_alive()]
         if any(process.exitcode not in (None, 0) for process in ranks):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        time.sleep(0.01)
     stuck = {folder / f"{rank}.stack": process for rank, process in enumerate(ranks) if process.is_alive()}
     for process in stuck.values():
         os.kill(process.pid or 0, signal.SIGUSR1)  # it writes down where it is

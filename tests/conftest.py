@@ -16,6 +16,8 @@ from tests._cost import GB_PER_WORKER, Costs, in_order
 from tests._dist import hide_gpus, start_ranks_warm
 
 pytest_plugins = ["tests.support"]
+# As ranks have it: at these sizes a second thread waits more than it helps.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 hide_gpus()
 # The same examples each time, and no limits of time, for a busy machine is no defect; --hypothesis-profile=default has.
 hypothesis.settings.register_profile(

@@ -19,7 +19,7 @@ from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
 from tests._checkpoints import assert_same_tensors, full, make_quantized, plain_model, randomize, refusal
 from tests._dist import run_cases, run_ranks
-from tests._training import make_rows, new_accelerator, train
+from tests._training import batches_of, make_rows, new_accelerator, train
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
 WHOLE = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
@@ -79,8 +79,8 @@ class Loop:
         self.model, self.optimizer = self.accelerator.prepare(model, made)
 
     def train(self) -> list[float]:
-        rows = make_rows(8)[dist.get_rank() :: dist.get_world_size()]
-        batches = [{key: value[None] for key, value in row.items()} for row in rows[:3]]
+        """A step."""
+        batches = batches_of(make_rows(dist.get_world_size()), 1)[dist.get_rank() :][:1]
         return train(self.model, self.optimizer, batches, accelerator=self.accelerator, clip=0.5)
 
     def adapter(self) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ def _bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def goes_on(make: Any, out: Path, base: Path, kind: str = "SHARDED_STATE_DICT") -> tuple[int, dict[str, torch.Tensor]]:
+def goes_on(make: Any, out: Path, kind: str = "SHARDED_STATE_DICT") -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes of the state, and the adapter in it; a new loop that loads it goes on to the bit."""
     loop = Loop(make, kind)
     loop.train()
@@ -109,19 +109,19 @@ def goes_on(make: Any, out: Path, base: Path, kind: str = "SHARDED_STATE_DICT") 
     return _bytes_of(out / "state"), saved
 
 
-def an_old_state_opens(make: Any, out: Path, base: Path) -> int:
+def an_old_state_opens(make: Any, out: Path) -> int:
     """As earlier versions wrote it, with the base."""
     with pytest.MonkeyPatch.context() as former:
         former.setattr(accelerator_state, "_leaves_base_out", lambda model: False)
-        large, _ = goes_on(make, out, base)
+        large, _ = goes_on(make, out)
     return large
 
 
-def another_adapter_is_refused(make: Any, out: Path, base: Path) -> None:
+def another_adapter_is_refused(make: Any, out: Path) -> None:
     Loop(make).accelerator.save_state(out / "state")
     shape, lacks = r"holds in another shape 'base_model\..*lora_A", r"lacks 'base_model\..*v_proj"
     for said, config in ((shape, {"r": 3}), (lacks, {"target_modules": ["q_proj", "down_proj", "v_proj"]})):
-        other = Loop(_of_files(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **config})))
+        other = Loop(_of_files(*make.args, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **config})))
         found = refusal(lambda other=other: other.accelerator.load_state(out / "state"), CheckpointError)
         assert re.search(said, found) and found.endswith("as in the run that saved it."), found
 
@@ -137,30 +137,36 @@ def on_one_rank(make: Any, out: Path, saved: dict[str, torch.Tensor]) -> None:
     loop.train()
 
 
-@pytest.mark.shows("resumed states", "QLoRA", "stays quantised")
-def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path) -> None:
-    ways = _ways(root)
-    bases = {name: Path(getattr(make, "args", [root / "llama"])[0]) for name, make in ways.items()}
-    cases = {name: partial(goes_on, make, tmp_path / name, bases[name]) for name, make in ways.items()}
-    whole = partial(goes_on, ways["lora"], tmp_path / "full", root / "large", "FULL_STATE_DICT")
-    for case in (an_old_state_opens, another_adapter_is_refused):
-        cases[case.__name__] = partial(case, ways["lora"], tmp_path / case.__name__, root / "large")
-    found, _ = run_ranks(run_cases, 2, {**cases, "full": whole})
+FAST = ("lora", "whole modules", "qlora", "pissa")
+"""Adapters of the nightly tier are near one of these."""
 
-    base = _bytes_of(root / "large")
-    assert found["full"][0] < found["lora"][0] < found["an_old_state_opens"] - base < base / 4
+
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param(("biases", "prefix", "packed"), marks=pytest.mark.nightly)], ids=["fast", "others"]
+)
+@pytest.mark.shows("resumed states", "QLoRA", "stays quantised")
+def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
+    ways = {name: make for name, make in _ways(root).items() if name in names}
+    cases: dict[str, Any] = {name: partial(goes_on, make, tmp_path / name) for name, make in ways.items()}
+    if "lora" in ways:
+        cases["full"] = partial(goes_on, ways["lora"], tmp_path / "full", "FULL_STATE_DICT")
+        for case in (an_old_state_opens, another_adapter_is_refused):
+            cases[case.__name__] = partial(case, ways["lora"], tmp_path / case.__name__)
+    found, _ = run_ranks(run_cases, 2, cases)
     for name in {"lora", "packed", "qlora"} & found.keys():
         stored = check_dcp(tmp_path / name / "state" / "pytorch_model_fsdp_0")
         assert stored and all(".lora_" in key for key in stored), name
-    files = list((tmp_path / "pissa" / "state" / "pytorch_model_fsdp_0").glob("*.distcp"))
-    assert sum(file.stat().st_size for file in files) > _bytes_of(root / "llama") / 2, "PiSSA changes the base"
 
-    again = {
-        name: partial(on_one_rank, ways[name], tmp_path / name, found[name][1]) for name in ways if name != "pissa"
-    }
-    again["old"] = partial(on_one_rank, ways["lora"], tmp_path / "an_old_state_opens", found["lora"][1])
+    of_one = ways.keys() - {"pissa"}
+    again = {name: partial(on_one_rank, ways[name], tmp_path / name, found[name][1]) for name in of_one}
+    if "lora" in ways:
+        base = _bytes_of(root / "large")
+        assert found["full"][0] < found["lora"][0] < found["an_old_state_opens"] - base < base / 4
+        files = list((tmp_path / "pissa" / "state" / "pytorch_model_fsdp_0").glob("*.distcp"))
+        assert sum(file.stat().st_size for file in files) > _bytes_of(root / "llama") / 2, "PiSSA changes the base"
+        again["old"] = partial(on_one_rank, ways["lora"], tmp_path / "an_old_state_opens", found["lora"][1])
     run_ranks(run_cases, 1, again)
 
-    for name in ("lora", "whole modules", "biases", "prefix"):  # the state names its base
+    for name in of_one - {"packed", "qlora"}:  # the state names its base
         export_checkpoint(tmp_path / name / "state", tmp_path / name / "out")
         assert_same_tensors(*(load_file(tmp_path / name / folder / ADAPTER) for folder in ("out", "saved")))

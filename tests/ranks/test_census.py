@@ -45,7 +45,7 @@ SAMPLE = {
 
 # transformers' router changes its own weights to fp32 while it runs, which FSDP2 refuses beside gradients in bf16.
 ONLY_FP32 = ("switch_transformers",)
-FEW = ("llama", "clip")
+FEW = ("clip",)
 # transformers 5.17, which is supported too, lacks some of 5.23.
 THERE = [model_type for model_type in SAMPLE if model_type in CONFIG_MAPPING]
 

@@ -1,5 +1,6 @@
 """Texts generated on shards: the tokens of one process, weights gathered once where they fit, no rank waits in vain."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,16 +57,15 @@ def unlike_lengths(plain: Any) -> dict[str, Any]:
     raise AssertionError(f"these greedy texts cannot end at other lengths: {made.tolist()}")
 
 
-def tokens_are_those_of_one_process(folder: Path) -> None:
-    """Full and LoRA, in fp32, bf16 and bf16 over fp32 masters; where the weights fit, each unit is gathered once, else
-    once for each token."""
-    masters = {"dtype": "float32", "mp_policy": "bf16"}
-    for dtype, held, config in (
-        (torch.float32, {}, lora()),
-        (torch.bfloat16, {"dtype": "bfloat16"}, None),
-        (torch.bfloat16, masters, None),
-        (torch.bfloat16, masters, lora()),
-    ):
+MASTERS = {"dtype": "float32", "mp_policy": "bf16"}
+WAYS = [(torch.float32, {}, lora()), (torch.bfloat16, MASTERS, None)]
+OTHER_WAYS = [(torch.bfloat16, {"dtype": "bfloat16"}, None), (torch.bfloat16, MASTERS, lora())]
+"""Full and LoRA, in fp32, bf16 and bf16 over fp32 masters."""
+
+
+def tokens_are_those_of_one_process(ways: list[tuple[torch.dtype, dict[str, str], Any]], folder: Path) -> None:
+    """Where the weights fit, each unit is gathered once, else once for each token."""
+    for dtype, held, config in ways:
         plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         torch.manual_seed(0)
         plain = plain if config is None else peft.get_peft_model(plain, config)
@@ -120,13 +120,15 @@ def one_rank_generates_alone_while_weights_are_gathered(folder: Path) -> None:
         assert nothing is None
 
 
-CASES = (
-    tokens_are_those_of_one_process,
-    a_rank_whose_rows_end_early_keeps_no_other_waiting,
-    one_rank_generates_alone_while_weights_are_gathered,
-)
+CASES = {
+    "tokens": partial(tokens_are_those_of_one_process, WAYS),
+    "ends early": a_rank_whose_rows_end_early_keeps_no_other_waiting,
+    "alone": one_rank_generates_alone_while_weights_are_gathered,
+}
+OTHERS = {"tokens": partial(tokens_are_those_of_one_process, OTHER_WAYS)}
 
 
+@pytest.mark.parametrize("cases", [CASES, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["usual", "others"])
 @pytest.mark.shows("generate", "FSDP2", "LoRA")
-def test_generation_on_shards(folders, tmp_path):
-    run_ranks(run_cases, 2, CASES, folders["llama"])
+def test_generation_on_shards(folders, cases):
+    run_ranks(run_cases, 2, cases, folders["llama"])

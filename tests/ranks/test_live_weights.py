@@ -1,6 +1,7 @@
 """Weights as a stream: the parts of all ranks make up the checkpoint exactly once; buckets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PromptTuningConfig
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_fsdp_tools import (
@@ -33,6 +34,7 @@ from hf_fsdp_tools.streaming.routes import most_of
 from tests._checkpoints import (
     assert_same_tensors,
     full,
+    loaded,
     make_quantized,
     plain_model,
     randomize,
@@ -50,12 +52,18 @@ MOE = {"experts_implementation": "batched_mm"}
 QUIET = {"load_kwargs": {"progress": False}}
 
 
+def replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
 def parts_make_up(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str) -> None:
     """The union of all ranks' parts is each saved tensor, each element once; names, shapes and dtypes are equal."""
     assert {k: (t.shape, t.dtype) for k, t in weights.tensors.items()} == {
         k: (tuple(t.shape), t.dtype) for k, t in saved.items()
     }, what
     every = all_ranks([(part.name, part.box, part.values()) for part in weights.parts()])
+    if dist.get_rank():
+        return  # all have the same
     found = {k: torch.zeros(t.symbol.shape, dtype=t.element) for k, t in weights.tensors.items()}
     times = {k: torch.zeros(t.symbol.shape, dtype=torch.int32) for k, t in weights.tensors.items()}
     for name, box, values in (part for parts in every for part in parts):
@@ -80,14 +88,8 @@ def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str
         assert all(most_of(bucket.bytes_of()) <= bound for bucket in plan)
 
 
-def every_placement(folders: dict[str, Path], tmp: Path) -> None:
+def placements(names: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:
     """FSDP2 with empty shards, other dimensions, replicas, FSDP1, tensor and expert parallel; fp32 and bf16."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def loaded(kind: str, **sharding: Any) -> Any:
-        model = sharded_meta_model(kind, folders[kind], **sharding)
-        load_weights(model, folders[kind], progress=False)
-        return model
 
     def flat(kind: str) -> Any:
         plain = plain_model(kind, folders[kind])
@@ -100,19 +102,18 @@ def every_placement(folders: dict[str, Path], tmp: Path) -> None:
         dist.barrier()
         return from_pretrained(tmp / f"even {kind}", mesh=dims.build_mesh(), **QUIET)
 
-    kinds = ("llama", "tied", "gpt2", "qwen2_moe", "deepseek_v3", "t5")  # all are streamed by one process
-    made: dict[str, Callable[[], Any]] = {kind: lambda kind=kind: loaded(kind) for kind in kinds}
+    made: dict[str, Callable[[], Any]] = {name: lambda name=name: loaded(name, folders[name]) for name in names}
     made |= {
-        "mixtral, replicas": lambda: loaded("mixtral", mesh=mesh),
-        "mixtral, columns": lambda: loaded("mixtral", shard_placement_fn=last_even_dim),
-        "gpt2, columns": lambda: loaded("gpt2", shard_placement_fn=last_even_dim),
+        "mixtral, replicas": lambda: loaded("mixtral", folders["mixtral"], mesh=replicas()),
+        "mixtral, columns": lambda: loaded("mixtral", folders["mixtral"], shard_placement_fn=last_even_dim),
+        "gpt2, columns": lambda: loaded("gpt2", folders["gpt2"], shard_placement_fn=last_even_dim),
         "llama, one unit": lambda: flat("llama"),
         "llama, tp": lambda: parallel("llama", ParallelDims(tp_size=2, dp_shard_size=2)),
         "llama, tp and replicas": lambda: parallel("llama", ParallelDims(tp_size=2, dp_replicate_size=2)),
         "qwen3_moe, ep": lambda: parallel("qwen3_moe", ParallelDims(ep_size=2, dp_shard_size=4)),
     }
-    for number, (what, make) in enumerate(made.items()):
-        model, dtype = make(), (None, torch.bfloat16)[number % 2]
+    for number, what in enumerate(names):
+        model, dtype = made[what](), (None, torch.bfloat16)[number % 2]
         save_pretrained(model, tmp / what, dtype=dtype)
         saved, weights = stored_tensors(tmp / what), live_weights(model, dtype=dtype)
         parts_make_up(weights, saved, what)
@@ -121,9 +122,7 @@ def every_placement(folders: dict[str, Path], tmp: Path) -> None:
 
 
 def cut_among_replicas(folders: dict[str, Path], tmp: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded_meta_model("llama", folders["llama"], mesh=mesh)
-    load_weights(model, folders["llama"], progress=False)
+    model = loaded("llama", folders["llama"], mesh=replicas())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held, "_MIN_PART_BYTES", 64)
         weights = live_weights(model)
@@ -139,14 +138,16 @@ def filled(model: Any, value: float) -> Any:
     return model
 
 
-def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
-    every = {
-        "llama": {"target_modules": "all-linear"},
-        "tied": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-    }
-    for kind, targets in every.items():
-        lora = LoraConfig(r=3, task_type="CAUSAL_LM", **targets)
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": "all-linear"},
+    "tied": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+def adapters_alone_and_merged(kinds: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:
+    for kind in kinds:
+        lora = LoraConfig(r=3, task_type="CAUSAL_LM", **TARGETS[kind])
         model = from_pretrained(folders[kind], peft_config=lora, **(MOE if kind == "mixtral" else {}), **QUIET)
         filled(model, 0.01)
         save_pretrained(model, tmp / kind)
@@ -157,7 +158,10 @@ def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
             ("merged", merged, stored_tensors(tmp / f"{kind} merged")),
         ):
             parts_make_up(weights, saved, f"{kind}, {what}")
-            buckets_hold(weights, saved, f"{kind}, {what}")
+            if kind != "tied":
+                buckets_hold(weights, saved, what)
+        if kind == "tied":
+            continue
         filled(model, 0.02)
         save_pretrained(model, tmp / f"{kind} later", merge_adapters=True)
         parts_make_up(merged, stored_tensors(tmp / f"{kind} later"), f"{kind}, merged after a step")
@@ -167,27 +171,26 @@ def adapters_alone_and_merged(folders: dict[str, Path], tmp: Path) -> None:
     assert "could be merged" in refusal(lambda: live_weights(model, merge_adapters=True))
 
 
-def bases_that_stay_quantised(folders: dict[str, Path], tmp: Path) -> None:
-    for kind in ("fp8", "fp8 and fp4 experts", "mxfp4", "compressed nvfp4", "gptq", "awq experts"):
+def bases_that_stay_quantised(
+    kinds: Sequence[str], in_buckets: Sequence[str], folders: dict[str, Path], tmp: Path
+) -> None:
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    for kind in kinds:
+        if kind == "nf4" and find_spec("bitsandbytes") is None:
+            continue
         if dist.get_rank() == 0:
-            make_quantized(kind, tmp / kind)
+            small_llama(tmp / kind) if kind == "nf4" else make_quantized(kind, tmp / kind)
         dist.barrier()
-        model = from_pretrained(tmp / kind, dequantize=False, **QUIET)
+        packed = {"quantization_config": four} if kind == "nf4" else {"dequantize": False}
+        model = from_pretrained(tmp / kind, **packed, **QUIET)
         save_pretrained(model, tmp / f"{kind} again")
         saved, beside = stored_tensors(tmp / f"{kind} again"), note_of(model).heads
         if beside is not None:  # what a save copies from the files that were loaded, such as scales of inputs
             saved = {key: saved[key] for key in saved.keys() - beside.stored.tensors.keys()}
         weights = live_weights(model)
         parts_make_up(weights, saved, kind)
-        buckets_hold(weights, saved, kind)
-    if find_spec("bitsandbytes") is not None:
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        if dist.get_rank() == 0:
-            small_llama(tmp / "64")
-        dist.barrier()
-        model = from_pretrained(tmp / "64", quantization_config=four, **QUIET)
-        save_pretrained(model, tmp / "nf4")
-        parts_make_up(live_weights(model), stored_tensors(tmp / "nf4"), "nf4")
+        if kind in in_buckets:
+            buckets_hold(weights, saved, kind)
 
 
 def sent_bytes(calls: Any) -> int:
@@ -198,9 +201,7 @@ def nothing_is_sent_twice(folders: dict[str, Path], tmp: Path) -> None:
     """What is sent to two ranks is what they lack; memory stays in one bucket."""
     rank = dist.get_rank()
     for kind in ("llama", "mixtral", "gpt2"):
-        model = sharded_meta_model(kind, folders[kind])
-        load_weights(model, folders[kind], progress=False)
-        weights = live_weights(model)
+        weights = live_weights(loaded(kind, folders[kind]))
         largest = max(tensor.num_bytes for tensor in weights.tensors.values())
         sizes = calls_of(dist, "batch_isend_irecv", lambda _, calls: sent_bytes(calls))
         with sizes as sent:
@@ -246,22 +247,41 @@ def faults(folders: dict[str, Path], tmp: Path) -> None:
     assert used == (list(weights.tensors) if rank == 0 else []), "the next pass is whole"
 
 
-FOUR = (every_placement, cut_among_replicas, bases_that_stay_quantised, nothing_is_sent_twice, faults)
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.shows("live weights", "FSDP2", "HSDP", "FSDP1", "LoRA", "stays quantised", "tp", "ep")
-def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(world_size, folders, tmp_path):
-    cases = {1: (alone,), 3: (adapters_alone_and_merged, nothing_is_sent_twice), 4: FOUR}[world_size]
-    run_ranks(run_cases, world_size, cases, folders, tmp_path)
-
-
 def alone(folders: dict[str, Path], tmp: Path) -> None:
     """A model that is not sharded at all."""
     for kind, folder in folders.items():
         weights = live_weights(plain_model(kind, folder))
         parts_make_up(weights, stored_tensors(folder), kind)
         buckets_hold(weights, stored_tensors(folder), kind)
+
+
+ON_THREE = {
+    "placed": partial(placements, ("t5", "qwen2_moe", "gpt2, columns", "llama, one unit")),
+    "adapters": partial(adapters_alone_and_merged, ("tied", "mixtral")),
+    "packed": partial(bases_that_stay_quantised, ("fp8 and fp4 experts", "gptq", "nf4"), ("gptq",)),
+    "sent": nothing_is_sent_twice,
+    "faults": faults,
+}
+ON_FOUR = {
+    "placed": partial(placements, ("mixtral, replicas", "llama, tp and replicas", "qwen3_moe, ep")),
+    "cut": cut_among_replicas,
+}
+PACKED = ("fp8", "fp8 and fp4 experts", "mxfp4", "compressed nvfp4", "awq experts")
+OTHERS = {
+    "placed": partial(placements, ("llama", "tied", "gpt2", "deepseek_v3", "mixtral, columns", "llama, tp")),
+    "adapters": partial(adapters_alone_and_merged, ("llama",)),
+    "packed": partial(bases_that_stay_quantised, PACKED, PACKED),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, {"alone": alone}), (3, ON_THREE), (4, ON_FOUR), pytest.param(4, OTHERS, marks=pytest.mark.nightly)],
+    ids=["alone", "on three", "on four", "others"],
+)
+@pytest.mark.shows("live weights", "FSDP2", "HSDP", "FSDP1", "LoRA", "stays quantised", "tp", "ep")
+def test_the_weights_of_a_model_under_the_names_of_its_checkpoint(ranks, cases, folders, tmp_path):
+    run_ranks(run_cases, ranks, cases, folders, tmp_path)
 
 
 def test_a_pass_sees_the_values_of_its_moment(folders):

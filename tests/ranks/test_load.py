@@ -56,7 +56,7 @@ def over_two_axes(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     dist.barrier()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     stored = CheckpointIndex.open(bf16).num_bytes
-    for options in ({}, {"dtype": torch.float32}, {"staging_bytes": 2**20, "requests_in_flight": 1}):
+    for options in ({}, {"dtype": torch.float32, "staging_bytes": 2**20, "requests_in_flight": 1}):
         model = sharded_meta_model(kind, bf16, mesh=mesh)
         report = load_weights(model, bf16, **options)
         assert_same_model(model, plain_model(kind, bf16, dtype=options.get("dtype", torch.bfloat16)))
@@ -110,7 +110,7 @@ ALONE = (
 OTHERWISE: dict[str, Callable[..., None]] = {
     **{case.__name__: case for case in ALONE},
     "over two axes": partial(over_two_axes, "mixtral"),
-    **{f"{kind} along other dimensions": partial(along_other_dimensions, kind) for kind in ("mixtral", "gpt2")},
+    "along other dimensions": partial(along_other_dimensions, "mixtral"),
 }
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,8 @@ def wait_for_storage(folder: Path) -> None:
             named.set()
 
     model = sharded(folder)
+    while storage._watcher.is_alive():  # that of an earlier load warns as late as it did there
+        time.sleep(0.01)
     soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
     with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage.warnings, "warn", warn):
         load_weights(model, folder)

@@ -61,7 +61,7 @@ def _needs(gpus: int) -> Any:
 on_each = pytest.mark.parametrize(
     ("device", "ranks"),
     [
-        pytest.param("cpu", 1, id="cpu"),
+        pytest.param("cpu", 1, id="cpu", marks=pytest.mark.nightly),
         pytest.param("cuda", 1, id="one GPU", marks=[pytest.mark.gpu, _needs(1)]),
         pytest.param("cuda", 2, id="two GPUs", marks=[pytest.mark.gpu, _needs(2)]),
     ],
@@ -411,7 +411,12 @@ def _cut_on_the_host(folder: Path, out: Path) -> None:
     assert all(torch.equal(full(p), -plain[name]) for name, p in model.named_parameters())
 
 
-def _all_cases(folder: Path, out: Path) -> dict[str, Any]:
+FEW = ("staging buffers", "fp16, offload True, fused False", "state, offload True", "_whole_and_offloaded")
+FEW += ("_adapted_and_offloaded",)
+"""Cases of each commit on the CPU, where other tests of ranks show what the others do."""
+
+
+def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
     precisions = [("bf16", False), ("fp16", False), ("no", True), ("bf16", True), ("fp16", True)]
     in_turn = {each: (False, True) if _is_gpu() else (bool(i % 2),) for i, each in enumerate(precisions)}
     cases: dict[str, Any] = {
@@ -434,7 +439,8 @@ def _all_cases(folder: Path, out: Path) -> dict[str, Any]:
     if _is_gpu() and dist.get_world_size() == 1:
         cases |= {"memory": partial(_held, folder), "CUDA graphs": partial(_compiled_without_graphs, folder)}
     own = (_offloaded, _adapted_and_offloaded, _whole_and_offloaded, _cut_on_the_host)
-    return run_cases(cases | {case.__name__: partial(case, folder, out) for case in own})
+    cases |= {case.__name__: partial(case, folder, out) for case in own}
+    return run_cases({name: case for name, case in cases.items() if not few or name in FEW})
 
 
 @on_each
@@ -444,9 +450,14 @@ def test_all_that_a_device_can_break(device: Any, ranks: int, folders: dict[str,
     folder = folders["llama"]
     (adapted,) = run_ranks(_adapted_and_offloaded, 1, folder, tmp_path / "expected")
     assert adapted[-1] < adapted[0]
-    for found in run_ranks(_all_cases, ranks, folder, tmp_path, device=device, timeout_s=500):
+    for found in run_ranks(_all_cases, ranks, folder, tmp_path, False, device=device, timeout_s=500):
         _close(found["_offloaded"], _expected(folder))
         _close(found["_adapted_and_offloaded"], adapted)
+
+
+def test_what_a_device_can_break_on_the_cpu(folders: dict[str, Path], tmp_path: Path) -> None:
+    (found,) = run_ranks(_all_cases, 1, folders["llama"], tmp_path, True)
+    assert found["_adapted_and_offloaded"][-1] < found["_adapted_and_offloaded"][0]
 
 
 def _layers(kind: str, folder: Path, layers: int) -> tuple[int, int]:

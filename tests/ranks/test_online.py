@@ -37,7 +37,8 @@ TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-OTHERS = ("rloo", "online dpo", "distillation", "gkd")
+OTHERS = ("rloo", "distillation")
+RARE = ("online dpo", "gkd")
 """Those beside GRPO, which is compared with one process below."""
 
 
@@ -94,22 +95,20 @@ def one_trainer(task: str, source: Path, folder: Path, mixed: bool) -> list[floa
     return logged(trainer)
 
 
-def all_trainers(source: Path, folder: Path, mixed: bool) -> dict[str, list[float]]:
-    return run_cases({task: partial(one_trainer, task) for task in OTHERS}, source, folder, mixed)
-
-
-def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path):
+@pytest.mark.parametrize("tasks", [OTHERS, pytest.param(RARE, marks=pytest.mark.nightly)], ids=["usual", "rare"])
+def test_trainers_that_generate_train_on_shards_as_under_ddp(folders, tmp_path, tasks):
+    cases = {task: partial(one_trainer, task) for task in tasks}
     ours, theirs = (
-        run_ranks(all_trainers, 2, folders["llama"], tmp_path / str(mixed), mixed) for mixed in (True, False)
+        run_ranks(run_cases, 2, cases, folders["llama"], tmp_path / str(mixed), mixed) for mixed in (True, False)
     )
-    for task in OTHERS:
+    for task in tasks:
         for one, other in zip(ours, theirs, strict=True):
             assert len(one[task]) == 2 and one[task] == pytest.approx(other[task], rel=1e-5, abs=1e-5), task
 
 
 # ---- GRPO as TRL alone on one process ----
 
-STEPS = 4
+STEPS = 2
 
 
 def adapter() -> Any:
@@ -162,15 +161,15 @@ def grpo(kind: str, source: Path, folder: Path, mixed: bool) -> dict[str, list[f
     return {key: logged(trainer, key) for key in ("loss", "kl", "reward")}
 
 
-KINDS = ("full", "lora", "adapted")
-
-
+@pytest.mark.parametrize(
+    "kinds", [("full", "adapted"), pytest.param(("lora",), marks=pytest.mark.nightly)], ids=["usual", "rare"]
+)
 @pytest.mark.shows("GRPO", "FSDP2", "LoRA")
-def test_grpo_equals_trl_on_one_process(folders, tmp_path):
-    cases = {kind: partial(grpo, kind) for kind in KINDS}
+def test_grpo_equals_trl_on_one_process(folders, tmp_path, kinds):
+    cases = {kind: partial(grpo, kind) for kind in kinds}
     (expected,) = run_ranks(run_cases, 1, cases, folders["llama"], tmp_path / "one", False)
     for result in run_ranks(run_cases, 2, cases, folders["llama"], tmp_path / "two", True):
-        for kind in KINDS:
+        for kind in kinds:
             for key, values in expected[kind].items():
                 assert len(values) == STEPS and len(set(values)) > STEPS // 2, (kind, key)
                 assert result[kind][key] == pytest.approx(values, rel=1e-5, abs=1e-5), (kind, key)
@@ -295,20 +294,15 @@ class StandIn(VLLMGeneration):
         return prompts, completions, [[[-1.0] for _ in ids] for ids in completions], None
 
 
-def weights_arrive(folders: dict[str, Path], tmp: Path) -> None:
-    """They equal `save_pretrained`'s file after each step: fused experts apart, adapters merged, in order."""
-    for kind, mode, config in (
-        ("mixtral", "server", None),
-        ("llama", "colocate", None),
-        ("llama", "server", adapter()),
-        ("mixtral", "colocate", peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])),
-    ):
+def weights_arrive(ways: list[tuple[str, str, Any]], folders: dict[str, Path], tmp: Path) -> None:
+    """They equal `save_pretrained`'s file after a step: fused experts apart, adapters merged, in order."""
+    for kind, mode, config in ways:
         accelerator = make_accelerator(cpu=True)
         moe = {"experts_implementation": "batched_mm"} if kind == "mixtral" else {}
         model = from_pretrained(folders[kind], accelerator=accelerator, peft_config=config, **moe)
         with patch.object(grpo_trainer, "VLLMGeneration", StandIn):
             trainer = trainer_of(
-                "grpo", model, tmp / "run", mixed=True, use_vllm=True, vllm_mode=mode, max_steps=2, beta=0.0
+                "grpo", model, tmp / "run", mixed=True, use_vllm=True, vllm_mode=mode, max_steps=1, beta=0.0
             )
         trainer.train()
         generation, takes = trainer.vllm_generation, mode == "colocate" or dist.get_rank() == 0
@@ -330,5 +324,16 @@ def weights_arrive(folders: dict[str, Path], tmp: Path) -> None:
         generation.sync_weights()  # the ranks are in step again
 
 
-def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path):
-    run_ranks(run_cases, 2, (weights_arrive,), folders, tmp_path)
+OF_EXPERTS = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("mixtral", "server", None), ("mixtral", "colocate", OF_EXPERTS)],
+        pytest.param([("llama", "colocate", None), ("llama", "server", adapter())], marks=pytest.mark.nightly),
+    ],
+    ids=["usual", "rare"],
+)
+def test_weights_arrive_at_vllm_as_the_checkpoint_has_them(folders, tmp_path, ways):
+    run_ranks(weights_arrive, 2, ways, folders, tmp_path)

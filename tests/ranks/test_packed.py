@@ -4,6 +4,7 @@ vocabularies, heads, optimizers, resumed states, and mistakes."""
 import copy
 import json
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from tests._checkpoints import (
     word_tokenizer,
 )
 from tests._dist import run_cases, run_ranks
-from tests._grids import fast_and_nightly, in_turn
+from tests._grids import every_second, fast_and_nightly
 from tests._noted import calls_of
 from tests._training import ShardedTrainer, arguments, batches_of, logged, make_rows, train
 
@@ -100,18 +101,22 @@ def parities(combinations: list[tuple[str, str]], folder: Path) -> None:
             assert_equal(*found, (kind, options, mode))
 
 
-SAMPLE = ["fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts"]
-
-
-@fast_and_nightly(in_turn, KINDS, list(PRECISIONS))
+@fast_and_nightly(every_second, KINDS, list(PRECISIONS))
 @pytest.mark.shows("bf16", "losses of one process", "stays quantised")
 def test_losses_and_gradients_are_those_of_the_dequantised_base(checkpoints, combinations):
     run_ranks(partial(parities, combinations), 2, checkpoints)
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 4))])
-def test_uneven_shards_give_the_same(checkpoints, ranks):
-    run_ranks(partial(parities, [(kind, "mixed") for kind in SAMPLE]), ranks, checkpoints)
+SAMPLE = ("compressed nvfp4", "gptq experts")
+LARGE_SAMPLE = ("fp8 and fp4 experts", "mxfp4", "compressed int4", "gptq experts")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [(3, SAMPLE), *(pytest.param(ranks, LARGE_SAMPLE, marks=pytest.mark.nightly) for ranks in (1, 3, 4))],
+)
+def test_uneven_shards_give_the_same(checkpoints, ranks, kinds):
+    run_ranks(partial(parities, [(kind, "mixed") for kind in kinds]), ranks, checkpoints)
 
 
 # ---- what works on plain shards ----
@@ -147,10 +152,10 @@ def compiled(folder: Path, tmp: Path) -> None:
 # ---- bytes ----
 
 
-def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
+def bytes_of_a_unit(kinds: Sequence[str], folder: Path, tmp: Path) -> None:
     """Gathered are the stored bytes, and one weight at a time is dequantised, in the backward pass too."""
-    for kind in ("fp8 of 128 x 128", "compressed nvfp4", "gptq experts"):
-        model = loaded(kind, folder, dequantize=False, peft_config=None)
+    for kind in kinds:
+        model = loaded(kind, folder, dequantize=False)
         forms = packed_parameters(model)
         names = ("_packed", "_scale_inv", "_scale", "qweight", "qzeros", "scales")
         tensors = stored_tensors(folder / kind).items()
@@ -163,7 +168,6 @@ def bytes_of_a_unit(folder: Path, tmp: Path) -> None:
             gathered += -(-rows // ranks) * ranks * (part.numel() // rows)
         assert gathered <= 1.02 * stored, (kind, gathered, stored)
         made: list[Any] = []
-        model = loaded(kind, folder, dequantize=False)
         with calls_of(PackedForm, "floats", partial(alive_with, made)) as alive:
             one_pass(model)
         assert max(alive) == 1 and len(alive) > len(forms), (kind, alive)
@@ -178,8 +182,8 @@ def alive_with(made: list[Any], values: torch.Tensor, *_: Any) -> int:
 # ---- out ----
 
 
-def saved_as_stored(folder: Path, tmp: Path) -> None:
-    for kind in KINDS:
+def saved_as_stored(kinds: Sequence[str], folder: Path, tmp: Path) -> None:
+    for kind in kinds:
         model = loaded(kind, folder, dequantize=False, peft_config=None)
         assert not any(parameter.requires_grad for parameter in model.parameters())
         save_pretrained(model, tmp / kind)
@@ -188,9 +192,8 @@ def saved_as_stored(folder: Path, tmp: Path) -> None:
             for where in (tmp, folder)
         )
         assert_same_tensors(after, before, kind)
-    for kind in SAMPLE[1::2]:
-        again = loaded(kind, tmp, dequantize=False)
-        assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
+    again = loaded(kind, tmp, dequantize=False)
+    assert_equal(one_pass(again), one_pass(loaded(kind, folder, dequantize=False)), kind)
 
 
 def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
@@ -216,17 +219,6 @@ def refused(folder: Path, tmp: Path) -> None:
     model = loaded("fp8", folder, dequantize=False, peft_config=None)
     said = refusal(lambda: save_pretrained(model, tmp / "x", dtype=torch.bfloat16))
     assert "holds quantised values, which a cast destroys" in said
-
-
-CASES = (generated_and_copied, bytes_of_a_unit, saved_as_stored, a_new_model_is_plain, refused)
-RARE = (recomputed_offloaded_and_copied, compiled)
-
-
-@pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
-@pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
-@pytest.mark.parametrize("cases", [CASES, pytest.param(RARE, marks=pytest.mark.nightly)], ids=["usual", "rare"])
-def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path, cases):
-    run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
 
 
 # ---- users' ways ----
@@ -255,32 +247,38 @@ def as_on_floats(folder: Path, **options: Any) -> Any:
 # ---- what is trained beside the adapter ----
 
 
+ROWS = {"trainable_token_indices": [129, 130, 131, 132]}
+
+
+def new_rows(kind: str, folder: Path, tmp: Path) -> None:
+    """They are trained alone, in a tied table and in one apart."""
+    model = as_on_floats(folder / kind, num_tokens=133, peft_config=ADAPTER | ROWS)
+    assert model.config.vocab_size == 133
+
+
 def new_words(folder: Path, tmp: Path) -> None:
-    """Rows that are new are trained alone or with the whole table, in a tied table and in one apart."""
-    rows = ADAPTER | {"trainable_token_indices": [129, 130, 131, 132]}
-    for kind, lora in (("fp8", rows), ("compressed int4", rows), ("compressed int4", ADAPTER)):
-        whole = {} if "trainable_token_indices" in lora else {"modules_to_save": ["embed_tokens", "lm_head"]}
-        model = as_on_floats(folder / kind, num_tokens=133, peft_config=lora | whole)
-        assert model.config.vocab_size == 133
+    """Rows that are new are trained with the whole table."""
+    whole = ADAPTER | {"modules_to_save": ["embed_tokens", "lm_head"]}
+    model = as_on_floats(folder / "compressed int4", num_tokens=133, peft_config=whole)
+    assert model.config.vocab_size == 133
     save_pretrained(model, tmp / "words")
     assert load_file(tmp / "words" / "adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (133, 48)
 
 
-def prompts(folder: Path, tmp: Path) -> None:
+def prompts(kind: str, folder: Path, tmp: Path) -> None:
     """What is trained may be outside of the base, which has nothing but frozen bytes then."""
-    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
-        config = {"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-        as_on_floats(folder / "fp8", peft_config=config)
+    as_on_floats(folder / "fp8", peft_config={"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": 3})
 
 
 def generates_between_steps(folder: Path, tmp: Path) -> None:
     ids = torch.arange(3, 9)[None]
-    model = from_pretrained(folder / "mxfp4", dequantize=False, peft_config=ADAPTER, **QUIET)
-    undisturbed = from_pretrained(folder / "mxfp4", dequantize=False, peft_config=ADAPTER, **QUIET)
+    model, undisturbed = (
+        from_pretrained(folder / "mxfp4", dequantize=False, peft_config=ADAPTER, **QUIET) for _ in range(2)
+    )
     trained(model, steps=1)
     model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     trained(undisturbed, steps=1)
-    assert trained(model)[0] == trained(undisturbed)[0]
+    assert trained(model, steps=1)[0] == trained(undisturbed, steps=1)[0]
 
 
 def frozen_bytes_in_an_optimizer_are_left_alone(folder: Path, tmp: Path) -> None:
@@ -296,19 +294,19 @@ def frozen_bytes_in_an_optimizer_are_left_alone(folder: Path, tmp: Path) -> None
 
 
 def train_and_save(folder: Path, tmp: Path) -> list[float]:
-    """A Trainer's run of four steps, with a checkpoint after two."""
-    return of_trainer(folder, tmp, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    """A Trainer's run of two steps, with a checkpoint between them."""
+    return of_trainer(folder, tmp, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
 
 
 def of_trainer(folder: Path, tmp: Path, resume: str | None = None, **settings: Any) -> list[float]:
     set_seed(0)
-    settings = {"max_steps": 4, "bf16": True, "gradient_accumulation_steps": 2, **settings}
+    settings = {"max_steps": 2, "bf16": True, "gradient_accumulation_steps": 2, **settings}
     args = arguments(tmp / "trainer", **settings)
     accelerator = make_accelerator(args)
     model = from_pretrained(
         folder / "compressed nvfp4", dequantize=False, accelerator=accelerator, peft_config=ADAPTER, **QUIET
     )
-    rows = make_rows(32)
+    rows = make_rows(16)
     trainer = ShardedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train(resume_from_checkpoint=resume)
     return logged(trainer)
@@ -317,7 +315,7 @@ def of_trainer(folder: Path, tmp: Path, resume: str | None = None, **settings: A
 def goes_on(folder: Path, tmp: Path) -> list[float]:
     """From the middle on one process, which sees the rows of both."""
     options = {"per_device_train_batch_size": 4, "ignore_data_skip": False}
-    return of_trainer(folder, tmp, str(tmp / "trainer" / "checkpoint-2"), **options)
+    return of_trainer(folder, tmp, str(tmp / "trainer" / "checkpoint-1"), **options)
 
 
 # ---- mistakes ----
@@ -407,14 +405,33 @@ def adapters_do_not_go_into_bytes(folder: Path, tmp: Path) -> None:
         assert "stays quantised, and nothing can be added to it" in refusal(merge)
 
 
-WAYS = (
-    new_words, prompts, generates_between_steps, frozen_bytes_in_an_optimizer_are_left_alone, train_and_save, grpo,
+def named(*cases: Any) -> dict[str, Any]:
+    return {case.__name__: case for case in cases}
+
+
+SAVED = ("fp8 experts", "compressed int4", "compressed nvfp4", "gptq experts")
+CASES = named(generated_and_copied, a_new_model_is_plain, refused)
+CASES |= {"bytes": partial(bytes_of_a_unit, SAVED[2:]), "saved": partial(saved_as_stored, SAVED)}
+RARE = named(recomputed_offloaded_and_copied, compiled, generates_between_steps)
+RARE["saved"] = partial(saved_as_stored, [*(kind for kind in KINDS if kind not in SAVED), "mxfp4"])
+RARE["bytes"] = partial(bytes_of_a_unit, ["fp8 of 128 x 128"])
+RARE |= {"rows": partial(new_rows, "compressed int4"), "prompts": partial(prompts, "PROMPT_TUNING")}
+WAYS = named(
+    new_words, frozen_bytes_in_an_optimizer_are_left_alone, train_and_save, grpo,
     nothing_to_train, checkpoints_that_do_not_fit, adapters_do_not_go_into_bytes,
 )  # fmt: skip
+WAYS |= {"rows": partial(new_rows, "fp8"), "prompts": partial(prompts, "PREFIX_TUNING")}
+
+
+@pytest.mark.shows("activation checkpointing", "generate", "save_pretrained", "stays quantised")
+@pytest.mark.shows("stays quantised", "HSDP", "offload", "compile")
+@pytest.mark.parametrize("cases", [CASES, pytest.param(RARE, marks=pytest.mark.nightly)], ids=["usual", "rare"])
+def test_packed_bases_do_what_plain_ones_do(checkpoints, tmp_path, cases):
+    run_ranks(run_cases, 2, cases, checkpoints, tmp_path)
 
 
 @pytest.mark.shows("GRPO", "stays quantised")
 def test_users_ways_with_packed_bases(checkpoints, tmp_path):
     found = run_ranks(run_cases, 2, WAYS, checkpoints, tmp_path)[0]
     again = run_ranks(goes_on, 1, checkpoints, tmp_path)[0]
-    torch.testing.assert_close(again, found["train and save"], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again, found["train_and_save"], rtol=1e-3, atol=1e-3)

@@ -182,7 +182,7 @@ class _Rows(Dataset):
     """Rows of 20 to 60 tokens."""
 
     def __len__(self):
-        return 88
+        return 44
 
     def __getitem__(self, index):
         row = IDS[index % 5, : 20 + 5 * (index % 9)]
@@ -202,22 +202,22 @@ def _trainer(folder, out, kind, **settings):
 
 
 def _classes(out, kind):
-    rows = [{"input_ids": _Rows()[index]["input_ids"][:20], "labels": index % 2} for index in range(88)]
+    rows = [{"input_ids": _Rows()[index]["input_ids"][:20], "labels": index % 2} for index in range(44)]
     return _trained(randomize(transformers.BertForSequenceClassification(_bert())), rows, out, kind)
 
 
 def _smoothed(out, kind):
     """Label smoothing, which the Trainer computes of the model's logits."""
     rows = [
-        dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), _Rows()[i]["input_ids"][:20]) for i in range(88)
+        dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), _Rows()[i]["input_ids"][:20]) for i in range(44)
     ]
     return _trained(make_model("t5"), rows, out, kind, label_smoothing_factor=0.1)
 
 
 def _trained(model, rows, out, kind, *, data_collator=None, **settings):
-    """Losses of four steps and of an evaluation."""
+    """Losses of two steps and of an evaluation."""
     args = arguments(
-        out, bf16=True, max_steps=4, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
+        out, bf16=True, max_steps=2, per_device_train_batch_size=11, per_device_eval_batch_size=11, learning_rate=1e-3,
         lr_scheduler_type="linear", max_grad_norm=1.0, **settings,
     )  # fmt: skip
     trainer = kind(model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=data_collator)

@@ -1,6 +1,7 @@
 """4-bit bases on real ranks: shards and scales bit for bit those of plain from_pretrained; QLoRA as on one process."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -32,7 +33,6 @@ from hf_fsdp_tools.modeling.four_bits import beside_4bit, weights_4bit
 from hf_fsdp_tools.sharding.added import shard_added
 from tests._checkpoints import assert_same_tensors, full_state, randomize, refusal, small_llama, stored_tensors
 from tests._dist import run_cases, run_ranks
-from tests._grids import fast_and_nightly
 from tests._training import ShardedTrainer, arguments, logged
 from tests._training import train as run_steps
 
@@ -75,6 +75,7 @@ def everything(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 NF4, FP4 = "nf4", "fp4"
+EVERY = [*product(STORAGES, (NF4, FP4), (True, False))]
 FAST = list(zip(STORAGES, (NF4, FP4, NF4, FP4), (True, True, False, False), strict=True))
 
 
@@ -94,10 +95,13 @@ def loaded(folder: Path, combinations: list[tuple[torch.dtype, str, bool]]) -> N
         assert is_transposed or report.read_ratio == 1.0, "no block is read by two ranks"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@fast_and_nightly(lambda *_: FAST, STORAGES, (NF4, FP4), (True, False))
+@pytest.mark.parametrize(
+    ("ranks", "combinations"),
+    [(2, FAST[:1]), (3, FAST[3:]), *(pytest.param(ranks, EVERY, marks=pytest.mark.nightly) for ranks in (2, 3))],
+    ids=["fast, 2", "fast, 3", "every, 2", "every, 3"],
+)
 @pytest.mark.shows("reads its own bytes", "QLoRA")
-def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, combinations, ranks):
+def test_shards_and_scales_are_those_of_plain_from_pretrained(tmp_path, ranks, combinations):
     """The same holds for a transposed weight and a tied head."""
     config = GPT2Config(vocab_size=131, n_embd=64, n_inner=192, n_layer=2, n_head=4, n_positions=64)
     config.bos_token_id = config.eos_token_id = 1
@@ -115,9 +119,10 @@ def replicas(folder: Path) -> None:
     assert_same_tensors(everything(model), plain(folder, four_bits()).state_dict())
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.shows("QLoRA", "HSDP")
-def test_replicas_hold_the_same(tmp_path):
-    run_ranks(replicas, 4, small_llama(tmp_path / "llama"))
+def test_replicas_hold_the_same(tmp_path, ranks):
+    run_ranks(replicas, ranks, small_llama(tmp_path / "llama"))
 
 
 def stored(folder: Path, saved: Path, output: Path) -> None:
@@ -137,7 +142,7 @@ def stored(folder: Path, saved: Path, output: Path) -> None:
     assert_same_tensors(everything(fresh), everything(from_pretrained(output / "fresh")))
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.shows("save_pretrained", "QLoRA")
 def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nested):
     folder, saved = small_llama(tmp_path / "llama"), tmp_path / "saved"
@@ -155,7 +160,7 @@ def test_checkpoints_that_hold_4_bit_weights_are_read_and_written(tmp_path, nest
 
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 131, (6, 16), generator=generator) for _ in range(3)]
+    return [torch.randint(3, 131, (6, 16), generator=generator) for _ in range(2)]
 
 
 def train(model: Any, rank: int = 0, ranks: int = 1) -> list[float]:
@@ -183,9 +188,9 @@ def adapted(folder: Path, output: Path) -> list[float]:
     return losses
 
 
-def grown(folder: Path, output: Path) -> list[float]:
-    """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call, in compiled blocks."""
-    model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile={"backend": "aot_eager"})
+def grown(compile: Any, folder: Path, output: Path) -> list[float]:
+    """Rows for added tokens while loading and afterwards; then an adapter by PEFT's own call."""
+    model = from_pretrained(folder, quantization_config=four_bits(), num_tokens=140, compile=compile)
     states = everything(model), plain(folder, four_bits()).state_dict()
     assert_same_tensors(*({key: t for key, t in state.items() if ".layers." in key} for state in states))
     resize_token_embeddings(model, 150)
@@ -199,7 +204,7 @@ def grown(folder: Path, output: Path) -> list[float]:
 
 def under_the_trainer(folder: Path, output: Path) -> None:
     """bf16, activations recomputed, the adapter read again; without an adapter, transformers refuses."""
-    args = arguments(output / "run", max_steps=3, learning_rate=5e-5, bf16=True, save_strategy="steps", save_steps=2)
+    args = arguments(output / "run", max_steps=2, learning_rate=5e-5, bf16=True, save_strategy="steps", save_steps=1)
     plugin = HybridFSDPPlugin(activation_checkpointing=True)
     accelerator = make_accelerator(mixed_precision="bf16", cpu=True, fsdp_plugin=plugin)
     config = four_bits(bnb_4bit_compute_dtype=torch.bfloat16)
@@ -212,23 +217,31 @@ def under_the_trainer(folder: Path, output: Path) -> None:
     model = from_pretrained(folder, **options, peft_config=lora())
     trainer = ShardedTrainer(model=model, args=args, train_dataset=data)
     trainer.train()
-    trainer.train(resume_from_checkpoint=str(output / "run" / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=str(output / "run" / "checkpoint-1"))
     losses = all_ranks(logged(trainer))
     assert losses[0] == losses[1] and losses[0] and all(0 < loss < 10 for loss in losses[0])
 
 
-@pytest.mark.shows("losses of one process", "activation checkpointing", "bf16", "QLoRA")
+@pytest.mark.parametrize(
+    "compile", [None, pytest.param({"backend": "aot_eager"}, marks=pytest.mark.nightly)], ids=["plain", "compiled"]
+)
 @pytest.mark.shows("QLoRA", "compile")
+def test_added_tokens_are_trained_as_on_one_process(tmp_path, compile):
+    folder = small_llama(tmp_path / "llama")
+    (alone,) = run_ranks(grown, 1, compile, folder, tmp_path)
+    for losses in run_ranks(grown, 2, compile, folder, tmp_path):
+        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.shows("losses of one process", "activation checkpointing", "bf16", "QLoRA")
 def test_steps_of_qlora_equal_those_of_one_process(tmp_path):
     folder = small_llama(tmp_path / "llama")
     torch.manual_seed(0)
     expected = get_peft_model(plain(folder, four_bits()), lora())
     losses = train(expected)
     assert losses[-1] != losses[0]
-    (alone,) = run_ranks(grown, 1, folder, tmp_path)
-    for found in run_ranks(run_cases, 2, (adapted, grown, under_the_trainer), folder, tmp_path):
+    for found in run_ranks(run_cases, 2, (adapted, under_the_trainer), folder, tmp_path):
         torch.testing.assert_close(found["adapted"], losses, rtol=1e-5, atol=0)
-        torch.testing.assert_close(found["grown"], alone, rtol=1e-5, atol=0)
     expected.save_pretrained(tmp_path / "expected")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "expected"))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

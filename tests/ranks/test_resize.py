@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,33 +155,6 @@ def refusals(folders, root):
         load_weights(build_meta_model(llama, intermediate_size=60), llama, added_tokens="mean")
 
 
-def cases_of(kinds: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """The cases of some kinds, then those of llama and tied alone."""
-    cases: dict[str, Callable[..., Any]] = {}
-    for kind in kinds:
-        for size in SIZES if kind == "tied" else SIZES[:1]:
-            cases[f"{kind} to {size}, while loading"] = partial(resized_while_loading, kind, size)
-            cases[f"{kind} to {size}, sharded"] = partial(resized_when_sharded, kind, size)
-        cases[f"{kind}, drawn"] = partial(drawn_rows, kind)
-    others = (resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals)
-    if kinds == KINDS:
-        others += (resize_under_another_policy, resize_with_settings, resize_what_is_not_sharded)
-    return cases | {case.__name__: case for case in others}
-
-
-def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path) -> None:
-    fewer = ("llama", "tied")
-    results = {n: run_ranks(run_cases, n, cases_of(kinds), folders, tmp_path) for n, kinds in ((2, KINDS), (3, fewer))}
-    for kind in fewer:
-        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
-        assert all(torch.equal(other, rows[0]) for other in rows), kind
-    for n in (2, 3):
-        assert json.loads((tmp_path / f"saved{n}" / "config.json").read_text())["vocab_size"] == 140
-        saved = type(make_model("tied")).from_pretrained(tmp_path / f"saved{n}")
-        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
-        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
-
-
 def resize_under_another_policy(folders, root):
     policy = HybridPolicy(group_tail=False, units=(lambda name, module: name.endswith("mlp"),))
     live, again = (from_pretrained(folders["llama"], policy=policy, num_tokens=n) for n in (None, 140))
@@ -212,6 +185,44 @@ def resize_what_is_not_sharded(folders, root):
     gradients = [torch.empty(140) for _ in range(dist.get_world_size())]
     dist.all_gather(gradients, live.cls.predictions.bias.grad)
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+Pairs = Sequence[tuple[str, int]]
+
+
+def cases_of(loading: Pairs, sharded: Pairs, drawn: Sequence[str], others: Sequence[Any] = ()) -> dict[str, Any]:
+    """Kinds of models and their new sizes, kinds whose rows are drawn, and other cases."""
+    cases: dict[str, Any] = {f"{k} to {n}, while loading": partial(resized_while_loading, k, n) for k, n in loading}
+    cases |= {f"{kind} to {size}, sharded": partial(resized_when_sharded, kind, size) for kind, size in sharded}
+    cases |= {f"{kind}, drawn": partial(drawn_rows, kind) for kind in drawn}
+    return cases | {case.__name__: case for case in others}
+
+
+FEW = ("llama", "tied")
+OF_FEW = [("llama", 140), *(("tied", size) for size in SIZES)]
+OF_ALL = [*OF_FEW, ("bert", 140), ("t5", 140)]
+OTHERS = (
+    resized_under_fsdp1, the_plan_has_the_new_sizes_and_the_model_is_saved, refusals, resize_under_another_policy,
+    resize_with_settings, resize_what_is_not_sharded,
+)  # fmt: skip
+FAST = {
+    2: cases_of([("llama", 140), ("t5", 140)], [("tied", 77), ("bert", 140)], FEW, OTHERS),
+    3: cases_of([("tied", 132)], [("tied", 132)], FEW),
+}
+EVERY = {2: cases_of(OF_ALL, OF_ALL, KINDS, OTHERS[1:2]), 3: cases_of(OF_FEW, OF_FEW, FEW, OTHERS[:3])}
+
+
+@pytest.mark.parametrize("cases", [FAST, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["fast", "every"])
+def test_resizing_equals_a_plain_resize_and_does_not_depend_on_the_ranks(folders, tmp_path, cases) -> None:
+    results = {n: run_ranks(run_cases, n, cases[n], folders, tmp_path) for n in (2, 3)}
+    for kind in ("llama", "tied"):
+        rows = [result[f"{kind}, drawn"] for n in (2, 3) for result in results[n]]
+        assert all(torch.equal(other, rows[0]) for other in rows), kind
+    for folder in tmp_path.glob("saved*"):
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 140
+        saved = type(make_model("tied")).from_pretrained(folder)
+        assert torch.equal(saved.lm_head.weight, type(saved).from_pretrained(tmp_path / "saved2").lm_head.weight)
+        assert saved.lm_head.weight.shape == (140, 48) and saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
 def resize_otherwise(folders: dict[str, Path]) -> None:

@@ -135,19 +135,18 @@ class FailsAlone(ShardedTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
 
-def fails_alone_while_the_optimizer_is_saved(source: Path, out: Path) -> None:
-    """On either rank, before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
-    for rank in (0, 1):
-        trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
-        own = dist.get_rank() == rank
-        with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
-            trainer.train()
-        assert own or f"rank {rank} failed" in str(caught.value)
-        no_memory = patch.object(accelerator_state, "get_optimizer_state_dict", side_effect=MemoryError("no room"))
-        with no_memory if own else nullcontext(), pytest.raises((MemoryError, CheckpointError), match="no room"):
-            _trainer(source, out).train()
-        assert not list(out.glob("checkpoint-*"))
-        wait_for_all_ranks()
+def fails_alone_while_the_optimizer_is_saved(rank: int, source: Path, out: Path) -> None:
+    """Before the collectives of torch's distributed checkpoint: all ranks stop with one error."""
+    trainer = _trainer(source, out, kind=FailsAlone, attributes={"failing": rank}, max_steps=1)
+    own = dist.get_rank() == rank
+    with pytest.raises(ValueError if own else RanksError, match="a mistake of mine") as caught:
+        trainer.train()
+    assert own or f"rank {rank} failed" in str(caught.value)
+    no_memory = patch.object(accelerator_state, "get_optimizer_state_dict", side_effect=MemoryError("no room"))
+    with no_memory if own else nullcontext(), pytest.raises((MemoryError, CheckpointError), match="no room"):
+        _trainer(source, out).train()
+    assert not list(out.glob("checkpoint-*"))
+    wait_for_all_ranks()
 
 
 def _slowly(sync: Callable[[int], None], opened: threading.Event, descriptor: int) -> None:
@@ -160,7 +159,7 @@ def _slowly(sync: Callable[[int], None], opened: threading.Event, descriptor: in
 def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     """Every file of every checkpoint, but for what names the save itself, while the next steps run."""
     own = ("training_args.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata")
-    limits = {"save_total_limit": 2, "max_steps": 4}
+    limits = {"save_total_limit": 1, "max_steps": 2}
     opened = threading.Event()
     opened.set()
     with patch.object(os, "fsync", partial(_slowly, os.fsync, opened)):
@@ -177,28 +176,30 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
         opened.set()
         report = wait_for_saves()
         assert report is not None and report.total_bytes > report.bytes_written > 0 and report.copied_bytes
-    for name in ("checkpoint-3", "checkpoint-4", "state"):
+    for name in ("checkpoint-2", "state"):
         contents = [_content(out / f"{blocking}" / name) for blocking in (True, False)]
         at_once, later = ({file: text for file, text in found.items() if file not in own} for found in contents)
         assert at_once == later and len(later) > 4, name
         assert not list((out / "False" / name).rglob("*.incomplete"))
-    assert sorted(path.name for path in (out / "False").iterdir()) == ["checkpoint-3", "checkpoint-4", "state"]
+    assert sorted(path.name for path in (out / "False").iterdir()) == ["checkpoint-2", "state"]
     accelerator.load_state(out / "False" / "state")
-    trainer = _trainer(source, out / "False", attributes={"blocking": False}, max_steps=5)
+    trainer = _trainer(source, out / "False", attributes={"blocking": False}, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 5 and not problem_of(out / "False" / "checkpoint-5")
+    assert trainer.state.global_step == 3 and not problem_of(out / "False" / "checkpoint-3")
 
 
-def no_space_in_the_background(source: Path, out: Path) -> None:
-    """For weights, for the optimizer, for the manifest, on one rank: training ends on all of them, the older state
-    stays and is what a resume takes."""
+FULL = {"os.pwritev": 1, "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data": 1}
+FULL |= {"hf_fsdp_tools.saving.manifest.write_durably": 0}
+"""What writes weights, the optimizer, the manifest; and the rank on which it finds no space."""
+
+
+def no_space_in_the_background(targets: list[str], source: Path, out: Path) -> None:
+    """Training ends on all ranks, the older state stays and is what a resume takes."""
     _trainer(source, out, max_steps=1).train()
     before, steps = _content(out / "checkpoint-1"), []
-    dcp = "torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data"
-    manifest = "hf_fsdp_tools.saving.manifest.write_durably"
-    for rank, target in ((1, "os.pwritev"), (1, dcp), (0, manifest)):
+    for target in targets:
         trainer = _trainer(source, out, attributes={"blocking": False}, max_steps=60, save_steps=2, save_total_limit=1)
-        broken = patch(target, no_space) if dist.get_rank() == rank else nullcontext()
+        broken = patch(target, no_space) if dist.get_rank() == FULL[target] else nullcontext()
         with broken, pytest.raises(CheckpointError, match="No space left on device"):
             trainer.train(resume_from_checkpoint=True)
         steps.append(trainer.state.global_step)
@@ -259,17 +260,21 @@ def test_at_each_moment_of_a_training_a_whole_state_is_there_and_nothing_else_co
     run_ranks(moments_of_a_trainer, 2, limit, blocking, folders["llama"], tmp_path)
 
 
-def test_a_save_leaves_the_older_state_or_the_new_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    _run(
-        folders["llama"],
-        tmp_path,
-        a_number_that_exists,
-        fails_alone_while_the_optimizer_is_saved,
-        the_same_is_saved_in_the_background,
-        no_space_in_the_background,
-        removed_while_it_is_saved,
-        a_folder_of_each_rank,
-    )
+ALONE = [partial(fails_alone_while_the_optimizer_is_saved, rank) for rank in (0, 1)]
+SAVES = {
+    "a number that exists": a_number_that_exists,
+    "fails alone": ALONE[1],
+    "in the background": the_same_is_saved_in_the_background,
+    "no space": partial(no_space_in_the_background, [*FULL][1:2]),
+    "removed": removed_while_it_is_saved,
+    "a folder of each rank": a_folder_of_each_rank,
+}
+OTHER_SAVES = {"fails alone": ALONE[0], "no space": partial(no_space_in_the_background, [*FULL][::2])}
+
+
+@pytest.mark.parametrize("saves", [SAVES, pytest.param(OTHER_SAVES, marks=pytest.mark.nightly)], ids=["usual", "more"])
+def test_a_save_leaves_the_older_state_or_the_new_one(folders: dict[str, Path], tmp_path: Path, saves: Any) -> None:
+    _run(folders["llama"], tmp_path, **saves)
 
 
 # ---- damage ----
@@ -327,23 +332,21 @@ OF_STATE = {
 NEED_MANIFEST = ("random states gone", "flipped bit")  # without the list it is as if fewer ranks had saved, or no sums
 
 
-def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, tuple[Callable[[Path], None], str]]) -> None:
-    """Each damage is one short error on every rank, with the list of files and without it."""
-    for with_manifest in (True, False):
-        for number, (name, (damage, says)) in enumerate(damages.items()):
-            if name in NEED_MANIFEST and not with_manifest:
-                continue
-            bad = good.with_name(f"bad-{number}-{with_manifest}")
-            if dist.get_rank() == 0:
-                damage(shutil.copytree(good, bad))
-                if not with_manifest:
-                    (bad / MANIFEST).unlink()
-            dist.barrier()
-            with warnings.catch_warnings(), pytest.raises(CheckpointError, match=says) as caught:
-                warnings.simplefilter("ignore")
-                load(str(bad))
-            assert len(str(caught.value)) < 1500, name
-            assert str(bad) in str(caught.value), name
+def _refused(load: Callable[[str], Any], good: Path, damages: dict[str, Any], in_turn: bool) -> None:
+    """Each damage is one short error on every rank, with the list of files or, each second one, without it."""
+    for number, (name, (damage, says)) in enumerate(damages.items()):
+        with_manifest = name in NEED_MANIFEST or (number % 2 == 0) == in_turn
+        bad = good.with_name(f"bad-{number}")
+        if dist.get_rank() == 0:
+            damage(shutil.copytree(good, bad))
+            if not with_manifest:
+                (bad / MANIFEST).unlink()
+        dist.barrier()
+        with warnings.catch_warnings(), pytest.raises(CheckpointError, match=says) as caught:
+            warnings.simplefilter("ignore")
+            load(str(bad))
+        assert len(str(caught.value)) < 1500, name
+        assert str(bad) in str(caught.value), name
 
 
 class NoStep(TrainerCallback):
@@ -351,53 +354,53 @@ class NoStep(TrainerCallback):
         pytest.fail("a step was trained")
 
 
-def damaged_checkpoints(source: Path, out: Path) -> None:
-    first = _trainer(source, out, max_steps=2, save_steps=2, save_strategy="steps")
-    first.train()
-    good = out / "checkpoint-2"
+def damaged_checkpoints(in_turn: bool, source: Path, out: Path) -> None:
+    _trainer(source, out, max_steps=1).train()
+    good = out / "checkpoint-1"
     trainer = _trainer(source, out / "later", max_steps=3, save_strategy="no", callbacks=[NoStep()])
-    _refused(lambda bad: trainer.train(resume_from_checkpoint=bad), good, OF_TRAINER)
+    _refused(lambda bad: trainer.train(resume_from_checkpoint=bad), good, OF_TRAINER, in_turn)
     fails = patch("numpy.random.set_state", side_effect=OSError(5, "Input/output error"))
     said = pytest.raises(Exception, match="Input/output error")
     with fails if dist.get_rank() == 1 else nullcontext(), said:
         trainer.train(resume_from_checkpoint=str(good))
 
 
-def damaged_states(source: Path, out: Path) -> None:
+def damaged_states(in_turn: bool, source: Path, out: Path) -> None:
     accelerator, model, optimizer = _loop(source)
     _step(accelerator, model, optimizer)
     good = accelerator.save_state(out / "good", checksums=True)
     before = [full(parameter).clone() for parameter in model.parameters()]
     _step(accelerator, model, optimizer)
     other = [full(parameter).clone() for parameter in model.parameters()]
-    _refused(accelerator.load_state, good, OF_STATE)
+    _refused(accelerator.load_state, good, OF_STATE, in_turn)
     assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), other, strict=True)), "nothing was read"
     accelerator.load_state(good)
     assert all(torch.equal(full(p), w) for p, w in zip(model.parameters(), before, strict=True))
 
 
 def going_on_without(source: Path, out: Path) -> None:
-    first = _trainer(source, out, max_steps=2, save_steps=2, lr_scheduler_type="linear")
-    first.train()
-    good = out / "checkpoint-2"
+    _trainer(source, out, max_steps=1, lr_scheduler_type="linear").train()
+    good = out / "checkpoint-1"
     allowed = {"allow_incomplete": True}
     for name, what in (("scheduler.pt", "the scheduler"), ("rng_state_1.pth", "random states")):
         bad = good.with_name(f"without {name}")
         if dist.get_rank() == 0:
             gone(name)(shutil.copytree(good, bad))
         dist.barrier()
-        trainer = _trainer(source, out / "on", max_steps=3, save_strategy="no", attributes=allowed)
+        trainer = _trainer(source, out / "on", max_steps=2, save_strategy="no", attributes=allowed)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             trainer.train(resume_from_checkpoint=str(bad))
         said = [str(warning.message) for warning in seen if "anew" in str(warning.message)]
         assert [what in text for text in said] == ([True] if dist.get_rank() == 0 else []), said
         steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
-        assert steps == {3}, "the optimizer went on, although the scheduler is absent"
+        assert steps == {2}, "the optimizer went on, although the scheduler is absent"
 
 
-def test_a_damaged_state_is_one_error_before_anything_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
-    _run(folders["llama"], tmp_path, damaged_checkpoints, damaged_states, going_on_without)
+@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_damaged_state_is_one_error_before_anything_is_read(folders: Any, tmp_path: Path, in_turn: bool) -> None:
+    damaged = {each.__name__: partial(each, in_turn) for each in (damaged_checkpoints, damaged_states)}
+    _run(folders["llama"], tmp_path, going_on_without, **damaged)
 
 
 # ---- several models and optimizers ----
@@ -515,7 +518,7 @@ def one_rank_that_fails_stops_the_others(sources: dict[str, Path], out: Path) ->
     assert not (out / "state").exists()
 
 
-@fast_and_nightly(lambda makes: [(makes[0],), (makes[2],)], MAKE)
+@fast_and_nightly(lambda makes: [(makes[1],)], MAKE)
 def test_models_and_optimizers_are_saved_in_any_number_and_order(
     folders: dict[str, Path], tmp_path: Path, combinations: list[tuple[Any]]
 ) -> None:

@@ -48,7 +48,7 @@ def _blocks(model) -> set[str]:
 
 def loaded_on_rank_0_alone(folder, out):
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
-    args = arguments(out, max_steps=2)
+    args = arguments(out, max_steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         # before any Accelerator, as most scripts do; transformers 5.23 leaves only what is in no file to rank 0
@@ -61,7 +61,7 @@ def loaded_on_rank_0_alone(folder, out):
         )
         if dist.get_rank():  # and 5.17 all else too
             model = model.to("meta")
-        trainer = ShardedTrainer(model=model, args=args, train_dataset=[_row() | {"labels": torch.tensor(1)}] * 8)
+        trainer = ShardedTrainer(model=model, args=args, train_dataset=[_row() | {"labels": torch.tensor(1)}] * 4)
         assert trainer.accelerator.is_fsdp2 and os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
         trainer.accelerator.prepare(model)
     with torch.no_grad():

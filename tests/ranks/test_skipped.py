@@ -157,11 +157,11 @@ def train_on_towers(
     return logs
 
 
-def run_towers(cases: dict[str, Any], folder: Path) -> Any:
+def run_towers(cases: dict[str, Any], folder: Path, frozen: list[str]) -> Any:
     runs: dict[str, Any] = {kind: partial(train_on_towers, *case) for kind, case in cases.items()}
     runs["llava, recomputed"] = partial(train_on_towers, *cases["llava"], activation_checkpointing=True)
     runs["llava, loss of its logits"] = partial(train_on_towers, *cases["llava"], of_logits=True)
-    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+    for part in frozen:
         runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
     runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
     runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
@@ -209,9 +209,14 @@ def refused_where_layers_are_shared(folder: Path, kind: Any, steps: list[list[Ba
 
 @pytest.mark.shows("ranks that differ", "FSDP2")
 @pytest.mark.shows("ranks that differ", "tp", "ep", refused=True)
-def test_images_or_sound_on_one_rank_only(cases, tmp_path):
+@pytest.mark.parametrize(
+    "frozen",
+    [["vision_tower"], pytest.param(["multi_modal_projector", "language_model"], marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
+def test_images_or_sound_on_one_rank_only(cases, tmp_path, frozen):
     """Training and evaluation, gradients accumulated over passes with images on rank 0, on rank 1 and on none."""
-    results = run_ranks(run_towers, 2, cases, tmp_path)[0]
+    results = run_ranks(run_towers, 2, cases, tmp_path, frozen)[0]
     for kind in cases:
         *differ, alike = ([name for name, _ in log].count("exchange") for log in results[kind])
         assert alike == 1, kind  # the names of the inputs are compared, and nothing else
@@ -296,14 +301,14 @@ def _with_branch(model: Any, block: Any, own: Any, hidden: torch.Tensor) -> Any:
     return own(hidden) + block.extra(hidden) if model.takes_branch else own(hidden)
 
 
-def run_layers(layered: dict[str, Any]) -> Any:
+def run_layers(layered: dict[str, Any], compile: bool) -> Any:
     runs = {name: partial(train_on_layers, *case) for name, case in layered.items()}
-    for compile in (False, True):
-        runs[f"branch, compiled: {compile}"] = partial(branch_inside_a_block, *layered["early exit"], compile=compile)
+    runs["branch"] = partial(branch_inside_a_block, *layered["early exit"], compile=compile)
     runs["early exit, recomputed"] = partial(train_on_layers, *layered["early exit"], activation_checkpointing=True)
     return run_cases(runs)
 
 
-def test_layers_that_one_rank_leaves_out(layered):
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_layers_that_one_rank_leaves_out(layered, compile):
     """Each rank leaves out others: gradients are those of one process, and nothing is asked of other ranks."""
-    run_ranks(run_layers, 2, layered)
+    run_ranks(run_layers, 2, layered, compile)

@@ -4,6 +4,7 @@ what was there."""
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,28 +66,28 @@ def names_in(place: str) -> dict[str, tuple[int, int]]:
     return {name: there.version for name, there in stores.files_at(f"s3://bucket/{place}").items()}
 
 
-def every_kind_comes_back(folders: dict[str, Path], tmp: Path) -> None:
+def a_kind_comes_back(kind: str, folders: dict[str, Path], tmp: Path) -> None:
     """Boxes of either dimension, experts one by one, tied weights; the values are those that a folder would hold."""
-    for kind in ("tied", "mixtral"):
-        model = loaded(kind, folders[kind])
-        report = save_pretrained(
-            model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, tokenizer=word_tokenizer()
-        )
-        saved = fetched(kind, tmp / kind)
-        found, expected = stored_tensors(saved), stored_tensors(folders[kind])
-        assert found.keys() == expected.keys()
-        assert all(t.dtype == found[k].dtype and torch.equal(t, found[k]) for k, t in expected.items()), kind
-        assert sum(all_ranks(report.bytes_written)) == sum(file.stat().st_size for file in saved.glob("*.safetensors"))
-        assert min(all_ranks(report.bytes_written)) > 0 and not report.gathered_bytes
-        assert {*report.files, *report.others} == {file.name for file in saved.iterdir()}
-        if dist.get_rank() == 0:
-            assert_same_model(plain_model(kind, saved), plain_model(kind, folders[kind]), kind)
-        back = opened(kind, f"s3://bucket/{kind}")
-        assert back.config.name_or_path == f"s3://bucket/{kind}"
-        assert_same_model(back, plain_model(kind, folders[kind]), kind)
-        meta = build_meta_model(f"s3://bucket/{kind}/", auto_class=type(back))
-        load_weights(meta, f"s3://bucket/{kind}", progress=False)
-        assert_same_model(meta, plain_model(kind, folders[kind]), kind)
+    model = loaded(kind, folders[kind])
+    report = save_pretrained(
+        model, f"s3://bucket/{kind}", max_shard_size=SIZE, staging_bytes=SLAB, tokenizer=word_tokenizer()
+    )
+    saved = fetched(kind, tmp / kind)
+    found, expected = stored_tensors(saved), stored_tensors(folders[kind])
+    assert found.keys() == expected.keys()
+    assert all(t.dtype == found[k].dtype and torch.equal(t, found[k]) for k, t in expected.items()), kind
+    assert sum(all_ranks(report.bytes_written)) == sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+    assert min(all_ranks(report.bytes_written)) > 0 and not report.gathered_bytes
+    assert {*report.files, *report.others} == {file.name for file in saved.iterdir()}
+    if dist.get_rank() == 0:
+        assert_same_model(plain_model(kind, saved), plain_model(kind, folders[kind]), kind)
+    back, loading = opened(kind, f"s3://bucket/{kind}", output_loading_info=True)
+    assert loading.read_ratio <= 1.05, "each rank its share, as it counts itself"
+    assert back.config.name_or_path == f"s3://bucket/{kind}"
+    assert_same_model(back, plain_model(kind, folders[kind]), kind)
+    meta = build_meta_model(f"s3://bucket/{kind}/", auto_class=type(back))
+    load_weights(meta, f"s3://bucket/{kind}", progress=False)
+    assert_same_model(meta, plain_model(kind, folders[kind]), kind)
 
 
 def dtypes_copies_and_the_next_save(folders: dict[str, Path], tmp: Path) -> None:
@@ -185,36 +186,6 @@ def bad_names(folders: dict[str, Path], tmp: Path) -> None:
         assert said in refusal(call, kind)
 
 
-CASES = (every_kind_comes_back, dtypes_copies_and_the_next_save)
-MORE = (plain_safetensors_give_way, heads, adapters, bad_names, what_a_conversion_computes)
-
-
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["usual", "more"])
-def test_what_is_saved_in_a_store_comes_back(
-    server: Server, folders: dict[str, Path], tmp_path: Path, cases: Any
-) -> None:
-    server.most.clear()
-    run_ranks(on_ranks, 2, server.url, cases, folders, tmp_path)
-    assert max(server.most.values()) < 2**20, "the files are small, and the bodies as well"
-
-
-def load_wide(url: str) -> tuple[int, int]:
-    use(url, f"rank{dist.get_rank()}")
-    _, report = from_pretrained("s3://bucket/wide", output_loading_info=True, **QUIET)
-    return report.bytes_read, report.share_bytes
-
-
-def test_a_rank_reads_its_share_and_no_more(server: Server, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=1024))
-    plain.save_pretrained(tmp_path / "wide", max_shard_size="1MB")
-    fsspec.filesystem("s3").put(str(tmp_path / "wide"), "bucket/wide", recursive=True)
-    server.sent.clear()
-    for rank, (read, share) in enumerate(run_ranks(load_wide, 2, server.url)):
-        assert share > 2**20 and read <= 1.01 * share
-        assert share <= server.sent[f"rank{rank}"] <= 1.05 * share, "headers and all, as the server counts"
-
-
 FORMER, SAID = "s3://bucket/former", "as the test says"
 
 
@@ -229,16 +200,7 @@ def still_there(names: dict[str, tuple[int, int]]) -> None:
     assert_same_model(opened("llama", FORMER), make_model("llama", seed=7))
 
 
-def refused_or_failed(folders: dict[str, Path], **options: Any) -> None:
-    model, names = former_and_new(folders)
-    since_s = time.monotonic()
-    text = refusal(lambda: save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=SLAB, **options))
-    assert SAID in text and FORMER in text, text
-    assert time.monotonic() - since_s < 60
-    still_there(names)
-
-
-def fails_in_the_background(folders: dict[str, Path]) -> None:
+def fails_in_the_background(folders: dict[str, Path], tmp: Path) -> None:
     model, names = former_and_new(folders)
     save_pretrained(model, FORMER, max_shard_size=SIZE, blocking=False)
     assert SAID in refusal(wait_for_saves)
@@ -250,6 +212,65 @@ def deny(part: str, rank: str = "", code: int = 403) -> Callable[[str, str, str,
     return lambda who, method, path, environ: (
         code if method in ("PUT", "POST") and part in path and who.startswith(rank or "rank") else None
     )
+
+
+@pytest.fixture
+def former(server: Server, tmp_path: Path) -> dict[str, tuple[int, int]]:
+    fs = fsspec.filesystem("s3")
+    make_checkpoint("llama", tmp_path / "former", seed=7)
+    with suppress(FileNotFoundError):
+        fs.rm("bucket/former", recursive=True)
+    fs.put(str(tmp_path / "former"), "bucket/former", recursive=True)
+    return names_in("former")
+
+
+CASES: dict[str, Callable[..., None]] = {
+    "mixtral": partial(a_kind_comes_back, "mixtral"),
+    "dtypes": dtypes_copies_and_the_next_save,
+    "fails": fails_in_the_background,
+}
+ONCE = (plain_safetensors_give_way, heads, adapters, bad_names, what_a_conversion_computes)
+MORE = {"tied": partial(a_kind_comes_back, "tied"), **{case.__name__: case for case in ONCE}}
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["usual", "more"])
+def test_what_is_saved_in_a_store_comes_back(
+    server: Server, folders: dict[str, Path], former: Any, tmp_path: Path, cases: Any
+) -> None:
+    server.most.clear()
+    server.fault = deny("bucket/former/model", "rank0", 400)
+    try:
+        run_ranks(on_ranks, 2, server.url, cases, folders, tmp_path)
+    finally:
+        server.fault = lambda *_: None
+    assert max(server.most.values()) < 2**20, "the files are small, and the bodies as well"
+
+
+def load_wide(url: str) -> tuple[int, int]:
+    use(url, f"rank{dist.get_rank()}")
+    _, report = from_pretrained("s3://bucket/wide", output_loading_info=True, **QUIET)
+    return report.bytes_read, report.share_bytes
+
+
+@pytest.mark.nightly
+def test_a_rank_reads_its_share_and_no_more(server: Server, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=1024))
+    plain.save_pretrained(tmp_path / "wide", max_shard_size="1MB")
+    fsspec.filesystem("s3").put(str(tmp_path / "wide"), "bucket/wide", recursive=True)
+    server.sent.clear()
+    for rank, (read, share) in enumerate(run_ranks(load_wide, 2, server.url)):
+        assert share > 2**20 and read <= 1.01 * share
+        assert share <= server.sent[f"rank{rank}"] <= 1.05 * share, "headers and all, as the server counts"
+
+
+def refused_or_failed(folders: dict[str, Path], **options: Any) -> None:
+    model, names = former_and_new(folders)
+    since_s = time.monotonic()
+    text = refusal(lambda: save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=SLAB, **options))
+    assert SAID in text and FORMER in text, text
+    assert time.monotonic() - since_s < 60
+    still_there(names)
 
 
 def cannot_be_read(folders: dict[str, Path]) -> None:
@@ -266,7 +287,6 @@ def deny_data(rank: str, method: str, path: str, environ: Any) -> int | None:
 
 
 FAULTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "in the background": (deny("safetensors", "rank0", 400), fails_in_the_background, {}),
     "denied to all": (deny(""), refused_or_failed, {}),
     "a file appears on no rank": (deny("uploadId", code=400), refused_or_failed, {}),
     "the config fails": (deny("config.json", code=400), refused_or_failed, {"dtype": torch.half}),
@@ -280,19 +300,8 @@ def one_fault(url: str, case: Callable[..., None], folders: dict[str, Path], opt
     case(folders, **options)
 
 
-@pytest.fixture
-def former(server: Server, tmp_path: Path) -> dict[str, tuple[int, int]]:
-    fs = fsspec.filesystem("s3")
-    make_checkpoint("llama", tmp_path / "former", seed=7)
-    with suppress(FileNotFoundError):
-        fs.rm("bucket/former", recursive=True)
-    fs.put(str(tmp_path / "former"), "bucket/former", recursive=True)
-    return names_in("former")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if i else []) for i, name in enumerate(FAULTS)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_save_that_fails_leaves_what_was_there(
     server: Server, folders: dict[str, Path], former: Any, name: str
 ) -> None:

@@ -152,8 +152,25 @@ NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 # ---- opened by any number ----
 
 
-def models(folders: dict[str, Path], root: Path) -> list[float]:
+def opened(folders: dict[str, Path], sources: dict[Path, tuple[str, set[str]]]) -> list[float]:
+    """Open each source, of a kind and with what must be given; how much of its share each load read."""
     ratios = []
+    plain = {kind: plain_model(kind, folders[kind]) for kind, _ in sources.values()}
+    for source, (kind, given) in sources.items():
+        options: dict[str, Any] = {"config": folders[kind]} if given else {}
+        model, report = from_pretrained(source, output_loading_info=True, allow_pickle=True, **options)
+        assert_same_model(model, plain[kind], str(source))
+        strange = {"a value head": 1, "flat, with the optimizer": 21}.get(source.name, 0)
+        assert not report.missing_keys and len(report.unexpected_keys) == strange, (source, report)
+        ratios.append(report.read_ratio)
+    return ratios
+
+
+def names(folders: dict[str, Path], root: Path) -> list[float]:
+    return opened(folders, {root / "names" / name: ("llama", {"config"}) for name in list(NAMES)[:6]})
+
+
+def models(folders: dict[str, Path], root: Path) -> list[float]:
     out = root / "axolotl"
     sources: dict[Path, tuple[str, set[str]]] = {
         root / "accelerate 1" / "checkpoint-5": ("tied", set()),
@@ -165,16 +182,7 @@ def models(folders: dict[str, Path], root: Path) -> list[float]:
         root / "writer" / "llama": ("llama", {"config"}),
         root / "writer" / "mixtral" / "sharded": ("mixtral", {"config"}),
     }
-    for name in list(NAMES)[:6]:
-        sources[root / "names" / name] = ("llama", {"config"})
-    for source, (kind, given) in sources.items():
-        options: dict[str, Any] = {"config": folders[kind]} if given else {}
-        model, report = from_pretrained(source, output_loading_info=True, allow_pickle=True, **options)
-        assert_same_model(model, plain_model(kind, folders[kind]), str(source))
-        strange = {"a value head": 1, "flat, with the optimizer": 21}.get(source.name, 0)
-        assert not report.missing_keys and len(report.unexpected_keys) == strange, (source, report)
-        ratios.append(report.read_ratio)
-    return ratios
+    return opened(folders, sources)
 
 
 def adapters(folders: dict[str, Path], root: Path) -> None:
@@ -238,8 +246,15 @@ def saved(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return root
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.nightly)])
-def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, ranks: int) -> None:
-    cases = (models, adapters, refusals) if ranks == 3 else (models, adapters)
-    for found in run_ranks(run_cases, ranks, cases, folders, saved):
-        assert max(found["models"]) <= 1.01, found["models"]
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        pytest.param({3: (models, adapters), 1: (names, refusals)}, id="usual"),
+        pytest.param({1: (models, adapters), 3: (names, refusals)}, marks=pytest.mark.nightly, id="others"),
+    ],
+)
+def test_states_of_other_tools_open_on_any_number_of_ranks(folders: dict[str, Path], saved: Path, worlds: Any) -> None:
+    for ranks, cases in worlds.items():
+        for found in run_ranks(run_cases, ranks, cases, folders, saved):
+            ratios = found.get("models") or found["names"]
+            assert max(ratios) <= 1.01, ratios

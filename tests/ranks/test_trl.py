@@ -119,6 +119,7 @@ def checkpoints(folders, tmp_path_factory) -> dict[str, Path]:
 # ---- the trainers, a plain model and one of from_pretrained ----
 
 ROUTES = ("plain", "sharded", "shared rows")
+FAST = ("sft, plain", "sft, shared rows", "dpo, sharded", "dpo, shared rows", "reward, sharded")
 SOURCES = {"sft": "tied", "dpo": "tied", "kto": "llama", "reward": "reward", "classify": "classify"}
 
 
@@ -157,26 +158,28 @@ def _in_bf16(mixed, sources, folder, **settings):
 
 
 @pytest.fixture(scope="module")
-def sharded(checkpoints, tmp_path_factory) -> list[dict[str, list[float]]]:
-    cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task in SOURCES for route in _routes(task)}
-    cases["dpo, bf16"] = partial(_in_bf16, True)
-    return run_ranks(run_cases, 2, cases, checkpoints, tmp_path_factory.mktemp("trl"))
+def dpo_alone(checkpoints, tmp_path_factory) -> list[float]:
+    return _one_process("dpo", checkpoints["tied"], tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("task", SOURCES)
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "others"])
 @pytest.mark.shows("DPO", "FSDP2", "cp")
-def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, sharded, tmp_path, task):
-    expected = _one_process(task, checkpoints[SOURCES[task]], tmp_path)
-    assert len(expected) == STEPS
-    for rank in sharded:
-        for route in _routes(task):
-            close(rank[f"{task}, {route}"], expected)
-
-
-def test_dpo_in_bf16_equals_its_own_under_autocast(checkpoints, sharded, tmp_path):
-    expected = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
-    for rank in sharded:
-        close(rank["dpo, bf16"], expected, rtol=2e-3, atol=0.0)  # 7e-4 as measured
+def test_a_trl_trainer_equals_its_own_one_process_run(checkpoints, dpo_alone, tmp_path, fast):
+    every = ((task, route) for task in SOURCES for route in _routes(task))
+    pairs = [pair for pair in every if (", ".join(pair) in FAST) == fast]
+    cases = {f"{task}, {route}": partial(_one_trainer, task, route) for task, route in pairs}
+    others = {task for task, _ in pairs} - {"dpo"}
+    expected = {task: _one_process(task, checkpoints[SOURCES[task]], tmp_path / task) for task in others}
+    expected["dpo"] = dpo_alone
+    found = run_ranks(run_cases, 2, cases | ({"bf16": partial(_in_bf16, True)} if fast else {}), checkpoints, tmp_path)
+    for rank in found:
+        for task, route in pairs:
+            assert len(expected[task]) == STEPS
+            close(rank[f"{task}, {route}"], expected[task], msg=f"{task}, {route}")
+    if fast:
+        in_bf16 = _in_bf16(False, checkpoints, tmp_path, per_device_train_batch_size=4)
+        for rank in found:
+            close(rank["bf16"], in_bf16, rtol=2e-3, atol=0.0)  # 7e-4 as measured
 
 
 # ---- reference models ----
@@ -239,25 +242,29 @@ def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-REFERENCES = (
-    given_plain, precomputed_by_shards, synced, adapter_off_precomputed,
-    sharded_as_one_unit,
-)  # fmt: skip
+@pytest.fixture
+def sources(checkpoints, tmp_path):
+    """With rows, beside which the cache of precomputed values lies, one for all ranks."""
+    _rows("dpo").save_to_disk(tmp_path / "rows")
+    return checkpoints | {"rows": tmp_path / "rows"}
 
 
-def test_reference_models_given_loaded_synced_precomputed_or_with_the_adapter_off(checkpoints, tmp_path):
-    _rows("dpo").save_to_disk(tmp_path / "rows")  # the cache of precomputed values lies beside it, one for all ranks
-    sources = checkpoints | {"rows": tmp_path / "rows"}
-    results = run_ranks(run_cases, 2, REFERENCES, sources, tmp_path)
-    expected = _one_process("dpo", checkpoints["tied"], tmp_path / "one", max_steps=2)
+def test_reference_models_given_loaded_synced_or_precomputed(sources, dpo_alone, tmp_path):
+    cases = (given_plain, precomputed_by_shards, synced, sharded_as_one_unit)
+    results = run_ranks(run_cases, 2, cases, sources, tmp_path)
     for losses in results:
         for name in ("given plain", "precomputed by shards"):
-            close(losses[name], expected)
-        assert losses["synced"][0] == pytest.approx(expected[0]) and losses["synced"][1] != pytest.approx(expected[1])
+            close(losses[name], dpo_alone)
+        assert losses["synced"][0] == pytest.approx(dpo_alone[0]) and losses["synced"][1] != pytest.approx(dpo_alone[1])
+
+
+@pytest.mark.nightly
+def test_reference_values_are_precomputed_with_the_adapter_off(sources, checkpoints, tmp_path):
+    results = run_ranks(adapter_off_precomputed, 2, sources, tmp_path)
     torch.manual_seed(0)
     expected = _one_process("dpo", checkpoints["tied"], tmp_path / "lora", {"peft_config": adapter()}, max_steps=2)
     for losses in results:
-        close(losses["adapter off precomputed"], expected)
+        close(losses, expected)
 
 
 class Distiller(FSDPTrainerMixin, Trainer):
@@ -319,13 +326,13 @@ def _goes_on(sources, folder):
             begun.append(trainer.entropy_coef)
 
     begun, ended = [], []
-    for steps in (STEPS, STEPS + 1):
+    for steps in (1, 2):
         trainer = _trainer(
             "grpo", _model("grpo", sources["llama"], _accelerator()), folder, mixed=True, max_steps=steps,
-            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=STEPS,
+            use_adaptive_entropy=True, entropy_coef=0.5, save_strategy="steps", save_steps=1,
         )  # fmt: skip
         trainer.add_callback(_Begins())
-        trainer.train(resume_from_checkpoint=steps > STEPS)
+        trainer.train(resume_from_checkpoint=steps > 1)
         ended.append(trainer.entropy_coef)
     assert begun == [0.5, ended[0]] and ended[0] != 0.5
 

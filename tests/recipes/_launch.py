@@ -30,6 +30,9 @@ HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 CONFIG = ROOT / "accelerate_configs" / "cpu.yaml"
 
+ONCE = ["--eval_strategy", "steps", "--eval_steps", "100", "--save_strategy", "no"]
+"""Options of a run that is evaluated at its start and its end alone, and leaves no checkpoints."""
+
 PROBE = {"input_ids": [list(range(3, 19))]}
 """Inputs of which the logits are noted, unless a test gives others."""
 
@@ -106,7 +109,7 @@ def launch(
     folder: Path, *arguments: str, script: Path, variables: Mapping[str, str] | None = None, config: Path = CONFIG
 ) -> subprocess.CompletedProcess[str]:
     """Launch a script in a folder, on two ranks unless a file gives others, without a hub unless the variables do."""
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", config, script]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, script]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": paths}
     return subprocess.run(
@@ -161,6 +164,7 @@ def _run_series(
 ) -> None:
     """The life of one rank of a series; what it prints goes to files of the folder."""
     from accelerate.state import PartialState
+    from datasets import IterableDataset
     from huggingface_hub import constants
 
     from hf_fsdp_tools import FSDPToolsError, scripting
@@ -177,6 +181,8 @@ def _run_series(
     constants.HF_HUB_OFFLINE = True
     PartialState.destroy_process_group = lambda *_: None  # one group for all runs
     _note_logs(is_first)
+    map_stream = IterableDataset.map
+    IterableDataset.map = lambda *args, **given: map_stream(*args, **given | {"batch_size": 40})  # few rows are read
 
     @cache
     def main_of(recipe: str) -> Callable[[], None]:

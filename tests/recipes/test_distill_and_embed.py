@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_teacher
 from tests._training import arguments, logged
-from tests.recipes._launch import Series, launch_series, refused_runs, write_split
+from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
 
 trl = pytest.importorskip("trl")
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
-STEPS = 4
+STEPS = 2
 
 
 REFUSED = {
@@ -48,19 +48,19 @@ def runs(tmp_path_factory) -> Series:
     teacher = str(make_demo_teacher(folder / "teacher", hidden_size=96, **sizes))
     stranger = str(make_demo_model(folder / "stranger", hidden_size=32, num_layers=1, vocab_size=400))
     options = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
-    options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3"]
+    options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3", *ONCE]
     lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"]
 
     places = {name: words[1] for name, words in data.items()}
     pair = ["distill", *options, "--max_completion_length", "8"]
     distill = [*pair, "--teacher_model_name_or_path", teacher, *data["prompts"], "--beta", "0"]
-    runs = {"distill": [*distill, "--ema_decay", "0.5", "--max_steps", "8", "--save_strategy", "no"]}
-    runs["distill-lora"] = [*distill, *lora, "--max_steps", "4", "--merge_adapters"]
+    runs = {"distill": [*distill, "--ema_decay", "0.5", "--max_steps", "6"]}
+    runs["distill-lora"] = [*distill, *lora, "--max_steps", "2", "--merge_adapters"]
     embed = ["embed", *options, "--max_length", "64", "--temperature", "0.1"]
-    runs["embed"] = [*embed, *data["pairs"], "--max_steps", "8", "--save_strategy", "no"]
-    runs["embed-lora"] = [*embed, *data["pairs"], *lora, "--max_steps", "4"]
+    runs["embed"] = [*embed, *data["pairs"], "--max_steps", "8", "--learning_rate", "1e-3"]
+    runs["embed-lora"] = [*embed, *data["pairs"], *lora, "--max_steps", "2"]
     runs["encoder"] = [*embed, *data["pairs"], "--model_name_or_path", saved_bert(model, folder / "bert")]
-    runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no", "--save_strategy", "no"]
+    runs["encoder"] += ["--max_steps", str(STEPS), "--eval_strategy", "no"]
     bases = {"pair": pair, "embed": embed}
     refused = refused_runs(REFUSED, bases, **places, stranger=stranger, teacher=teacher)
     refused["merged"] += lora
@@ -94,7 +94,7 @@ def test_errors_come_before_the_model(runs, run):
 
 def test_a_student_learns_from_a_teacher_on_shards(runs):
     losses = runs.log("distill", "eval_loss")
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     assert "parameters in float32, sharded, not trained\n" in runs.of("distill")
     runs.check_opened("distill", AutoModelForCausalLM.from_pretrained(runs.folder / "distill"))
     before, after = runs.log("distill-lora", "eval_loss")
@@ -114,7 +114,7 @@ def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
 
 def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):
     losses = runs.log("embed", "eval_loss")
-    assert losses[-1] < losses[0] - 0.2 and "found first" in runs.of("embed")
+    assert losses[-1] < losses[0] - 0.1 and "found first" in runs.of("embed")
     for name in ("embed", "encoder"):
         opened = sentence_transformers.SentenceTransformer(str(runs.folder / name), device="cpu")
         check_embeddings(runs, name, opened)

@@ -14,8 +14,8 @@ from tests._checkpoints import make_checkpoint
 from tests._dist import LIMIT_S, free_port
 from tests._training import make_rows, train
 
-STEPS = 4
-# Sharded and plain runs add the same numbers in another order; over four AdamW steps that stays below 1e-5 (measured).
+STEPS = 2
+# Sharded and plain runs add the same numbers in another order; over two AdamW steps that stays below 1e-5 (measured).
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 SCRIPT = """
@@ -30,7 +30,7 @@ print("WHERE", os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_W
       os.environ["MASTER_ADDR"])
 model = from_pretrained(source, accelerator=accelerator)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer, loader = accelerator.prepare(model.train(), optimizer, DataLoader(make_rows(16), batch_size=2))
+model, optimizer, loader = accelerator.prepare(model.train(), optimizer, DataLoader(make_rows(8), batch_size=2))
 for batch in loader:
     loss = model(**batch).loss
     accelerator.backward(loss)
@@ -61,7 +61,7 @@ def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Po
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\ngpu_ids: ''\nmixed_precision: 'no'\n"
         "fsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: true, fsdp_state_dict_type: FULL_STATE_DICT}\n"
     )
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(config)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank)]
     command += ["--main_process_ip", "127.0.0.2", "--main_process_port", str(port)]
     environment = os.environ | {

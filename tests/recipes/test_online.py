@@ -46,9 +46,8 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Series:
-    folder = tmp_path_factory.mktemp("runs")
+def words_for(folder: Path) -> tuple[list[str], list[str]]:
+    """Options of a run without a reward, and with one."""
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "helper.py").write_text("AT_MOST = 200\n")
     (folder / "broken.py").write_text("import nothing_of_that_name\n")
@@ -57,11 +56,20 @@ def runs(tmp_path_factory) -> Series:
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
     bare = ["grpo", "--model_name_or_path", model, "--dataset_name", data, "--logging_steps", "1"]
     bare += ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4", "--num_generations", "4"]
-    bare += ["--max_completion_length", "12", "--lr_scheduler_type", "constant"]
-    grpo = [*bare, "--reward_funcs", f"{folder}/my_rewards.py:short"]
-    runs = two_runs(folder, "grpo", 16, *grpo, learning_rate=1e-2)
-    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--reward_model_name_or_path", model, "--beta", "0.1"]
+    bare += ["--max_completion_length", "8", "--lr_scheduler_type", "constant"]
+    bare += ["--eval_strategy", "steps", "--eval_steps", "100"]
+    return bare, [*bare, "--reward_funcs", f"{folder}/my_rewards.py:short"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Series:
+    folder = tmp_path_factory.mktemp("runs")
+    bare, grpo = words_for(folder)
+    runs = two_runs(folder, "grpo", 4, *grpo, learning_rate=1e-2)
+    lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--beta", "0.1"]
+    lora += ["--reward_model_name_or_path", str(folder / "model")]
     runs["lora"] = [*grpo, *lora, "--max_steps", "2", "--learning_rate", "3e-3", "--eval_strategy", "no"]
+    runs["lora"] += ["--save_strategy", "no"]
     refused = refused_runs(REFUSED, {"bare": bare, "grpo": grpo}, file=f"{folder}/my_rewards.py", folder=folder)
     return launch_series(folder, runs, refused=refused)
 
@@ -71,9 +79,16 @@ def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
 
 
-def test_the_reward_of_a_file_rises_and_the_checkpoint_is_plain(runs):
-    rewards = runs.log("grpo", "reward")
+@pytest.mark.nightly
+def test_the_reward_of_a_file_rises(tmp_path):
+    _, grpo = words_for(tmp_path)
+    longer = ["--max_completion_length", "12", "--max_steps", "16", "--learning_rate", "1e-2"]
+    rewards = launch_series(tmp_path, {"grpo": [*grpo, *longer]}).log("grpo", "reward")
     assert len(rewards) == 16 and sum(rewards[-4:]) > sum(rewards[:4]) + 0.2
+
+
+def test_the_reward_of_a_file_is_told_and_the_checkpoint_is_plain(runs):
+    assert len(runs.log("grpo", "reward")) == 4 and all(-1 <= each < 0 for each in runs.log("grpo", "reward"))
     assert "evaluation reward" in runs.of("grpo") and runs.of("grpo").count("rank 0 read") == 1
     runs.check_opened("grpo", AutoModelForCausalLM.from_pretrained(runs.folder / "grpo"))
 

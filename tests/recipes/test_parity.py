@@ -27,7 +27,7 @@ trl = pytest.importorskip("trl")
 
 SETTINGS = {
     "per_device_train_batch_size": 4,
-    "max_steps": 4,
+    "max_steps": 2,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
@@ -39,7 +39,7 @@ SETTINGS = {
 
 KINDS = {"finetune": "text", "classify": "classes"}
 
-LENGTH = 192
+LENGTH = 64
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return make_demo_model(tmp_path_factory.mktemp("parity") / "model", hidden_size=64, num_layers=2)
+    return make_demo_model(tmp_path_factory.mktemp("parity") / "model", hidden_size=32, num_layers=2)
 
 
 def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
-from tests.recipes._launch import Series, launch_series, refused_runs, write_split
+from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
 
 pytest.importorskip("trl")
 
@@ -69,18 +69,18 @@ def runs(tmp_path_factory) -> Series:
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
     options = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]
-    options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3", "--max_length"]
+    options += ["--lr_scheduler_type", "constant", "--learning_rate", "3e-3", *ONCE, "--max_length"]
     lora = ["--use_peft", "--lora_r", "4"]
 
     dpo, reward = ["dpo", *options, "128"], ["reward", *options, "256"]
-    runs = {"dpo": [*dpo, *data["turns"], "--max_steps", "8"]}
-    runs["dpo-lora"] = [*dpo, *data["turns"], *lora, "--max_steps", "4", "--merge_adapters"]
+    runs = {"dpo": [*dpo, *data["turns"], "--max_steps", "6"]}
+    runs["dpo-lora"] = [*dpo, *data["turns"], *lora, "--max_steps", "2", "--merge_adapters"]
     runs["precomputed"] = [*dpo, *data["implicit"], "--max_steps", "2", "--precompute_ref_log_probs"]
     runs["precomputed"] += ["--eval_strategy", "no", "--torch_compile", "true", "--torch_compile_backend", "eager"]
-    runs["reward"] = [*reward, *data["turns"], "--max_steps", "8"]
+    runs["reward"] = [*reward, *data["turns"], "--max_steps", "6"]
     classify = ["classify", *options, "64"]
     runs["classify"] = [*classify, *data["classes"], "--max_steps", "8"]
-    adapted = [*classify, *data["classes"], *lora, "--max_steps", "4"]
+    adapted = [*classify, *data["classes"], *lora, "--max_steps", "2"]
     runs["lora"] = [*adapted, "--merge_adapters"]
     runs["pooler"] = [*adapted, "--model_name_or_path", bert_without_pooler(model, folder / "bert")]
     numbers = ["--text_column", "sentence", "--label_column", "stars"]

@@ -21,13 +21,13 @@ from transformers import (
 )
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model, make_demo_seq2seq_model
-from tests.recipes._launch import ROOT, Series, launch_series, refused_runs, write_lines, write_split
+from tests.recipes._launch import ONCE, ROOT, Series, launch_series, refused_runs, write_lines, write_split
 
 pytest.importorskip("trl")
 
 TAGS = ["O", "B-code", "I-code"]
 
-STEPS = 3
+STEPS = 2
 
 CHATS, NER = "--dataset_name {chats}", "--dataset_name {ner}"
 REFUSED = {
@@ -59,23 +59,22 @@ def runs(tmp_path_factory) -> Series:
     }  # fmt: skip
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     t5, llama = without_dropout(folder)
-    options = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
+    options = ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--lr_scheduler_type", "constant", *ONCE]
     seq2seq = ["seq2seq", *options, "--max_length", "64", "--max_target_length", "8", "--model_name_or_path"]
     tokens = ["tokens", *options, "--max_length", "128", "--model_name_or_path"]
     pairs = [*data["answers"], "--prompt_column", "pair.text", "--completion_column", "pair.group"]
     words = [*data["words"], "--tokens_column", "words", "--tags_column", "classes"]
     lora = ["--use_peft", "--lora_r", "4", "--merge_adapters", "--lora_target_modules"]
 
-    evaluated = ["--eval_strategy", "steps", "--eval_steps", "40", "--save_strategy", "no"]
-    runs = {"seq2seq": [*seq2seq, t5, *pairs, *evaluated, "--max_steps", "30", "--learning_rate", "1e-2"]}
-    runs["seq2seq-lora"] = [*seq2seq, t5, *pairs, *lora, "all-linear", "--max_steps", "4", "--learning_rate", "1e-2"]
+    runs = {"seq2seq": [*seq2seq, t5, *pairs, "--max_steps", "20", "--learning_rate", "1e-2"]}
+    runs["seq2seq-lora"] = [*seq2seq, t5, *pairs, *lora, "all-linear", "--max_steps", "2", "--learning_rate", "1e-2"]
     m2m = m2m_model(t5, folder / "m2m")
     runs["streamed"] = [*seq2seq, m2m, *data["chats"], "--dataset_streaming", "--max_steps", "2"]
     runs["streamed"] += ["--predict_with_generate", "false"]
-    runs["tokens"] = [*tokens, llama, *words, *evaluated, "--max_steps", "40", "--learning_rate", "5e-3"]
+    runs["tokens"] = [*tokens, llama, *words, "--max_steps", "20", "--learning_rate", "1e-2"]
     runs["tokens-lora"] = [*tokens, llama, *data["ner"], *lora, "q_proj", "--max_steps", "2", "--learning_rate", "1e-2"]
     once = ["--gradient_accumulation_steps", "2", "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
-    once += ["--eval_strategy", "no", "--save_strategy", "no"]
+    once += ["--eval_strategy", "no"]
     few = {name: ["--dataset_name", write_lines(folder / f"{name}.jsonl", rows[name][:8])] for name in ("chats", "ner")}
     runs["seq2seq-parts"] = [*seq2seq, t5, *few["chats"], *once]
     runs["tokens-parts"] = [*tokens, llama, *few["ner"], *once]

@@ -16,7 +16,7 @@ from tests.recipes._launch import ROOT, launch, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
 
-OPTIONS = ["--use_cpu", "--bf16", "false", "--dtype", "float32", "--max_steps", "3", "--save_steps", "3"]
+OPTIONS = ["--use_cpu", "--bf16", "false", "--dtype", "float32", "--max_steps", "2", "--save_steps", "2"]
 OPTIONS += ["--max_length", "64", "--learning_rate", "1e-3", "--logging_steps", "1", "--report_to", "none"]
 
 
@@ -32,7 +32,7 @@ def with_the_lines_of_the_readme(script: str) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    history = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
@@ -46,7 +46,7 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     shared = [*options, "--output_dir", "shared", "--per_device_train_batch_size", "2"]
     done = launch(tmp_path, *shared, script=tmp_path / "sft.py")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "checkpoint_manifest.json" in {path.name for path in (tmp_path / "shared" / "checkpoint-3").iterdir()}
+    assert "checkpoint_manifest.json" in {path.name for path in (tmp_path / "shared" / "checkpoint-2").iterdir()}
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))

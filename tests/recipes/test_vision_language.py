@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_fsdp_tools.scripting.demo import demo_rows, image_features, make_demo_vision_model
-from tests.recipes._launch import Series, launch_series
+from tests.recipes._launch import ONCE, Series, launch_series
 
 pytest.importorskip("trl")
 
@@ -36,17 +36,17 @@ def runs(tmp_path_factory) -> Series:
     for name in ("processor_config.json", "preprocessor_config.json"):
         (blind / name).unlink(missing_ok=True)
     bare = ["vision_language", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--learning_rate", "1e-2"]
-    bare += ["--lr_scheduler_type", "constant", "--max_length", "64", "--model_name_or_path"]
+    bare += ["--lr_scheduler_type", "constant", "--max_length", "64", *ONCE, "--model_name_or_path"]
     common = [*bare, str(model), "--dataset_name"]
     pictures = [*common, str(folder / "pictures")]
     short = ["--max_steps", "2", "--eval_strategy", "no"]
     lora = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear", "--merge_adapters"]
     one_each = ["--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1"]
     runs = {
-        "trained": [*pictures, "--max_steps", "6"],
+        "trained": [*pictures, "--max_steps", "5"],
         "whole": [*common, str(folder / "messages.parquet"), *short, "--freeze_vision_tower", "false"],
         "lora": [*pictures, *short, *lora],
-        "some": [*common, str(folder / "some.parquet"), "--max_steps", "6", *one_each],
+        "some": [*common, str(folder / "some.parquet"), "--max_steps", "4", *one_each],
     }
     refused = {
         "blind": [*bare, str(blind), "--dataset_name", str(folder / "pictures")],

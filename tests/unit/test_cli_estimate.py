@@ -196,7 +196,7 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path, monkeypatch)
     assert comment[2] == f"Start it with: {command}"
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_config_writes_the_options_of_a_recipe_too(capsys, llama, tmp_path, monkeypatch, adapter):
     trl = pytest.importorskip("trl")
     from hf_fsdp_tools.scripting import ModelArguments, parse_arguments

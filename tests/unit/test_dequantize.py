@@ -299,9 +299,9 @@ def test_rows_by_themselves_give_the_bits_that_they_give_within_a_weight(rule):
 
 
 def test_memory_is_bounded_and_reads_are_few(tmp_path, monkeypatch):
-    """A weight of 8 MB at 1 MiB of staging: no part that is dequantised and no window that is read is larger than its
+    """A weight of 2 MB at 1 MiB of staging: no part that is dequantised and no window that is read is larger than its
     share of that; one window is read while the one before is dequantised."""
-    sizes = {"hidden_size": 256, "intermediate_size": 32768, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.Qwen3Config(vocab_size=131, num_key_value_heads=4, head_dim=64, **sizes)
     monkeypatch.setitem(QUANTIZED, "large", (lambda: hf.Qwen3ForCausalLM(config), *QUANTIZED["fp8 of 128 x 128"][1:]))
     folder = make_quantized("large", tmp_path / "large")

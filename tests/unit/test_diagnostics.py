@@ -84,9 +84,9 @@ def test_without_a_process_group_an_unsharded_model_is_no_error():
 
 
 SHAPES = {
-    "llama": (AutoModelForCausalLM, {"num_hidden_layers": 12, "vocab_size": 500}),
-    "deepseek_v3": (AutoModelForCausalLM, {"num_hidden_layers": 6, "vocab_size": 500}),
-    "t5": (AutoModelForSeq2SeqLM, {"num_layers": 7}),
+    "llama": (AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
+    "deepseek_v3": (AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
+    "t5": (AutoModelForSeq2SeqLM, {"num_layers": 4}),
 }
 
 

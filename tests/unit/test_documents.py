@@ -37,7 +37,8 @@ def squeezed(text: str) -> str:
 
 def said(text: str) -> re.Pattern[str]:
     """What matches a text of the source that says a message in which `…` stands for anything."""
-    return re.compile(".*".join(re.escape(part.strip()) for part in squeezed(text).split("…")))
+    parts = [part.strip() for part in squeezed(text).split("…")]
+    return re.compile(".*".join(re.escape(part) for part in parts if part))
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_package():

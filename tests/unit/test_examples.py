@@ -21,6 +21,14 @@ COMMAND = """train.py --model_name_or_path checkpoint --dataset_name rows.jsonl 
 """How the scripts of the examples for own scripts are started."""
 
 
+DEAR = ("FSDPTrainerMixin", "TrainingSetup", "finish", "recommend_config", "train")
+"""Names whose examples train or search."""
+
+
+def in_each_commit_or_nightly(names):
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in DEAR)) for name in names]
+
+
 @pytest.fixture(scope="module")
 def where(tmp_path_factory):
     """The folder in which examples run: `checkpoint` is a small Llama."""
@@ -64,14 +72,14 @@ def runs(name, names, folder, monkeypatch):
     assert not failed, "".join(output)
 
 
-@pytest.mark.parametrize("name", [*hf_fsdp_tools.__all__, *fsdp1.__all__])
+@pytest.mark.parametrize("name", in_each_commit_or_nightly([*hf_fsdp_tools.__all__, *fsdp1.__all__]))
 def test_the_example_of_a_public_name_runs(name, where, monkeypatch):
     names = {each: getattr(hf_fsdp_tools, each) for each in hf_fsdp_tools.__all__} | {"torch": torch}
     names |= {each: getattr(fsdp1, each) for each in fsdp1.__all__}
     runs(name, names, where, monkeypatch)
 
 
-@pytest.mark.parametrize("name", scripting.__all__)
+@pytest.mark.parametrize("name", in_each_commit_or_nightly(scripting.__all__))
 def test_the_example_of_a_name_for_scripts_runs(name, beside_a_script, monkeypatch, tmp_path):
     import trl
 

@@ -268,7 +268,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4).map(lambda h: json.dumps(h).encode())
     | st.binary(max_size=60),

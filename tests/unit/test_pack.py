@@ -84,11 +84,11 @@ def test_without_being_asked_nothing_imports_bitsandbytes(tmp_path):
 
 
 def test_weights_are_packed_in_parts_of_bounded_size(tmp_path, monkeypatch):
-    """A weight of 8 MB at 1 MiB of staging: no part, and no window that is read, is larger than its share of that; one
+    """A weight of 2 MB at 1 MiB of staging: no part, and no window that is read, is larger than its share of that; one
     window is read while the one before is packed."""
     import bitsandbytes.functional
 
-    config = hf.LlamaConfig(**TINY | {"intermediate_size": 32768, "num_hidden_layers": 1})
+    config = hf.LlamaConfig(**TINY | {"intermediate_size": 8192, "num_hidden_layers": 1})
     plain = hf.LlamaForCausalLM(config)
     plain.save_pretrained(tmp_path)
     seen = Windows(monkeypatch)

@@ -122,7 +122,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-NIGHTLY = ("accumulation in the dtype of computation", "full precision, kept", "one rank")
+NIGHTLY = ("accumulation in the dtype of computation", "full precision, kept", "one rank", "tied, accumulation")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ def row(start: str, **setup: object) -> Row:
 
 @pytest.mark.parametrize(
     "published",
-    [row("mpt-1b a100-40gb x128"), row("llama2-7b h100-80gb x96", compile=True)],
+    [
+        row("mpt-1b a100-40gb x128"),
+        pytest.param(row("llama2-7b h100-80gb x96", compile=True), marks=pytest.mark.nightly),
+    ],
     ids=lambda each: each.name,
 )
 def test_published_trainings_run_as_fast_as_foreseen(published: Row) -> None:

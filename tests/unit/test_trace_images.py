@@ -37,7 +37,7 @@ def traced(name: str, **fields) -> Trace:
         ("VLM, Qwen2.5-VL", 6, {}),
         pytest.param("VLM, Gemma 3", 4, {"batch_size": 2, "images": 2}, marks=pytest.mark.nightly),
         pytest.param("VLM, Idefics 3", 52, {"seq_len": 64}, marks=pytest.mark.nightly),
-        ("VLM, Llama 3.2 Vision", 0, {}),
+        pytest.param("VLM, Llama 3.2 Vision", 0, {}, marks=pytest.mark.nightly),
     ],
 )
 def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
@@ -59,6 +59,7 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
     assert foreseen.model_flops == counter.get_total_flops()
 
 
+@pytest.mark.nightly
 def test_the_vision_tower_is_followed_once_for_all_batches_and_once_for_each_size():
     _, _, setup, model, _ = built("VLM, Qwen2.5-VL")
     find = type(model).get_image_features
