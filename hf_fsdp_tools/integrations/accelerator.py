@@ -355,7 +355,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         prepare_for_training(model, accelerator)
     root = sharded_module(model)
     if isinstance(root, FSDPModule):
-        make_root(root)  # type: ignore[arg-type]  # before a script calls a part of it: get_input_embeddings()(ids)
+        make_root(root)  # before a script calls a part of it: get_input_embeddings()(ids)
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark

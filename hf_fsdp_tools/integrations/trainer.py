@@ -545,8 +545,7 @@ def _draw_to_epoch(sampler: Any, epoch: int) -> None:
 
 @contextmanager
 def _evaluating_in_full(trainer: Any) -> Iterator[None]:
-    """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards, which are
-    trained on after it."""
+    """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards."""
     args = trainer.args
     asked = args.bf16_full_eval, args.fp16_full_eval
     dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16

@@ -178,9 +178,9 @@ def _tried(model: nn.Module, size: int) -> str:
 def run_on_meta(twin: nn.Module, length: int) -> None:
     """Run a decoder of `copy_on_meta`, where no value can be read: its mask is made, and its experts run by the one
     implementation of transformers that reads none."""
-    for part in twin.modules():
-        if hasattr(part, "config"):
-            part.config._experts_implementation_internal = "batched_mm"
+    configs: list[Any] = [part.config for part in twin.modules() if hasattr(part, "config")]
+    for config in configs:
+        config._experts_implementation_internal = "batched_mm"
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
     with torch.no_grad():
         twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
@@ -399,6 +399,7 @@ def _before_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     if not isinstance(rows.kept, int) or rows.kept:
         raise ConfigError("With cp_size, logits_to_keep is for passes without labels. Leave one of them out.")
     if shifted is None:
+        assert labels is not None
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     rows.labels = rows.part(shifted, 1)
     # The mean over all ranks, of losses and of gradients, is then that of the whole rows.

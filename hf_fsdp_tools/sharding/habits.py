@@ -31,7 +31,7 @@ def guard_habits() -> None:
     if _is_done:
         return
     _is_done = True
-    dispatcher = DTensor._op_dispatcher
+    dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
