@@ -106,6 +106,8 @@ def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
     name = words[place].partition("=")[2] if is_one else "".join(words[place + 1 : place + 2])
     if Path(name).exists() or Path(name).suffix in (".yaml", ".yml"):
         return words
+    from hf_fsdp_tools.modeling.pickles import load_yaml
+
     folder = shipped("accelerate_configs") / "models"
     own = {path.name.removesuffix(".run.yaml"): path for path in sorted(folder.glob("*.run.yaml"))}
     key = name.lower()
@@ -113,7 +115,15 @@ def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
         near = did_you_mean(key, own, otherwise=".")
         raise ConfigError(f"--config {name}: no such file, and no model of the package{near} It has {', '.join(own)}.")
     if launch["config_file"] is None and not launch["cpu"]:
-        launch["config_file"] = str(own[key].with_name(f"{key}.yaml"))
+        file = own[key].with_name(f"{key}.yaml")
+        made_for = load_yaml(file.read_text(encoding="utf-8"))["num_processes"]
+        if launch["num_processes"] not in (None, made_for):
+            raise ConfigError(
+                f"--config {name} is foreseen for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
+                "memory and global batch would be others. Make one: hf-fsdp config MODEL --num-processes "
+                f"{launch['num_processes']} --recipe finetune --output FILE.yaml, then --config FILE.run.yaml."
+            )
+        launch["config_file"] = str(file)
     return [*words[:place], "--config", str(own[key]), *words[place + (1 if is_one else 2) :]]
 
 

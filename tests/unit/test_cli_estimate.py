@@ -92,7 +92,7 @@ def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
     assert value["reasons"]["num_machines"] == "of 8 GPUs each, assumed; --num-machines says otherwise"
     assert "machines  2 of 8 GPUs each, assumed" in value["yaml"]
     assert value["launch"].startswith("hf-fsdp pretrain ") and " --optim adamw_torch_8bit" in value["launch"]
-    assert " --use_peft --lora_r 8 --lora_target_modules all-linear" in value["launch"]
+    assert " --use_peft --lora_r 8 --lora_target_modules all-linear --lora_dropout 0.0" in value["launch"]
     path = tmp_path / "two.yaml"
     code, out, _ = run(capsys, "config", "--gpu", "h100-80gb", "--num-processes", "16", "--slurm", "--output", path)
     assert code == 0 and out.splitlines()[-1] == f"launch  sbatch {path.with_suffix('.sbatch')}"
