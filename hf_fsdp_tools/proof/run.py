@@ -45,6 +45,17 @@ _CHECKS = {
 Row = dict[str, Any]
 
 
+NOT_COMPARED = (
+    "accumulated micro-batches",
+    "a Trainer's count of tokens",
+    "shift_labels",
+    f"rows of more than {WORDS} words",
+    "resumed states",
+    "generation",
+)
+"""What a proof says nothing of, whatever the layout."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """What a layout computes, beside what one process computes."""
@@ -74,7 +85,7 @@ class Proof:
 
     def to_json(self) -> str:
         """The whole result."""
-        return json.dumps({"is_proved": self.is_proved, **vars(self)}, indent=1)
+        return json.dumps({"is_proved": self.is_proved, **vars(self), "not_compared": NOT_COMPARED}, indent=1)
 
     def __str__(self) -> str:
         count = show_count(self.model["parameters"])
@@ -90,6 +101,7 @@ class Proof:
             "",
         ]
         lines += [f"{kind} rows were left out: {why}" for kind, why in self.left_out.items()]
+        lines.append(f"not compared: {', '.join(NOT_COMPARED)}")
         if self.is_proved:
             return "\n".join([*lines, "proved"])
         lines += [f"differs  {problem}" for problem in self.problems]
