@@ -20,9 +20,14 @@ def every_second(*axes: Sequence[Any]) -> list[Row]:
     return in_turn(*axes)[::2]
 
 
+_AT_ONCE = 16
+"""Combinations of one test of the nightly tier: on a busy core more would take longer than a test may."""
+
+
 def fast_and_nightly(choose: Callable[..., list[Row]], *axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Give a test its argument `combinations` twice: those that `choose` takes, and, nightly, all others."""
+    """Give a test its argument `combinations`: those that `choose` takes, and, nightly, a part of all others."""
     fast = choose(*axes)
     others = [row for row in product(*axes) if row not in fast]
-    parameters = [pytest.param(fast, id="fast"), pytest.param(others, id="others", marks=pytest.mark.nightly)]
-    return pytest.mark.parametrize("combinations", parameters)
+    parts = [others[start : start + _AT_ONCE] for start in range(0, len(others), _AT_ONCE)]
+    nightly = [pytest.param(part, id=f"others {i}", marks=pytest.mark.nightly) for i, part in enumerate(parts)]
+    return pytest.mark.parametrize("combinations", [pytest.param(fast, id="fast"), *nightly])

@@ -20,6 +20,7 @@ class Server:
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self.app, self.url = app, ""
+        self._counting = threading.Lock()  # requests are answered by threads
         self.sent: Counter[str] = Counter()
         """Bytes of weight files that each rank got."""
         self.most: Counter[str] = Counter()
@@ -41,7 +42,8 @@ class Server:
 
         def begun(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
             if method == "GET" and path.endswith((".safetensors", ".distcp")):
-                self.sent[rank] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
+                with self._counting:
+                    self.sent[rank] += int(dict((k.lower(), v) for k, v in headers)["content-length"])
             return start(status, headers, *more)
 
         return self.app(environ, begun)
