@@ -163,7 +163,7 @@ def of_a_trainer(folders: dict[str, Path], root: Path) -> list[dict[str, torch.T
 
 def goes_on_elsewhere(folders: dict[str, Path], root: Path) -> dict[str, torch.Tensor]:
     """On another number of ranks; and what says that a state has no averages."""
-    made = trainer(folders, root / "elsewhere", max_steps=2)
+    made = trainer(folders, root / "elsewhere", max_steps=3)
     made.add_callback(Noting(made))
     made.train(resume_from_checkpoint=str(root / "run" / "checkpoint-2"))
     without = trainer(folders, root / "without", max_steps=2)

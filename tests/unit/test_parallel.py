@@ -1,6 +1,6 @@
 """Sizes and rules by which layers and experts cannot be divided: one error, with values and cure, before any is."""
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -51,9 +51,8 @@ def test_what_cannot_be_divided_is_refused_with_values_and_cure(kind, changes, s
 def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
     """Divided experts exchange tokens, for which a model on meta has no ranks."""
     model = build_meta_model(tiny_config("qwen3_moe", 2))
-    mlp = model.model.layers[0].mlp
-    whole, of_tried_rows = mlp.forward, torch.zeros(1, 8, 1, device="meta")
-    mlp.forward = lambda hidden: whole(hidden) + of_tried_rows
+    mlp, of_tried_rows = model.model.layers[0].mlp, torch.zeros(1, 8, 1, device="meta")
+    mlp.forward = MethodType(lambda self, hidden: type(self).forward(self, hidden) + of_tried_rows, mlp)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
