@@ -242,6 +242,7 @@ def test_importing_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.nightly
 def test_importing_leaves_torch_as_it_is():
     """A fresh process: all modules of the package are imported, and no class or function that it works with is another
     one. (Others, as `torch.optim` and `torch.jit`, are changed by torch's own compiler and by transformers.)"""
