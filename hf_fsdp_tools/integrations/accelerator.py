@@ -353,12 +353,16 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         check_managed(model)
         check_precision(model, accelerator)
         prepare_for_training(model, accelerator)
-    root = sharded_module(model)
+    root: Any = sharded_module(model)
     if isinstance(root, FSDPModule):
-        make_root(root)  # before a script calls a part of it: get_input_embeddings()(ids)
+        make_root(root)  # type: ignore[arg-type]  # a module; before a script calls get_input_embeddings()(ids)
+        if getattr(accelerator.ddp_handler, "find_unused_parameters", False):  # heads that each rank chooses
+            if not hasattr(root, "set_reduce_scatter_unused_params"):
+                raise ConfigError(f"find_unused_parameters needs torch 2.13; this is {torch.__version__}.")
+            root.set_reduce_scatter_unused_params(True)
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
-        prepared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's own mark
+        prepared._is_accelerate_prepared = True  # Accelerate's own mark
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -239,6 +240,8 @@ class FSDPTrainerMixin(PushingMixin):
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
         accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
+        if args.ddp_find_unused_parameters:
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
 
     def get_tp_size(self) -> int:
         """As the Trainer's, with the ranks that share rows: they too have the same batch and the whole loss of it."""

@@ -144,9 +144,9 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterab
         if strange:
             raise ConfigError(
                 f"{strange} of the {len(parameters)} parameters of {type(optimizer).__name__} belong to no prepared "
-                "model: it was made before the model was sharded, or between a forward and its backward pass, or has a "
-                "criterion's too. Make it from model.parameters() right before prepare(model, optimizer), and prepare a "
-                "criterion that is trained beside them: prepare(model, criterion, optimizer)."
+                "model: it was made before the model was sharded, or between a forward and its backward pass, or has "
+                "those of a criterion too. Make it from model.parameters() right before prepare(model, optimizer); a "
+                "criterion that is trained is prepared as well: prepare(model, criterion, optimizer)."
             )
 
 

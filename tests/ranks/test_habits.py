@@ -1,5 +1,6 @@
 """Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +89,31 @@ def embeddings_before_the_model(parent: Path) -> None:
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
 
 
+class Heads(nn.Module):
+    """A body, and a head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](self.body(rows).relu()).pow(2).sum()
+
+
+def heads_that_ranks_choose(parent: Path) -> None:
+    """As a script for DDP has it: `find_unused_parameters=True`."""
+    accelerator = new_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    torch.manual_seed(0)
+    model, rows = Heads(), torch.randn(2, 3, 8)
+    plain = copy.deepcopy(model)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(rows[dist.get_rank()], dist.get_rank()))
+    for rank in range(2):
+        (plain(rows[rank], rank) / 2).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
+
+
 def trainer(parent: Path, **settings: Any) -> ShardedTrainer:
     args = arguments(parent / "out", **settings)
     model = from_pretrained(parent, accelerator=make_accelerator(args), load_kwargs={"progress": False})
@@ -119,6 +147,6 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_said,
-        embeddings_before_the_model, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
+        embeddings_before_the_model, heads_that_ranks_choose, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
