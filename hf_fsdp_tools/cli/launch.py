@@ -119,7 +119,7 @@ def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
         made_for = load_yaml(file.read_text(encoding="utf-8"))["num_processes"]
         if launch["num_processes"] not in (None, made_for):
             raise ConfigError(
-                f"--config {name} is foreseen for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
+                f"--config {name} is estimated for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
                 "memory and global batch would be others. Make one: hf-fsdp config MODEL --num-processes "
                 f"{launch['num_processes']} --recipe finetune --output FILE.yaml, then --config FILE.run.yaml."
             )

@@ -313,7 +313,7 @@ class FSDPTrainerMixin(PushingMixin):
     if hasattr(Trainer, "_run_epoch"):  # which older versions lack; there such a run makes one step
 
         def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-            """As the Trainer's; of a run that had come to its end, nothing is left to train."""
+            """As the Trainer's. A run that had come to its end has nothing left to train."""
             if self.state.global_step >= self.state.max_steps:
                 if self.args.should_log:
                     done = f"step {self.state.global_step} of {self.state.max_steps}"

@@ -83,7 +83,7 @@ class Rows:
     """Whether the ranks of the group were seen to have the same rows, which the first pass of a training shows."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """As a copy of the model has them: of the same group, which cannot be copied."""
+        """A copied model shares rows in the same group, which cannot be copied."""
         return copy(self)
 
     @property

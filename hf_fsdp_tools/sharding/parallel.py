@@ -512,7 +512,7 @@ def _seen_in_part(model: nn.Module, divide: Callable[[nn.Module], None], tp_size
     twin = copy_on_meta(model)
     try:
         whole = _shapes_taken(twin, tp_size)
-    except Exception:  # values decide what it computes (experts, images), so nothing can be said
+    except Exception:  # values decide what the plain model computes (experts, images), so nothing can be said
         return []
     twin = copy_on_meta(model)
     divide(twin)

@@ -239,9 +239,9 @@ def clip_grad_norm_(
     For a loop without an Accelerator, whose `clip_grad_norm_` and a Trainer do the same.
 
     Args:
-        parameters: of a sharded model, and whole ones; those without a gradient are left out.
+        parameters: shards and whole tensors; those without a gradient are left out.
         max_norm: above which gradients are scaled down, in place.
-        norm_type: of the norm; also `math.inf`.
+        norm_type: the order of the norm; also `math.inf`.
 
     Every rank must call. The norm of each mesh's shards is reduced over it; the result is on the device of the first.
 

@@ -167,7 +167,7 @@ def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(starte
     error = capsys.readouterr().err.splitlines()[-1]
     assert "no model of the package: did you mean qwen3-" in error and "gpt-oss-20b, llama-3.1-8b" in error
     assert main(["finetune", "--config", "qwen3-8b", "--num_processes", "4"]) == 1
-    assert "foreseen for 8 GPUs, not for --num_processes 4" in capsys.readouterr().err
+    assert "estimated for 8 GPUs, not for --num_processes 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
