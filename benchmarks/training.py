@@ -177,7 +177,7 @@ def launch(name: str, cell: dict[str, Any], folder: Path) -> list[str]:
     elif name == OURS:
         config = folder / "ours.yaml"
         making = ["--num-processes", str(cell["ranks"]), "--mixed-precision", precision, "--output", str(config)]
-        making += ["--gpu" if cell["device"] == "cuda" else "--cpu"]
+        making += ["--cpu"] if cell["device"] == "cpu" else []
         program = "import sys; from hf_fsdp_tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
         subprocess.run([sys.executable, "-c", program, "config", *making], check=True, cwd=ROOT, capture_output=True)
         words += ["--config_file", str(config)]

@@ -249,7 +249,7 @@ def forward_begun(root: FSDPModule) -> Iterator[None]:
 
     assert isinstance(root, nn.Module)
     handle = root.register_forward_pre_hook(to_device, prepend=True, with_kwargs=True)
-    state._pre_forward(root, (), {})
+    state._pre_forward(root, (None,), {})
     try:
         yield
     finally:
