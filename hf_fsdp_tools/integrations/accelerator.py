@@ -46,6 +46,7 @@ from hf_fsdp_tools.integrations.model import (
     shard_in_place,
 )
 from hf_fsdp_tools.integrations.resume import awaiting_state, stored_format, using_format
+from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
@@ -56,6 +57,11 @@ from hf_fsdp_tools.sharding.fsdp2_internals import make_root
 from hf_fsdp_tools.sharding.replicated import by_kind, clip_norm, clip_values, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import keep_after_backward, sharded_module
 from hf_fsdp_tools.stores import as_url, local_folder, pinned
+
+_UNUSED = (
+    "find_unused_parameters is not seen to before torch 2.13 (this is {}): where ranks use different parameters, "
+    "gradients go wrong or the ranks wait for each other."
+)
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
@@ -357,9 +363,10 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if isinstance(root, FSDPModule):
         make_root(root)  # type: ignore[arg-type]  # a module; before a script calls get_input_embeddings()(ids)
         if getattr(accelerator.ddp_handler, "find_unused_parameters", False):  # heads that each rank chooses
-            if not hasattr(root, "set_reduce_scatter_unused_params"):
-                raise ConfigError(f"find_unused_parameters needs torch 2.13; this is {torch.__version__}.")
-            root.set_reduce_scatter_unused_params(True)
+            if hasattr(root, "set_reduce_scatter_unused_params"):
+                root.set_reduce_scatter_unused_params(True)
+            else:
+                warn_on_node(_UNUSED.format(torch.__version__), stacklevel=3)
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark

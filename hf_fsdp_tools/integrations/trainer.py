@@ -240,8 +240,9 @@ class FSDPTrainerMixin(PushingMixin):
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
         accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator = adopt(self.accelerator, sync_each_batch=accumulation.get("sync_each_batch", True))
-        if args.ddp_find_unused_parameters:
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        # transformers' own default is True wherever nothing is recomputed: only what was asked for is taken.
+        asked = bool(args.ddp_find_unused_parameters)
+        self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=asked)
 
     def get_tp_size(self) -> int:
         """As the Trainer's, with the ranks that share rows: they too have the same batch and the whole loss of it."""
