@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor
+from hf_fsdp_tools.distributed.shards import as_dtensor, cut, local_tensor
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError
 from hf_fsdp_tools.modeling.module_tree import swap
 from hf_fsdp_tools.modeling.notes import note_of
@@ -50,7 +50,7 @@ def guard_injection() -> None:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner
 
-    make, add = BaseTuner.__init__, PeftModel.add_adapter
+    make, add, load = BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter
     if hasattr(make, "__wrapped__"):
         return
 
@@ -64,6 +64,14 @@ def guard_injection() -> None:
     def add_adapter(outer: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
         with _guarded(outer, peft_config):
             add(outer, adapter_name, peft_config, *args, **kwargs)
+
+    @wraps(load)
+    def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = outer.register_load_state_dict_pre_hook(_cut_whole)
+        try:
+            return load(outer, *args, **kwargs)
+        finally:
+            hook.remove()
 
     activate = ParamWrapper._activate_lora
 
@@ -83,8 +91,16 @@ def guard_injection() -> None:
         with with_added(base, name, added):
             yield
 
-    BaseTuner.__init__, PeftModel.add_adapter = make_tuner, add_adapter
+    BaseTuner.__init__, PeftModel.add_adapter, PeftModel.load_adapter = make_tuner, add_adapter, load_adapter
     ParamWrapper._activate_lora = activate_lora
+
+
+def _cut_whole(model: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cut whole values of parameters that are sharded: PEFT before 0.21.2 copies them as they are."""
+    for name, parameter in model.named_parameters():
+        value = values.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None and value.shape == parameter.shape:
+            values[prefix + name] = value if isinstance(value, DTensor) else cut(value, parameter)
 
 
 @contextmanager
