@@ -19,6 +19,8 @@ _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, taken at the first matmul (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`) …"""
 _WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
 """… in MiB by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
+_HANDLES = 2
+"""Workspaces: the thread of the forward pass and autograd's have a handle of cuBLAS each (counted on an H200)."""
 
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _COMPILED = (
@@ -241,7 +243,7 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
 
 
 def _workspace(gpu: Gpu) -> int:
-    return _WORKSPACES[gpu.family] * 2**20 if gpu.family in _WORKSPACES else _WORKSPACE
+    return _HANDLES * (_WORKSPACES[gpu.family] * 2**20 if gpu.family in _WORKSPACES else _WORKSPACE)
 
 
 def _outside(setup: TrainingSetup) -> dict[str, int]:

@@ -95,6 +95,16 @@ def test_the_peak_of_a_step_is_foreseen(request, name):
         assert found["held"] == pytest.approx(held, rel=1e-3)
 
 
+@pytest.mark.shows("memory estimate", "LoRA")
+def test_a_frozen_base_on_one_rank_is_used_where_it_lies():
+    (found,) = run_ranks(measure_all, 1, ["LoRA"])
+    held, peak = requested(foreseen_on_cpus(case_named("LoRA"), "tiny", 1))
+    assert (found["LoRA"]["held"], found["LoRA"]["peak"]) == (
+        pytest.approx(held, rel=1e-3),
+        pytest.approx(peak, rel=1e-3),
+    )
+
+
 @pytest.mark.parametrize("name", marked(RECOMPUTED))
 def test_what_blocks_keep_that_are_computed_again_is_foreseen(request, name):
     """On CPUs inputs lie on the host twice, and checkpointing keeps the generator's state for each block."""

@@ -298,9 +298,14 @@ class Fsdp2Schedule:
         return gathered
 
     def _copy_alone(self, unit: _Unit) -> Iterator[int]:
-        """On one rank nothing is gathered: each shard is cast and copied, one after the other."""
+        """On one rank nothing is gathered: each shard is cast and copied, one after the other.
+
+        What is frozen and has the dtype of computation is used where it lies (`use_frozen_in_place`).
+        """
         writer, last = self._writer, list[int]()
         for shard in unit.shards:
+            if not (shard.parameter.requires_grad or shard.is_cast or self._setup.offload):
+                continue
             made = [self._on_device(shard, "compute")] if self._setup.offload or shard.is_cast else []
             writer.free(*last)
             last = made
