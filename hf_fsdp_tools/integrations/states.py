@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -19,7 +18,7 @@ from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import exchange, sync, try_lock
-from hf_fsdp_tools.saving.held_dcp import HeldWriter, copy_held
+from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
@@ -89,7 +88,7 @@ class StateSave:
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write values as a DCP folder, or plan it and copy them. Every rank must call."""
-        writer = FileSystemWriter(folder) if self.blocking else HeldWriter(folder)
+        writer = ThreadedWriter(folder) if self.blocking else HeldWriter(folder)
         save(dict(values), storage_writer=writer, planner=DefaultSavePlanner())
         if isinstance(writer, HeldWriter):
             copies = copy_held(writer)
@@ -132,7 +131,7 @@ class StoredStateSave(StateSave):
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write this rank's part of a DCP folder, rank 0 the metadata too. Every rank must call."""
-        save(dict(values), storage_writer=FileSystemWriter(folder, sync_files=False), planner=DefaultSavePlanner())
+        save(dict(values), storage_writer=ThreadedWriter(folder, sync_files=False), planner=DefaultSavePlanner())
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state."""

@@ -38,6 +38,14 @@ def from_stores() -> Iterator[None]:
         home.FileSystemReader = former
 
 
+def _bytes_of(file: Path, place: Any) -> bytes:
+    if (found := stored_object(file)) is not None:
+        return found.read(place.offset, place.offset + place.length)
+    with file.open("rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.length)
+
+
 class _RangeReader(FileSystemReader):
     """torch's reader, whose plan for a folder in a store is carried out by the reader of checkpoints."""
 
@@ -47,7 +55,7 @@ class _RangeReader(FileSystemReader):
         places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         files = {folder / place.relative_path for place in places.values()}
         there = {file: found for file in files if (found := stored_object(file)) is not None}
-        if not there:
+        if any(place.transform_descriptors for place in places.values()):  # compressed, by a writer of somebody's own
             return super().read_data(plan, planner)
         ends = []
         for place in places.values():
@@ -60,8 +68,7 @@ class _RangeReader(FileSystemReader):
             for item in plan.items:
                 key, place = item.storage_index.fqn, places[item.storage_index]
                 if item.type == LoadItemType.BYTE_IO:
-                    found = there[folder / place.relative_path]
-                    planner.load_bytes(item, io.BytesIO(found.read(place.offset, place.offset + place.length)))
+                    planner.load_bytes(item, io.BytesIO(_bytes_of(folder / place.relative_path, place)))
                     continue
                 target = planner.resolve_tensor(item).detach()
                 chunk = item.storage_index.offset or (0,) * target.dim()

@@ -1,10 +1,14 @@
-"""DCP folders that are planned now and written later, from copies and without collectives."""
+"""DCP folders, written by several threads: now, or planned now and written later, from copies, without collectives."""
 
+import copy
 import io
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -16,12 +20,41 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import storage_errors
 from hf_fsdp_tools.saving.copies import HostCopies
 
+_THREADS = 8
+"""Threads of a rank that write at most; one fills 0.5 GB/s (measured on an H200's machine)."""
 
-class HeldWriter(FileSystemWriter):
+
+class ThreadedWriter(FileSystemWriter):
+    """torch's writer; a rank writes as many files at a time as it has cores. torch's own threads lose their errors."""
+
+    def __init__(self, path: str | PathLike[str], **options: Any) -> None:
+        threads = max(1, min(_THREADS, (os.cpu_count() or 1) // rank_on_node()[1]))
+        # Nothing is copied ahead from an accelerator: a thread would use device 0 for it.
+        super().__init__(path, thread_count=threads, per_thread_copy_ahead=0, **options)
+
+    def _write_data(self, planner: SavePlanner, file_queue: Any) -> Future[list[WriteResult]]:
+        one = copy.copy(self)
+        one.thread_count = 1
+
+        def write(file: Any) -> list[WriteResult]:
+            files: Queue[Any] = Queue()
+            files.put(file)
+            found: list[WriteResult] = FileSystemWriter._write_data(one, planner, files).value()
+            return found
+
+        with ThreadPoolExecutor(self.thread_count, thread_name_prefix="state") as pool:
+            written = list(pool.map(write, [file_queue.get() for _ in range(file_queue.qsize())]))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for results in written for result in results])
+        return done
+
+
+class HeldWriter(ThreadedWriter):
     """What `torch.distributed.checkpoint.save` takes as a writer, and what writes nothing until `write`.
 
     The plan of all ranks is made by `save` as always, which communicates. Then `copy_held` copies the values, and they
@@ -29,8 +62,7 @@ class HeldWriter(FileSystemWriter):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        # Nothing is copied ahead from an accelerator: a thread would use device 0 for it.
-        super().__init__(path, per_thread_copy_ahead=0)
+        super().__init__(path)
         self.data: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         """What this rank writes."""
         self._plan: SavePlan | None = None
@@ -75,8 +107,8 @@ def copy_held(writer: HeldWriter) -> HostCopies:
     """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call."""
     held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
     copies = HostCopies([(tensor, tensor.dtype) for _, tensor in held])
-    for (index, _), copy in zip(held, copies.tensors, strict=True):
-        writer.data[index] = _of_its_own(copy)
+    for (index, _), copied in zip(held, copies.tensors, strict=True):
+        writer.data[index] = _of_its_own(copied)
     return copies
 
 

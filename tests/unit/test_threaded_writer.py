@@ -1,0 +1,32 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem, load, save
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hf_fsdp_tools.saving.held_dcp import ThreadedWriter
+
+
+def test_a_rank_writes_files_at_a_time_and_an_error_of_any_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    values = {str(n): torch.arange(n, 100.0) for n in range(7)}
+    save(values, storage_writer=ThreadedWriter(tmp_path / "whole"), no_dist=True)
+    assert len(list((tmp_path / "whole").glob("*.distcp"))) == 3
+    found = {name: torch.zeros_like(value) for name, value in values.items()}
+    load(found, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+    write = filesystem._write_item
+
+    def fail(transforms, stream, data, item, *rest):
+        if item.index.fqn == "5":
+            raise OSError("No space left on device")
+        return write(transforms, stream, data, item, *rest)
+
+    monkeypatch.setattr(filesystem, "_write_item", fail)
+    with pytest.raises(CheckpointException, match="No space left"):
+        save(values, storage_writer=ThreadedWriter(tmp_path / "full"), no_dist=True)
