@@ -28,6 +28,10 @@ _CHANCE = re.compile(r".*(dropout|drop_path|drop_rate|layerdrop|layer_drop|jitte
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 _WINDOW = 5
 """Tokens that attention with a window sees, less than half of a row."""
+_ORIGINAL = "original_max_position_embeddings"
+_LENGTH = 16
+"""Tokens from which on rotary rules that depend on the length are others: more than short rows have, and less than long
+ones."""
 
 
 class NotBuiltError(ConfigError):
@@ -124,17 +128,26 @@ def telling(config: PreTrainedConfig) -> PreTrainedConfig:
                 setattr(part, name, 0.0)
             elif type(value) is int and name in _WINDOWS:
                 setattr(part, name, min(value, _WINDOW))
+            elif type(value) is int and name == _ORIGINAL:
+                setattr(part, name, min(value, _LENGTH))
+            elif name == "rope_parameters":
+                for rule in (value, *value.values()) if isinstance(value, dict) else ():
+                    if isinstance(rule, dict) and rule.get("rope_type") == "dynamic":
+                        part.max_position_embeddings = _LENGTH
+                    if isinstance(rule, dict) and _ORIGINAL in rule:
+                        rule[_ORIGINAL] = min(rule[_ORIGINAL], _LENGTH)
     return config
 
 
 def with_kinds(case: Case) -> tuple[Case, dict[str, str]]:
-    """The case with padded and packed rows, and why a kind that its plain model does not train on is left out."""
+    """The case with more kinds of rows, and why a kind that its plain model does not train on is left out."""
     (rows,) = case.batches.values()
     batches, left_out = dict(case.batches), {}
     model = load_plain(case).train(case.is_training)
-    for kind, made in (("padded", [_padded(row) for row in rows]), ("packed", [_packed(row) for row in rows])):
+    for kind, make in {"padded": _padded, "packed": _packed, "long": _long}.items():
+        made = [make(row) for row in rows]
         if any(batch is None for batch in made):
-            left_out[kind] = "they are not words alone" if kind == "packed" else "they take no attention mask of words"
+            left_out[kind] = "they take no attention mask of words" if kind == "padded" else "they are not words alone"
         elif problem := next((problem for batch in made if batch and (problem := trains(model, batch))), ""):
             left_out[kind] = problem
         else:
@@ -159,19 +172,31 @@ def _padded(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _packed(batch: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rows of the batch one after the other in one row, each with positions from 0, as TRL's packing makes them."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    if (
-        ids is None
-        or labels is None
-        or labels.shape != ids.shape
-        or set(batch) - {"input_ids", "labels", "attention_mask"}
-    ):
+    if (words := _words_alone(batch)) is None:
         return None
+    ids, labels = words
     first = labels.clone()
     first[:, 0] = -100  # no row predicts the first token of the next
     positions = torch.arange(ids.shape[1]).repeat(ids.shape[0])[None]
     packed = {"input_ids": ids.reshape(1, -1), "labels": first.reshape(1, -1), "position_ids": positions}
     return {**packed, "use_cache": False}
+
+
+def _long(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The batch with rows three times as long and with what a Trainer adds: its count of tokens, and labels that are
+    shifted already, here other ones."""
+    if (words := _words_alone(batch)) is None:
+        return None
+    ids, labels = (torch.cat([each, each.flip(1), each], dim=1) for each in words)
+    counted = {"shift_labels": labels.roll(2, 1), "num_items_in_batch": torch.tensor(len(labels) * 17)}
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "use_cache": False, **counted}
+
+
+def _words_alone(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Words and labels of a batch that has nothing else but a mask."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    is_words = not set(batch) - {"input_ids", "labels", "attention_mask"}
+    return (ids, labels) if is_words and ids is not None and labels is not None and labels.shape == ids.shape else None
 
 
 def with_adapter(case: Case, config: Any = None) -> Case:

@@ -52,6 +52,8 @@ _OF_PARTS = 2.5
 """How much larger they are in bf16 where ranks share layers or experts: sums over a layer's inputs, or over an expert's
 tokens, are rounded in parts. (assumed)"""
 
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -81,7 +83,7 @@ class Case:
                 if isinstance(value, torch.Tensor) and value.is_floating_point()
                 else value
                 for name, value in batch.items()
-                if has_labels or name != "labels"
+                if has_labels or name not in _LABELS
             }
             for batch in self.batches[kind]
         ]
@@ -103,6 +105,8 @@ class Figures:
     """Of each kind and batch, in evaluation."""
     losses: dict[str, list[float]]
     gradients: dict[str, Tensors]
+    accumulated: Tensors
+    """The gradients of the last kind and the first one together."""
     stepped: Tensors
     chosen: dict[str, list[Choices]] = field(default_factory=dict)
     """The experts of each kind and batch, in training."""
@@ -210,6 +214,7 @@ def plain_figures(case: Case, precision: str) -> Figures:
         outputs={},
         losses={},
         gradients={},
+        accumulated={},
         stepped={},
     )
     for kind in case.batches:
@@ -235,7 +240,12 @@ def plain_figures(case: Case, precision: str) -> Figures:
                     total[name] = total[name] + part if name in total else part
         if not all(bool(gradient.isfinite().all()) for gradient in total.values()):
             raise ValueError("gradients are not finite")
-    figures.stepped = _step(load_plain(case), total)
+    first, last = next(iter(figures.gradients.values())), total
+    both = (first, last)
+    figures.accumulated = {
+        name: torch.stack([each[name] for each in both if name in each]).sum(0) for name in first | last
+    }
+    figures.stepped = _step(load_plain(case), figures.accumulated)
     return figures
 
 
@@ -311,23 +321,32 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1
     seen: dict[str, Any] = {"load": _unequal(_shards(model), exact.state)}
+    names, sharding = names_of(model), sharding_of(model)
+    rows = sharding.axes.rows if sharding else None
+    place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
+
+    def chosen(of_plain: dict[str, list[Choices]], kind: str, batch: dict[str, Any]) -> AbstractContextManager[Any]:
+        part = (*place, batch["input_ids"].shape[1]) if "input_ids" in batch else (0, 1, 0)
+        return choices(model, names, of_plain[kind][group] if precision == "bf16" else {}, part)
+
+    def backward(kind: str) -> tuple[Any, torch.Tensor, Tensors]:
+        batch = case.batches_of(kind, "fp32")[group]
+        with chosen(plain.chosen, kind, batch):
+            with noted_modules(model) as modules:
+                output = forward(model.train(case.is_training), batch)
+                loss = loss_of(output)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return output, loss, modules
+
     for number, kind in enumerate(case.batches):
         title = f"{kind} " if number else ""
         silent = case.batches_of(kind, "fp32", has_labels=case.has_labels_in_evaluation)[group]
-        names, sharding = names_of(model), sharding_of(model)
-        rows = sharding.axes.rows if sharding else None
-        place = (rows.get_local_rank(), rows.size()) if rows is not None else (0, 1)
-        part = (*place, silent["input_ids"].shape[1]) if "input_ids" in silent else (0, 1, 0)
-        with choices(model, names, plain.chosen_in_evaluation[kind][group] if precision == "bf16" else {}, part):
+        with chosen(plain.chosen_in_evaluation, kind, silent):
             outputs = evaluate(model, silent)
         plain_outputs, exact_outputs = plain.outputs[kind][group], exact.outputs[kind][group]
         seen[f"{title}outputs"] = worst(_apart(outputs, plain_outputs, exact_outputs, bound))
         model.zero_grad(set_to_none=True)
-        with choices(model, names, plain.chosen[kind][group] if precision == "bf16" else {}, part):
-            with noted_modules(model) as modules:
-                output = forward(model.train(case.is_training), case.batches_of(kind, "fp32")[group])
-                loss = loss_of(output)
-            loss.backward()  # type: ignore[no-untyped-call]
+        output, loss, modules = backward(kind)
         values = (float(loss.detach()), plain.losses[kind][group], exact.losses[kind][group])
         ours, theirs, in_fp32 = ({"loss": torch.tensor(value)} for value in values)
         seen[f"{title}loss"] = worst(_apart(ours, theirs, in_fp32, bound))
@@ -339,12 +358,18 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
         seen[f"{title}gradients"] = _apart(
             _gradients(model), plain.gradients[kind], exact.gradients[kind], bound, absent_is_zero=True
         )
+        if not number and precision == "bf16" and dist.get_world_size() > case.dims.tp_size:
+            seen["gradients"] |= _rounded(_gradients(model))
+    backward(next(iter(case.batches)))
+    seen["accumulated"] = worst(
+        _apart(_gradients(model), plain.accumulated, exact.accumulated, bound, absent_is_zero=True)
+    )
     if precision == "fp32":
         if not _is_wrapped(model):  # FSDP1 has a method of its own
             norm = clip_norm(model.parameters(), math.inf, 2.0, torch.device("cpu"))
-            whole = nn.utils.get_total_norm(plain.gradients[kind].values())
+            whole = nn.utils.get_total_norm(plain.accumulated.values())
             seen["norm"] = worst(_apart({"norm": norm}, {"norm": whole}, {}, bound))
-        _optimizer(model).step()  # by the gradients of the last kind
+        _optimizer(model).step()  # by the accumulated gradients
         # AdamW divides rounding by gradients that are near zero.
         seen["step"] = worst(_apart(_shards(model), plain.stepped, exact.stepped, 10 * bound, is_part=True))
         seen["save"] = _saved(case, model)
@@ -363,6 +388,13 @@ def _gradients(model: nn.Module) -> Tensors:
     with _summoned(model):
         found = {_plain_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _rounded(gradients: Tensors) -> dict[str, Found]:
+    """A problem where the mean over ranks has no more bits than bf16 has, which a mean in fp32 of many values has."""
+    values = [local_tensor(gradient).float() for gradient in gradients.values()]
+    is_rounded = bool(values) and all(torch.equal(each, each.bfloat16().float()) for each in values)
+    return {"reduction": (math.inf, "reduced in bf16, not in fp32")} if is_rounded else {}
 
 
 def _is_wrapped(model: nn.Module) -> bool:
@@ -481,7 +513,10 @@ def _saved(case: Case, model: Any) -> str:
     save_pretrained(plain_view(model) if _is_wrapped(model) else model, folder)
     if (a := _headers(folder)) != (b := _headers(case.folder)):
         return f"files differ from transformers': {sorted(set(a.items()) ^ set(b.items()))[:3]}"
-    return _unequal(_shards(model), tensors_of(load_plain(case, folder)))
+    again = load_plain(case, folder)
+    kept = again.state_dict().keys()  # rotary rules that depend on the length change buffers that no file holds
+    sides = (_shards(model), tensors_of(again))
+    return _unequal(*({name: tensor for name, tensor in side.items() if name in kept} for side in sides))
 
 
 def _headers(folder: Path) -> dict[str, str]:

@@ -16,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from hf_fsdp_tools import ParallelDims, pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.distributed.shards import local_tensor
+from hf_fsdp_tools.proof import compare
 from hf_fsdp_tools.proof.case import telling, tiny_case, with_kinds
-from hf_fsdp_tools.proof.compare import plain_figures
+from hf_fsdp_tools.proof.compare import PRECISIONS, plain_figures
 from hf_fsdp_tools.proof.run import WORDS, Proof, examine_on_rank, make_proof
 from hf_fsdp_tools.sharding import context_parallel as cp
 from hf_fsdp_tools.sharding import replicated, shard
@@ -31,7 +34,7 @@ from tests._dist import run_cases, run_ranks
 LAYOUT = {"num_processes": 2, "dp_shard_size": 1, "cp_size": 2, "fsdp_version": 2, "adapter": False}
 
 
-def _case(folder, config, dims):
+def _case(folder, config, dims, precisions=("fp32",)):
     cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     num_batches = 2 // dims.ranks_per_row
     case, facts = tiny_case(
@@ -45,9 +48,9 @@ def _case(folder, config, dims):
     )
     if dims.cp_size > 1:
         case, _ = with_kinds(case)
-        assert list(case.batches) == ["rows", "padded", "packed"]
+        assert list(case.batches) == ["rows", "padded", "packed", "long"]
     case = replace(case, dims=dims)
-    torch.save((case, {"fp32": plain_figures(case, "fp32")}), folder / "plain.pt")
+    torch.save((case, {each: plain_figures(case, each) for each in precisions}), folder / "plain.pt")
     return facts
 
 
@@ -95,6 +98,22 @@ def _without_backward(rows, to_ranks, dim):
     return _FROM_ALL(rows, to_ranks.detach(), dim)
 
 
+def _without(name, model, args, kwargs, *, rows):
+    return _BEFORE_MODEL(model, args, {key: value for key, value in kwargs.items() if key != name}, rows=rows)
+
+
+def _stale_beyond(name, value, length, rows):
+    is_stale = name == "position_embeddings" and length > 16
+    return _CUT(name, value, length, cp.Rows(rows.group, 0, rows.size) if is_stale else rows)
+
+
+def _last_micro_batch_alone(group, *unused):
+    for entry in group.fsdp_params:
+        entry.sharded_param.grad = None
+    return _POST_BACKWARD(group, *unused)
+
+
+_POST_BACKWARD = FSDPParamGroup.post_backward
 _LOSS, _ATTEND, _FROM_ALL = cp._loss_of_part, cp._attend, cp.Rows._from_all
 _BEFORE_MODEL, _CUT = cp._before_model, cp._cut
 FAULTS = {
@@ -104,6 +123,14 @@ FAULTS = {
     "labels not shifted": ((cp, "_before_model", _not_shifted), "loss: ", ""),
     "stale position ids": ((cp, "_cut", _stale_positions), "loss: ", "layers.0.self_attn"),
     "missing collective": ((cp.Rows, "_from_all", _without_exchange), "loss: ", "layers.0.self_attn"),
+    "count ignored": ((cp, "_before_model", partial(_without, "num_items_in_batch")), "long rows: loss: ", ""),
+    "shifted labels ignored": ((cp, "_before_model", partial(_without, "shift_labels")), "long rows: loss: ", ""),
+    "wrong after 16 words": ((cp, "_cut", _stale_beyond), "long rows: loss: ", ""),
+    "first micro-batch dropped": (
+        (FSDPParamGroup, "post_backward", _last_micro_batch_alone),
+        "gradients of two micro-batches: ",
+        "",
+    ),
     "missing collective in backward": ((cp.Rows, "_from_all", _without_backward), "gradients: ", ""),
 }
 
@@ -165,7 +192,11 @@ OF_LAYERS = {
 
 
 KINDS = {  # a configuration, its faults, and those of each commit
-    "cp_size": (transformers.Gemma3TextConfig(), FAULTS, ["dropped mask", "missing collective in backward"]),
+    "cp_size": (
+        transformers.Gemma3TextConfig(),
+        FAULTS,
+        ["dropped mask", "count ignored", "first micro-batch dropped"],
+    ),
     "ep_size": (transformers.Qwen3MoeConfig(), OF_EXPERTS, ["swapped expert", "stale scale", "norm counted twice"]),
     "tp_size": (transformers.LlamaConfig(), OF_LAYERS, []),
 }
@@ -192,7 +223,24 @@ def test_each_kind_of_fault_is_found(tmp_path, kind, has_all):
         assert not proof.is_proved, name
         assert any(re.match(f"fp32 {said}", problem) for problem in proof.problems), (name, proof.problems)
         assert module in proof.first_module, (name, proof.first_module)
-        assert "not proved" in str(proof) and "not compared: accumulated micro-batches" in str(proof)
+        assert "not proved" in str(proof) and "not compared: rows of more than" in str(proof)
+
+
+def _reduced_in_bf16(folder):
+    def policy(param_dtype, **_):
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
+
+    return run_cases({"none": partial(_seen, folder), "in bf16": partial(_seen, folder, (compare, _POLICY, policy))})
+
+
+_POLICY = "MixedPrecisionPolicy"
+
+
+def test_a_reduction_in_bf16_is_found(tmp_path):
+    _case(tmp_path, transformers.LlamaConfig(), ParallelDims(dp_shard_size=2), PRECISIONS)
+    ranks = run_ranks(_reduced_in_bf16, 2, tmp_path)
+    assert _proof([rank["none"] for rank in ranks]).is_proved
+    assert _proof([rank["in bf16"] for rank in ranks]).problems == ["bf16 gradients: reduced in bf16, not in fp32"]
 
 
 # ---- the command ----
@@ -233,7 +281,15 @@ def test_a_layout_is_proved_by_the_command(tmp_path, capfd, config, words):
     proof = json.loads(said.out)
     assert status == 0 and proof["is_proved"], said
     norm = set() if "--fsdp-version" in words else {"norm"}
-    assert {row["check"] for row in proof["checks"]} == {"load", "outputs", "loss", "gradients", "step", "save"} | norm
+    assert {row["check"] for row in proof["checks"]} == {
+        "load",
+        "outputs",
+        "loss",
+        "gradients",
+        "accumulated",
+        "step",
+        "save",
+    } | norm
     assert {row["precision"] for row in proof["checks"]} == {"fp32", "bf16"}
 
 
