@@ -15,6 +15,7 @@ Ranks are forked from one server that has imported `PRELOAD`, so that each furth
 import faulthandler
 import gc
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -49,21 +50,26 @@ _CONTEXT.set_forkserver_preload(list(PRELOAD))
 _deadline = float("inf")  # of this rank, on the clock of `time.monotonic`
 _meetings = itertools.count()  # of this rank: as many on every rank
 
-_hidden: tuple[int, str | None] | None = None
+_HIDDEN = "GPUS_HIDDEN_FROM_TESTS"
+"""A variable, so that workers of pytest-xdist know it too."""
 
 
 def _gpus() -> tuple[int, str | None]:
     """How many this machine has, and CUDA_VISIBLE_DEVICES, as they were before `hide_gpus`."""
     import torch
 
-    return _hidden or (torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if _HIDDEN in os.environ:
+        count, visible = json.loads(os.environ[_HIDDEN])
+        return count, visible
+    return torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def hide_gpus() -> None:
     """Let this process and its children see no GPU, but ranks with `device="cuda"`: as it is on any machine."""
-    global _hidden
-    _hidden = _gpus()
+    os.environ[_HIDDEN] = json.dumps(_gpus())
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Libraries that ask for GPUs while they are imported ask NVML: CUDA that found none finds none after a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def num_gpus() -> int:

@@ -75,14 +75,17 @@ class Draw:
 
 
 def drawn(chance: random.Random) -> Draw:
-    model_type = chance.choice(DENSE + MOE)
+    model_type, host = chance.choice(DENSE + MOE), chance.choice(("loop", "accelerate", "trainer"))
     layouts = []
     for _ in range(2):
         ranks = chance.choice((1, 2, 2, 2, 4, 4))
-        layouts.append((ranks, chance.choice([s for s in SIZES[ranks] if model_type in MOE or "ep_size" not in s])))
+        sizes = [each for each in SIZES[ranks] if model_type in MOE or "ep_size" not in each]
+        if host != "loop":  # Accelerate's ParallelismConfig refuses copies of one shard that share rows or layers
+            sizes = [each for each in sizes if "dp_replicate_size" not in each or len(each) == 1 or "ep_size" in each]
+        layouts.append((ranks, chance.choice(sizes)))
     return Draw(
         model_type=model_type,
-        host=chance.choice(("loop", "accelerate", "trainer")),
+        host=host,
         precision=chance.choice(("fp32", "fp32", "bf16")),
         lora=chance.random() < 0.35,
         recompute=chance.choice((False, False, True, {"every_n_layers": 2}, {"save_ops": ("matmul",)})),

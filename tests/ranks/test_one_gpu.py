@@ -132,8 +132,9 @@ def _held(folder: Path) -> None:
             seen.append((stats["active_bytes.current"], stats["allocated_bytes.current"], unused))
             del model
         in_use, kept, unused = zip(*seen, strict=True)
-        assert max(kept) <= 2**20 and max(unused) <= 22 * 2**20, seen
-        assert not any(in_use) or not hasattr(torch.accelerator, "empty_host_cache"), seen
+        assert max(unused) <= 22 * 2**20, seen
+        if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 gives no pinned memory back
+            assert max(kept) <= 2**20 and not any(in_use), seen
 
 
 def _packed(folder: Path) -> None:
