@@ -28,7 +28,7 @@ from hf_fsdp_tools.loading.weight_files import (
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.modeling.pickles import load_generation_config
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG, as_peft_config, read_adapter_config
-from hf_fsdp_tools.stores import pinned
+from hf_fsdp_tools.stores import as_url, pinned
 from hf_fsdp_tools.text import quoted
 
 
@@ -124,7 +124,17 @@ class Source:
         return self.path / (self.hub.get("subfolder") or ""), self
 
     def of(self, name: str, revision: str | None) -> "Source":
-        """Another checkpoint, fetched in the same way."""
+        """Another checkpoint, which a file of this one names, fetched in the same way.
+
+        A file may name a folder, a repository of the hub, or a place in the same kind of store. All else would let a
+        file say what this process connects to, and some file systems of fsspec run what they read.
+        """
+        protocol, own = ((as_url(place) or "").partition("://")[0] for place in (name, self.name))
+        if "::" in name or protocol not in ("", own):
+            raise CheckpointError(
+                f"{self.name!r} names {quoted(name)} as its base. A file may name a folder, a repository of the hub, "
+                "or a place in the store that it lies in. If you trust it, load that base, and then load_adapter()."
+            )
         return Source(name, {**self.hub, "subfolder": "", "revision": revision})
 
     def holding(self, file: str) -> str | None:

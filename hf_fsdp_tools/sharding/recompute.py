@@ -8,19 +8,23 @@ back while the block behind it goes backward.
 
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted, show_bytes
@@ -136,8 +140,7 @@ def checkpoint_activations(
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     run = partial(checkpoint, use_reentrant=False)
     if recompute.save_ops:
-        operators = operators_named(recompute.save_ops)
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, operators))
+        run = partial(run, context_fn=partial(_contexts, frozenset(operators_named(recompute.save_ops))))
     for blocks in _stacks(model):
         chain = _Chain()
         for index, block in enumerate(blocks):
@@ -157,6 +160,86 @@ def _stacks(model: nn.Module) -> Iterator[list[GradientCheckpointingLayer]]:
         if isinstance(module, GradientCheckpointingLayer):
             stacks.setdefault(name.rpartition(".")[0], []).append(module)
     yield from stacks.values()
+
+
+# ---- results that are kept ----
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """The forward pass of a block, which keeps the results of some operators.
+
+    torch's own contexts (2.13) count every operator, those of units inside the block too, which FSDP2 gathers otherwise
+    in the backward pass; and they refuse results that the model writes to.
+    """
+
+    supports_higher_order_operators = True  # torch's word for those that run functions, as compiled code
+
+    def __init__(self, operators: frozenset[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.operators = operators
+        self.results: defaultdict[Any, list[tuple[list[Any], TreeSpec] | None]] = defaultdict(list)
+        """In their order; None where one was taken."""
+        self._places: dict[int, tuple[list[Any], int]] = {}
+        """Of the memory of each kept tensor: where it is."""
+
+    def __exit__(self, *error: Any) -> None:
+        self._places.clear()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's: compiled code is not looked into."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            for memory in _memories(tree_leaves((args, kwargs))).keys() & self._places:
+                kept, index = self._places.pop(memory)
+                kept[index] = kept[index].clone()  # before it may be written to
+        result = func(*args, **kwargs or {})
+        if func in self.operators:
+            leaves, spec = tree_flatten(result)
+            kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
+            self._places.update({memory: (kept, index) for memory, index in _memories(kept).items()})
+            self.results[func].append((kept, spec))
+        return result
+
+
+class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """The same block again, which takes what was kept."""
+
+    def __init__(self, kept: _Keeping) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._kept = kept
+        self._count: Counter[Any] = Counter()
+
+    supports_higher_order_operators = True
+    ignore_compile_internals = _Keeping.ignore_compile_internals
+
+    def __enter__(self) -> Any:
+        self._count.clear()  # a backward pass may come twice
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._kept.operators:
+            results, index = self._kept.results[func], self._count[func]
+            self._count[func] += 1
+            if index < len(results) and (kept := results[index]) is not None:
+                results[index] = None
+                return tree_unflatten(*kept)
+        return func(*args, **kwargs or {})
+
+
+def _memories(values: Iterable[Any]) -> dict[int, int]:
+    """Which memory the tensors among these have, with the place of each."""
+    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
+    return {local_tensor(value).untyped_storage()._cdata: index for index, value in tensors}
+
+
+def _contexts(operators: frozenset[Any]) -> tuple[_Keeping, _Taking]:
+    """The contexts of a checkpointed block that keeps the results of some operators, as `checkpoint` takes them."""
+    kept = _Keeping(operators)
+    return kept, _Taking(kept)
 
 
 # ---- inputs of blocks on the host ----

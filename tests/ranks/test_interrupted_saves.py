@@ -274,6 +274,24 @@ def test_a_job_that_saves_at_the_same_time_is_refused_and_left_alone(tmp_path: P
     save_pretrained(model, target)
 
 
+def test_links_of_strangers_are_not_followed(tmp_path: Path) -> None:
+    """A folder that others may write to holds what looks like a save that was killed, and leads elsewhere."""
+    home, target = tmp_path / "home", tmp_path / "saved"
+    for folder in (home / "ssh", home / "data", target / ".save-0123abcd.incomplete" / "former"):
+        folder.mkdir(parents=True)
+    (home / "ssh" / "id").write_text("key")
+    (home / "data" / "rows").write_text("rows")
+    hidden = target / ".save-0123abcd.incomplete"
+    (hidden / "now").symlink_to("../../home/ssh")
+    (hidden / "former" / "id").touch()
+    (target / "id").symlink_to(f"{hidden.name}/now/id")
+    (target / ".save-4567abcd.incomplete").symlink_to(home / "data")
+    for path in (home / "data", home / "data" / "rows", *hidden.rglob("*"), hidden):
+        os.utime(path, (time.time() - 4000,) * 2, follow_symlinks=False)
+    save_pretrained(build_and_load(make_checkpoint("llama", tmp_path / "source", seed=NEW)), target)
+    assert (home / "ssh" / "id").read_text() == "key" and (home / "data" / "rows").read_text() == "rows"
+
+
 @pytest.mark.parametrize("why", ["another machine", "no locks", "not begun"])
 def test_leftovers_whose_owner_cannot_be_asked_are_removed_after_an_hour(tmp_path: Path, why: str) -> None:
     left = tmp_path / ".save-0123abcd.incomplete"
