@@ -39,7 +39,7 @@ from tests._training import ShardedTrainer, arguments, logged, new_accelerator
 
 DENSE = (
     "llama", "qwen3", "gemma3_text", "mistral", "olmo2", "phi3", "granite", "cohere2", "glm4", "starcoder2", "gpt_neox",
-    "smollm3", "exaone4", "helium", "nemotron", "apertus",
+    "smollm3", "exaone4", "nemotron", "apertus",
 )  # fmt: skip
 MOE = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "qwen3_next")
 SIZES = {
