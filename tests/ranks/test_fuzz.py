@@ -55,7 +55,7 @@ SIZES = {
 ROWS, STEPS = 4, 2
 """Rows of all ranks in a micro-batch, steps before and after the state."""
 CLIP = 0.5
-BOUNDS = {"fp32": (2e-4, 3e-4), "bf16": (8e-3, 3e-4)}
+BOUNDS = {"fp32": (2e-4, 3e-4), "bf16": (8e-3, 1e-3)}
 """Of losses, which a Trainer rounds to 1e-4, and of weights, which four steps move by 4e-3: in fp32 of each, in bf16,
 where AdamW makes a whole step of the sign of a rounding, of their mean."""
 Layout = tuple[int, dict[str, int]]
