@@ -2,25 +2,22 @@
 
     drawing     `nn.init.normal_(weight)`, `weight.data.uniform_()`, `torch.randn_like(weight)`: what one process draws
     deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
-    writing     `weight.grad[:n].zero_()`: a warning, for what an index gives of shards is a copy
+    writing     `weight.grad[:n].zero_()`: an error, for what an index gives of shards is a copy
 
 torch calls these for every DTensor of a process, from the first model on that is sharded.
 """
 
-import warnings
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
-from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
 _DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
-_OF_LAYERS = "tp"
-"""The axis of a mesh on which whole tensors are activations, to which models write."""
 
 _is_done = False
 
@@ -36,14 +33,13 @@ def guard_habits() -> None:
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
     handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
-    propagator = dispatcher.sharding_propagator
-    propagate = propagator.propagate_op_sharding_non_cached
+    work_out = dispatcher._propagate_op_sharding_dispatch_slow_path
 
-    def seen(schema: Any) -> Any:
-        _look_at(schema)
-        return propagate(schema)
+    def seen(operator: Any, args: Any, *others: Any) -> Any:  # torch keeps what it returns, for equal shards
+        _refuse_lost_write(operator, args)
+        return work_out(operator, args, *others)
 
-    propagator.propagate_op_sharding_non_cached = seen
+    dispatcher._propagate_op_sharding_dispatch_slow_path = seen
 
 
 def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -71,16 +67,13 @@ def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
     return as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor)
 
 
-def _look_at(schema: Any) -> None:
-    """Warn of what is written to a whole copy; torch asks for each operator and shape once."""
-    if not (schema.op._schema.is_mutable and schema.args_spec):
-        return
-    spec = schema.args_spec[0]
-    is_whole = all(isinstance(placement, Replicate) for placement in spec.placements)
-    if is_whole and spec.ndim and spec.mesh.size() > 1 and _OF_LAYERS not in (spec.mesh.mesh_dim_names or ()):
-        warnings.warn(
-            f"{schema.op.__name__.split('.')[0]} writes to a whole copy of shards ({list(spec.shape)}), which stay as "
-            "they were: an index of a sharded tensor (weight.grad[:n], weight.data[-3:]) copies. On every rank, "
-            "multiply by a mask of all rows, or change x.full_tensor() and put it back (docs/guide.md).",
-            stacklevel=frames_of_package(),
+def _refuse_lost_write(operator: Any, args: Any) -> None:
+    written = args[0] if operator._schema.is_mutable and args else None
+    base = written._base if isinstance(written, DTensor) else None
+    if isinstance(base, DTensor) and not torch._C._is_alias_of(local_tensor(written), local_tensor(base)):
+        raise ConfigError(
+            f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
+            f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
+            "weight.data[-3:]) copies. On every rank, multiply by a mask of all rows, or change x.full_tensor() and "
+            "put it back (docs/guide.md)."
         )

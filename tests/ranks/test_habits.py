@@ -1,7 +1,6 @@
 """Habits of scripts on shards (docs/guide.md): each does what it does on one process, or says that it does not."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator
@@ -65,17 +65,17 @@ def decisions_of_a_part_are_refused(parent: Path) -> None:
     torch.testing.assert_close(weight.norm().full_tensor(), alone.norm())
 
 
-def writes_to_a_copy_are_said(parent: Path) -> None:
+def writes_to_a_copy_are_refused(parent: Path) -> None:
     model, _ = both(parent)
     weight = model.get_parameter(NAME)
     for write in (lambda: weight.grad[:2].zero_(), lambda: weight.data[-3:].copy_(torch.zeros_like(weight.data[-3:]))):
-        with pytest.warns(UserWarning, match="writes to a whole copy of shards"):
+        with pytest.raises(ConfigError, match="writes to a copy of shards"):
             write()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        weight.grad.zero_()
-        weight.data.mul_(2)
-        torch.optim.AdamW(model.parameters(), foreach=True).step()
+    whole = weight.grad.redistribute(placements=[Replicate()])
+    for right in (weight.grad, weight.data, weight.grad.view(-1), whole, whole[:2]):  # own memory, or the shard's
+        right.mul_(2)
+    assert torch.equal(full(weight.grad)[:2], whole.to_local()[:2])
+    torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
 def embeddings_before_the_model(parent: Path) -> None:
@@ -146,7 +146,7 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
-        draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_said,
+        draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
         embeddings_before_the_model, heads_that_ranks_choose, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
