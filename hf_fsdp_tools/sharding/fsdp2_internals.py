@@ -322,6 +322,11 @@ def pass_through(
     return output
 
 
+def gather_for_backward(module: FSDPModule, output: Any) -> None:
+    """Let a backward pass that reaches this output gather the unit of a module, unless it is gathered."""
+    _state_of(module)._register_pre_backward_hook(output)
+
+
 def in_backward() -> bool:
     """Whether autograd runs, as where activations are recomputed."""
     graph: int = torch._C._current_graph_task_id()

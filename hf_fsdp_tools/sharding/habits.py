@@ -70,7 +70,10 @@ def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
 def _refuse_lost_write(operator: Any, args: Any) -> None:
     written = args[0] if operator._schema.is_mutable and args else None
     base = written._base if isinstance(written, DTensor) else None
-    if isinstance(base, DTensor) and not torch._C._is_alias_of(local_tensor(written), local_tensor(base)):
+    if written is None or not isinstance(base, DTensor):
+        return
+    of_written, of_base = (local_tensor(tensor).untyped_storage() for tensor in (written, base))
+    if of_written._cdata != of_base._cdata:
         raise ConfigError(
             f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
             f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "

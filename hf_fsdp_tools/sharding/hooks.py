@@ -11,14 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
+    gather_for_backward,
+    in_backward,
     make_gathered_memory,
+    unit_modules,
     use_frozen_in_place,
 )
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
@@ -53,6 +59,8 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
         if is_one_rank:
             hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
+        if len(unit_modules(module)) > 1:
+            hooks.append(module.register_forward_hook(_gather_for_backward))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
@@ -148,6 +156,14 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
 def _use_frozen_in_place(module: nn.Module, args: object) -> None:
     if isinstance(module, FSDPModule):
         use_frozen_in_place(module)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
+    """Let the backward pass of each module of a unit gather it, as where a loss is made of hidden states alone: FSDP2
+    gathers before that of the last one."""
+    if not in_backward():
+        gather_for_backward(module, output)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
@@ -302,3 +318,40 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
         if isinstance(module, FSDPModule):
             output = complete_unit(module, output)
     return output
+
+
+def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
+    """Give all ranks of a mesh the first one's buffers before each forward pass, as DDP does; yield the hook's handle.
+
+    These are the buffers that a checkpoint holds (others are caches of a rank's own rows), of modules whose forward
+    pass changes any: BatchNorm (torch counts the writes to its number of batches alone), queues. The ranks compare what
+    has changed before passes 2, 3, 5, 9 and so on.
+    """
+
+    def held_by(module: nn.Module) -> list[torch.Tensor]:
+        caches = module._non_persistent_buffers_set
+        return [b for name, b in module._buffers.items() if b is not None and name not in caches]
+
+    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
+    holders = [module for module in model.modules() if held_by(module)]
+    ranks, count, changing = sorted(mesh.mesh.flatten().tolist()), 0, set[int]()
+    seen: dict[torch.Tensor, int] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def share(model: nn.Module, args: object) -> None:
+        nonlocal seen, count
+        if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
+            return
+        held = [held_by(module) for module in holders]
+        if not count & (count - 1):
+            before, seen = seen, {b: 0 if b.is_inference() else b._version for each in held for b in each}
+            changed = {i for i, each in enumerate(held) if any(before.get(b) != seen[b] for b in each)}
+            changing.update(*(all_ranks(changed, "comparing buffers", ranks=ranks) if count else ()))
+        count += 1
+        if changing:
+            with torch.no_grad():
+                for group in reversed(mesh.get_all_groups()):
+                    broadcast(group, [buffer for i in sorted(changing) for buffer in held[i]], 250 * 2**20, 0)
+
+    if holders:
+        yield model.register_forward_pre_hook(share, prepend=True)

@@ -39,7 +39,7 @@ from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gathe
 from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
 from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import add_hooks
+from hf_fsdp_tools.sharding.hooks import add_hooks, share_buffers
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
@@ -358,7 +358,10 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        add_to_note(model, hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks)))
+        add_to_note(
+            model,
+            hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)),
+        )
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     _check_host(model, sharding)

@@ -78,6 +78,18 @@ def writes_to_a_copy_are_refused(parent: Path) -> None:
     torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
+def two_losses_in_two_backward_passes(parent: Path) -> None:
+    """The second loss is of hidden states alone, in whose unit the head is, too."""
+    model, plain = both(parent)
+    ids = torch.arange(3, 15)[None]
+    for each in (model, plain):
+        output = each(input_ids=ids, labels=ids, output_hidden_states=True)
+        output.loss.backward(retain_graph=True)
+        output.hidden_states[-1].pow(2).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
+
+
 def embeddings_before_the_model(parent: Path) -> None:
     accelerator, ids = new_accelerator(), torch.arange(3, 15)[None]
     plain = AutoModelForCausalLM.from_pretrained(parent).train()
@@ -114,6 +126,33 @@ def heads_that_ranks_choose(parent: Path) -> None:
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
 
 
+class Centre(nn.Module):
+    """A layer with statistics of its rows: some that torch writes, and one that this code makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.layer(rows))
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * (hidden + rows).mean(0).detach()
+        return (hidden - self.centre).pow(2).sum()
+
+
+def buffers_that_forward_changes(parent: Path) -> None:
+    """As DDP does it: before each forward pass they are rank 0's."""
+    torch.manual_seed(0)
+    model, rows = Centre(), torch.randn(4, 2, 5, 8)
+    plain = copy.deepcopy(model)
+    model = new_accelerator().prepare(model)
+    for step in range(3):
+        model(rows[step, dist.get_rank()]).backward()
+        plain(rows[step, 0])
+    assert torch.equal(model.eval()(rows[3, 0]), plain.eval()(rows[3, 0]))
+
+
 def trainer(parent: Path, **settings: Any) -> ShardedTrainer:
     args = arguments(parent / "out", **settings)
     model = from_pretrained(parent, accelerator=make_accelerator(args), load_kwargs={"progress": False})
@@ -147,6 +186,7 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
-        embeddings_before_the_model, heads_that_ranks_choose, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
+        two_losses_in_two_backward_passes, embeddings_before_the_model, heads_that_ranks_choose,
+        buffers_that_forward_changes, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
