@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -87,6 +87,24 @@ def bytes_sharded() -> Iterator[None]:
         yield
     finally:
         torchs.nn = nn
+
+
+def reduce_in_one_dtype() -> None:
+    """Let torch reduce gradients that were accumulated in another dtype with those that only this pass made.
+
+    It accumulates in fp32 what was computed in bf16, and refuses both in one unit. From here on, in this process.
+    """
+    torchs: Any = _fsdp_param_group
+    own = torchs.foreach_reduce
+
+    @wraps(own)
+    def foreach_reduce(entries: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        widest = reduce(torch.promote_types, {grad.dtype for grad in grads})
+        grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
+        return own(entries, grads, *args, **kwargs)
+
+    if not hasattr(own, "__wrapped__"):
+        torchs.foreach_reduce = foreach_reduce
 
 
 def count_units(model: nn.Module) -> int:

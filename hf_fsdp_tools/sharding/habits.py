@@ -3,6 +3,7 @@
     drawing     `nn.init.normal_(weight)`, `weight.data.uniform_()`, `torch.randn_like(weight)`: what one process draws
     deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
     writing     `weight.grad[:n].zero_()`: an error, for what an index gives of shards is a copy
+    asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
 
 torch calls these for every DTensor of a process, from the first model on that is sharded.
 """
@@ -10,6 +11,7 @@ torch calls these for every DTensor of a process, from the first model on that i
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
@@ -40,6 +42,14 @@ def guard_habits() -> None:
         return work_out(operator, args, *others)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = seen
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def asked(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any, **options: Any) -> Any:
+        _refuse_shards(inputs)
+        return run(losses, grads, retain, create, inputs, *others, **options)
+
+    autograd._engine_run_backward = asked
 
 
 def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -79,4 +89,14 @@ def _refuse_lost_write(operator: Any, args: Any) -> None:
             f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
             "weight.data[-3:]) copies. On every rank, multiply by a mask of all rows, or change x.full_tensor() and "
             "put it back (docs/guide.md)."
+        )
+
+
+def _refuse_shards(inputs: Any) -> None:
+    shards = sum(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in inputs)
+    if shards:
+        raise ConfigError(
+            f"Gradients are asked for by {shards} shards (torch.autograd.grad, or inputs= of backward), which are in "
+            "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
+            "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )

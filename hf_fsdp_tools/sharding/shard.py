@@ -36,7 +36,7 @@ from hf_fsdp_tools.sharding.compile import (
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
 from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
-from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reduce_in_one_dtype, reshard_units
 from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks, share_buffers
@@ -219,6 +219,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     """Shard a model, of whose modules this is the tree, as `checked_sharding` found right, in place."""
     mesh = sharding.mesh
     guard_habits()
+    reduce_in_one_dtype()
     if isinstance(sharding.offload_policy, CPUOffloadPolicy) or mesh.device_type == "cpu":
         for group in sharding.axes.groups():
             add_cpu_backend(group)  # clipping sums the norms of offloaded gradients between CPUs

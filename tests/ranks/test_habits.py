@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
@@ -78,6 +78,14 @@ def writes_to_a_copy_are_refused(parent: Path) -> None:
     torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
+def gradients_by_autograd_are_refused(parent: Path) -> None:
+    model, _ = both(parent)
+    weights, loss = [*model.parameters()], model(input_ids=torch.arange(3, 15)[None]).logits.sum()
+    for ask in (lambda: torch.autograd.grad(loss, weights, allow_unused=True), lambda: loss.backward(inputs=weights)):
+        with pytest.raises(ConfigError, match=r"read p\.grad"):
+            ask()
+
+
 def two_losses_in_two_backward_passes(parent: Path) -> None:
     """The second loss is of hidden states alone, in whose unit the head is, too."""
     model, plain = both(parent)
@@ -124,6 +132,23 @@ def heads_that_ranks_choose(parent: Path) -> None:
         (plain(rows[rank], rank) / 2).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
+
+
+def heads_that_micro_batches_choose(parent: Path) -> None:
+    """The script accumulates whole gradients, in fp32: those of the second head are in bf16 yet."""
+    accumulation = GradientAccumulationPlugin(num_steps=2)
+    accelerator = new_accelerator(mixed_precision="bf16", gradient_accumulation_plugin=accumulation)
+    torch.manual_seed(0)
+    model, rows = Heads(), torch.randn(2, 2, 3, 8)
+    plain = copy.deepcopy(model)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for task in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows[dist.get_rank(), task], task))
+        for rank in range(2):
+            (plain(rows[rank, task], task) / 4).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, rtol=0.05, atol=0.05, msg=name)
 
 
 class Centre(nn.Module):
@@ -186,7 +211,8 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     randomize(AutoModelForCausalLM.from_config(tiny_config("llama", 2))).save_pretrained(tmp_path)
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
-        two_losses_in_two_backward_passes, embeddings_before_the_model, heads_that_ranks_choose,
-        buffers_that_forward_changes, evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
+        gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
+        heads_that_ranks_choose, heads_that_micro_batches_choose, buffers_that_forward_changes,
+        evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
