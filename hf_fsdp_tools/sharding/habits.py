@@ -42,6 +42,14 @@ def guard_habits() -> None:
         return work_out(operator, args, *others)
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = seen
+    init: Any = nn.init
+    draw = init._no_grad_trunc_normal_  # it decides, by a part of the answer
+
+    def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        is_sharded = isinstance(tensor, DTensor)
+        return _draw(draw, (tensor, *args), kwargs) if is_sharded else draw(tensor, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = drawn
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
@@ -58,8 +66,7 @@ def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
         raise ConfigError(
             "A number or a decision (if, float(), .item()) is taken of a DTensor, of which this rank holds a part of "
             "the answer. On every rank, take that of the whole: p.grad.isnan().any().full_tensor(), "
-            "p.norm().full_tensor(). This rank's part is x.to_local(). nn.init.trunc_normal_ decides so: draw before "
-            "weights are sharded."
+            "p.norm().full_tensor(). This rank's part is x.to_local()."
         )
     return tensor.to_local().item()
 
