@@ -177,10 +177,18 @@ def buffers_that_forward_changes(parent: Path) -> None:
     assert torch.equal(model.eval()(rows[3, 0]), plain.eval()(rows[3, 0]))
 
 
-def trainer(parent: Path, **settings: Any) -> ShardedTrainer:
+class LosingTrainer(ShardedTrainer):
+    """One rank's loss of the second step is no number."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * float("nan") if self.state.global_step == dist.get_rank() == 1 else loss
+
+
+def trainer(parent: Path, kind: type[ShardedTrainer] = ShardedTrainer, **settings: Any) -> ShardedTrainer:
     args = arguments(parent / "out", **settings)
     model = from_pretrained(parent, accelerator=make_accelerator(args), load_kwargs={"progress": False})
-    return ShardedTrainer(model=model, args=args, train_dataset=make_rows(16), eval_dataset=make_rows(4))
+    return kind(model=model, args=args, train_dataset=make_rows(16), eval_dataset=make_rows(4))
 
 
 def evaluations_in_bf16_alone(parent: Path) -> None:
@@ -191,6 +199,16 @@ def evaluations_in_bf16_alone(parent: Path) -> None:
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
     made.args.bf16_full_eval = False
     assert found == pytest.approx(made.evaluate()["eval_loss"], rel=1e-2) and found != made.evaluate()["eval_loss"]
+
+
+def losses_that_are_no_numbers(parent: Path) -> None:
+    """Both ranks stop where the losses are logged, though transformers would hide it."""
+    made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
+    with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with \[\[\d+, "):
+        made.train()
+    assert made.args.logging_nan_inf_filter
+    made.allow_nan = True
+    assert made.train().global_step == 3
 
 
 def an_ended_run_that_is_resumed(parent: Path) -> None:
@@ -212,6 +230,6 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
         gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
         heads_that_ranks_choose, heads_that_micro_batches_choose, buffers_that_forward_changes,
-        evaluations_in_bf16_alone, an_ended_run_that_is_resumed,
+        evaluations_in_bf16_alone, losses_that_are_no_numbers, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
