@@ -340,23 +340,16 @@ class FSDPTrainerMixin(PushingMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
         super().log(logs, *args, **kwargs)
-        if "loss" not in logs:
+        if self.allow_nan or math.isfinite(logs.get("loss", 0.0)):
             return
-        kept = [*self._losses]
-        self._losses.clear()
-        if self.allow_nan or math.isfinite(logs["loss"]):
-            return
-        own, rank = None, self.args.process_index
-        for step, loss, rows in reversed(kept):  # the first one at last
-            if not loss.isfinite():
-                begin = str(rows.tolist() if isinstance(rows, torch.Tensor) else rows)[:300]
-                own = step, f"step {step} is {loss.item()} on rank {rank}, whose batch begins with {begin}"
-        found = [each for each in all_ranks(own, "looking for a loss that is NaN") if each is not None]
-        where = min(found)[1] if found else f"step {self.state.global_step} is {logs['loss']}"
+        on = f"on rank {self.args.process_index}, whose batch begins with"
+        bad = [(step, f"{loss} {on} {rows}") for step, loss, rows in self._losses if not loss.isfinite()]
+        found = [first for of_rank in all_ranks(bad[:1], "looking for a loss that is NaN") for first in of_rank]
+        step, what = min(found, default=(self.state.global_step, f"{logs['loss']}"))
         raise ConfigError(
-            f"The loss of {where}. Look at these rows (labels that are all -100, numbers out of range), the learning "
-            "rate, and fp16 where bf16 would do. To go on, set allow_nan = True on the trainer; recipes take "
-            "--logging_nan_inf_filter true."
+            f"The loss of step {step} is {what}. Look at these rows (labels that are all -100, numbers out of range), "
+            "the learning rate, and fp16 where bf16 would do. To go on, set allow_nan = True on the trainer; recipes "
+            "take --logging_nan_inf_filter true."
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -487,7 +480,6 @@ class FSDPTrainerMixin(PushingMixin):
         self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
         is_filtered = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = is_filtered and self.allow_nan
-        self._losses.clear()
         try:
             with going_on():
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -557,10 +549,10 @@ class FSDPTrainerMixin(PushingMixin):
 
 
 def _first_rows(inputs: Any) -> Any:
-    """What a batch begins with: of two rows, 16 values of the first input, or the rows as they are."""
+    """What a batch begins with: 16 values of its first input, or its first row as it is."""
     values = inputs.values() if isinstance(inputs, Mapping) else ()
     first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
-    return inputs[:2] if isinstance(inputs, list) else None if first is None else first[:2].flatten(1)[:, :16].clone()
+    return inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
 
 
 @contextmanager

@@ -292,10 +292,11 @@ def make_gathered_memory(module: FSDPModule) -> None:
                 )
 
 
-def use_frozen_in_place(module: FSDPModule) -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def use_frozen_in_place(module: FSDPModule, args: object) -> None:
     """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
 
-    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. Call it
+    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. A hook
     before each forward pass: where a shard has other memory than before, it is taken up.
     """
     state = _state_of(module)
@@ -340,9 +341,11 @@ def pass_through(
     return output
 
 
-def gather_for_backward(module: FSDPModule, output: Any) -> None:
-    """Let a backward pass that reaches this output gather the unit of a module, unless it is gathered."""
-    _state_of(module)._register_pre_backward_hook(output)
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
+    """Let the backward pass of each module of a unit gather it, not of the last one alone; a hook after forward."""
+    if not in_backward():
+        _state_of(module)._register_pre_backward_hook(output)
 
 
 def in_backward() -> bool:

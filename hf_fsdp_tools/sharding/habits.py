@@ -8,6 +8,7 @@
 torch calls these for every DTensor of a process, from the first model on that is sharded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +36,8 @@ def guard_habits() -> None:
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
     handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
-    work_out = dispatcher._propagate_op_sharding_dispatch_slow_path
-
-    def seen(operator: Any, args: Any, *others: Any) -> Any:  # torch keeps what it returns, for equal shards
-        _refuse_lost_write(operator, args)
-        return work_out(operator, args, *others)
-
-    dispatcher._propagate_op_sharding_dispatch_slow_path = seen
+    _look_before(dispatcher, "_propagate_op_sharding_dispatch_slow_path", _refuse_lost_write)  # once for equal shards
+    _look_before(torch.autograd, "_engine_run_backward", _refuse_shards)
     init: Any = nn.init
     draw = init._no_grad_trunc_normal_  # it decides, by a part of the answer
 
@@ -50,14 +46,16 @@ def guard_habits() -> None:
         return _draw(draw, (tensor, *args), kwargs) if is_sharded else draw(tensor, *args, **kwargs)
 
     init._no_grad_trunc_normal_ = drawn
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
 
-    def asked(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any, **options: Any) -> Any:
-        _refuse_shards(inputs)
-        return run(losses, grads, retain, create, inputs, *others, **options)
 
-    autograd._engine_run_backward = asked
+def _look_before(owner: Any, name: str, look: Callable[..., None]) -> None:
+    own = getattr(owner, name)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        look(*args)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, seen)
 
 
 def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -84,13 +82,10 @@ def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
     return as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor)
 
 
-def _refuse_lost_write(operator: Any, args: Any) -> None:
-    written = args[0] if operator._schema.is_mutable and args else None
+def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
+    written: Any = args[0] if operator._schema.is_mutable and args else None
     base = written._base if isinstance(written, DTensor) else None
-    if written is None or not isinstance(base, DTensor):
-        return
-    of_written, of_base = (local_tensor(tensor).untyped_storage() for tensor in (written, base))
-    if of_written._cdata != of_base._cdata:
+    if isinstance(base, DTensor) and len({local_tensor(t).untyped_storage()._cdata for t in (written, base)}) > 1:
         raise ConfigError(
             f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
             f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
@@ -99,7 +94,7 @@ def _refuse_lost_write(operator: Any, args: Any) -> None:
         )
 
 
-def _refuse_shards(inputs: Any) -> None:
+def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any) -> None:
     shards = sum(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in inputs)
     if shards:
         raise ConfigError(

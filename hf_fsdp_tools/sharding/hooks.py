@@ -58,9 +58,9 @@ def add_hooks(
         # before FSDP2's own hook, which gathers
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
         if is_one_rank:
-            hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
+            hooks.append(module.register_forward_pre_hook(use_frozen_in_place, prepend=True))
         if len(unit_modules(module)) > 1:
-            hooks.append(module.register_forward_hook(_gather_for_backward))
+            hooks.append(module.register_forward_hook(gather_for_backward))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
         hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
@@ -150,20 +150,6 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
     if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
         with torch.inference_mode(False):
             make_gathered_memory(module)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _use_frozen_in_place(module: nn.Module, args: object) -> None:
-    if isinstance(module, FSDPModule):
-        use_frozen_in_place(module)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
-    """Let the backward pass of each module of a unit gather it, as where a loss is made of hidden states alone: FSDP2
-    gathers before that of the last one."""
-    if not in_backward():
-        gather_for_backward(module, output)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
@@ -323,35 +309,33 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
 def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
     """Give all ranks of a mesh the first one's buffers before each forward pass, as DDP does; yield the hook's handle.
 
-    These are the buffers that a checkpoint holds (others are caches of a rank's own rows), of modules whose forward
-    pass changes any: BatchNorm (torch counts the writes to its number of batches alone), queues. The ranks compare what
-    has changed before passes 2, 3, 5, 9 and so on.
+    These are the buffers that a checkpoint holds (others are caches of a rank's own rows), once a forward pass changes
+    any: BatchNorm, queues. The ranks compare that before passes 2, 3, 5, 9 and so on.
     """
-
-    def held_by(module: nn.Module) -> list[torch.Tensor]:
-        caches = module._non_persistent_buffers_set
-        return [b for name, b in module._buffers.items() if b is not None and name not in caches]
-
-    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
-    holders = [module for module in model.modules() if held_by(module)]
-    ranks, count, changing = sorted(mesh.mesh.flatten().tolist()), 0, set[int]()
+    slots = [
+        (module, name)
+        for module in model.modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+    ranks, count, is_changed = sorted(mesh.mesh.flatten().tolist()), 0, False
     seen: dict[torch.Tensor, int] = {}
+    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def share(model: nn.Module, args: object) -> None:
-        nonlocal seen, count
+        nonlocal seen, count, is_changed
         if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
             return
-        held = [held_by(module) for module in holders]
-        if not count & (count - 1):
-            before, seen = seen, {b: 0 if b.is_inference() else b._version for each in held for b in each}
-            changed = {i for i, each in enumerate(held) if any(before.get(b) != seen[b] for b in each)}
-            changing.update(*(all_ranks(changed, "comparing buffers", ranks=ranks) if count else ()))
+        held = [buffer for module, name in slots if (buffer := module._buffers[name]) is not None]
+        if not is_changed and not count & (count - 1):
+            before, seen = seen, {buffer: 0 if buffer.is_inference() else buffer._version for buffer in held}
+            is_changed = count > 0 and any(all_ranks(before != seen, "comparing buffers", ranks=ranks))
         count += 1
-        if changing:
+        if is_changed:
             with torch.no_grad():
                 for group in reversed(mesh.get_all_groups()):
-                    broadcast(group, [buffer for i in sorted(changing) for buffer in held[i]], 250 * 2**20, 0)
+                    broadcast(group, held, 250 * 2**20, 0)
 
-    if holders:
+    if slots:
         yield model.register_forward_pre_hook(share, prepend=True)

@@ -359,10 +359,8 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        add_to_note(
-            model,
-            hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)),
-        )
+        alike = (*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh))
+        add_to_note(model, hooks=(*note_of(model).hooks, *alike))
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     _check_host(model, sharding)

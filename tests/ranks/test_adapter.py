@@ -401,7 +401,8 @@ def _copied_bytes(func: Any, *args: Any) -> int:
 def _on_one_rank(folder: Path) -> None:
     found = []
     for is_used in (True, False):
-        replaced = nullcontext() if is_used else mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place")
+        unused = mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place", return_value=None)
+        replaced = nullcontext() if is_used else unused
         with replaced:
             set_seed(0)
             options = {"dtype": torch.bfloat16, "mp_policy": "bf16", "peft_config": lora(target_modules=["q_proj"])}
