@@ -131,8 +131,8 @@ class FSDPTrainerMixin(PushingMixin):
     lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
     writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
     averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
-    goes on from there; `ema_device = "cpu"` keeps it in host memory. `allow_nan = True` lets a run go on whose loss is
-    NaN or infinite, and transformers' `logging_nan_inf_filter` hide it; otherwise all ranks stop when it is logged.
+    goes on from there; `ema_device = "cpu"` keeps it in host memory. Where a loss is NaN or
+    infinite, all ranks stop when it is logged; `allow_nan = True` goes on, with transformers' `logging_nan_inf_filter`.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -478,13 +478,12 @@ class FSDPTrainerMixin(PushingMixin):
             self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
         is_kept = isinstance(resume_from_checkpoint, str) and not self.args.ignore_data_skip
         self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
-        is_filtered = self.args.logging_nan_inf_filter
-        self.args.logging_nan_inf_filter = is_filtered and self.allow_nan
+        self.args.logging_nan_inf_filter &= self.allow_nan
         try:
             with going_on():
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._begins_at, self.args.logging_nan_inf_filter = None, is_filtered
+            self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
         return result

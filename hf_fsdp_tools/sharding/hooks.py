@@ -312,12 +312,7 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
     These are the buffers that a checkpoint holds (others are caches of a rank's own rows), once a forward pass changes
     any: BatchNorm, queues. The ranks compare that before passes 2, 3, 5, 9 and so on.
     """
-    slots = [
-        (module, name)
-        for module in model.modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
+    holders = [module for module in model.modules() if module._buffers.keys() - module._non_persistent_buffers_set]
     ranks, count, is_changed = sorted(mesh.mesh.flatten().tolist()), 0, False
     seen: dict[torch.Tensor, int] = {}
     broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
@@ -327,7 +322,8 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
         nonlocal seen, count, is_changed
         if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
             return
-        held = [buffer for module, name in slots if (buffer := module._buffers[name]) is not None]
+        own = ({**m._buffers, **dict.fromkeys(m._non_persistent_buffers_set)}.values() for m in holders)
+        held = [buffer for each in own for buffer in each if buffer is not None]
         if not is_changed and not count & (count - 1):
             before, seen = seen, {buffer: 0 if buffer.is_inference() else buffer._version for buffer in held}
             is_changed = count > 0 and any(all_ranks(before != seen, "comparing buffers", ranks=ranks))
@@ -337,5 +333,5 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
                 for group in reversed(mesh.get_all_groups()):
                     broadcast(group, held, 250 * 2**20, 0)
 
-    if slots:
+    if holders:
         yield model.register_forward_pre_hook(share, prepend=True)

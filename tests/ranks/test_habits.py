@@ -206,7 +206,6 @@ def losses_that_are_no_numbers(parent: Path) -> None:
     made = trainer(parent, LosingTrainer, max_steps=3, logging_steps=3, logging_nan_inf_filter=True)
     with pytest.raises(ConfigError, match=r"loss of step 2 is nan on rank 1, whose batch begins with tensor\(\[\d, "):
         made.train()
-    assert made.args.logging_nan_inf_filter
     made.allow_nan = True
     assert made.train().global_step == 3
 
