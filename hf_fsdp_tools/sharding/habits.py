@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
@@ -31,6 +32,7 @@ def guard_habits() -> None:
     if _is_done:
         return
     _is_done = True
+    reduce_in_one_dtype()
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _answer

@@ -133,12 +133,23 @@ def heads_that_ranks_choose(parent: Path) -> None:
         torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, msg=name)
 
 
-def heads_that_micro_batches_choose(parent: Path) -> None:
-    """The script accumulates whole gradients, in fp32: those of the second head are in bf16 yet."""
+class Turns(nn.Module):
+    """One unit with a weight for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 4) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, task: int) -> torch.Tensor:
+        return (rows @ self.weights[task]).pow(2).sum()
+
+
+def weights_that_micro_batches_choose(parent: Path) -> None:
+    """The script accumulates whole gradients, in fp32: those of the second weight are in bf16 yet."""
     accumulation = GradientAccumulationPlugin(num_steps=2)
     accelerator = new_accelerator(mixed_precision="bf16", gradient_accumulation_plugin=accumulation)
     torch.manual_seed(0)
-    model, rows = Heads(), torch.randn(2, 2, 3, 8)
+    model, rows = Turns(), torch.randn(2, 2, 3, 8)
     plain = copy.deepcopy(model)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for task in range(2):
@@ -147,7 +158,7 @@ def heads_that_micro_batches_choose(parent: Path) -> None:
         for rank in range(2):
             (plain(rows[rank, task], task) / 4).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, rtol=0.05, atol=0.05, msg=name)
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, rtol=0.02, atol=0.1, msg=name)
 
 
 class Centre(nn.Module):
@@ -228,7 +239,7 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
     cases = (
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
         gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
-        heads_that_ranks_choose, heads_that_micro_batches_choose, buffers_that_forward_changes,
+        heads_that_ranks_choose, weights_that_micro_batches_choose, buffers_that_forward_changes,
         evaluations_in_bf16_alone, losses_that_are_no_numbers, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
