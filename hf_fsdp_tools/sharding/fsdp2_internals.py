@@ -6,7 +6,7 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce, wraps
@@ -92,7 +92,7 @@ def bytes_sharded() -> Iterator[None]:
 def reduce_in_one_dtype() -> None:
     """Let torch reduce gradients that were accumulated in another dtype with those that only this pass made.
 
-    It accumulates in fp32 what was computed in bf16, and refuses both in one unit. From here on, in this process.
+    It accumulates in fp32 what was computed in bf16, and refuses both in one unit. Call it once in a process.
     """
     torchs: Any = _fsdp_param_group
     own = torchs.foreach_reduce
@@ -103,8 +103,15 @@ def reduce_in_one_dtype() -> None:
         grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
         return own(entries, grads, *args, **kwargs)
 
-    if not hasattr(own, "__wrapped__"):
-        torchs.foreach_reduce = foreach_reduce
+    torchs.foreach_reduce = foreach_reduce
+
+
+def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
+    """Let units gather these shards in their own dtype, and not in that of computation."""
+    for entry, shard in _registered(model):
+        if shard in shards:
+            own = partial(type(entry).init_dtype_attrs, entry)
+            entry.init_dtype_attrs = lambda policy, own=own: own(replace(policy, param_dtype=None))
 
 
 def count_units(model: nn.Module) -> int:

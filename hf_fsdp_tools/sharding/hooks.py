@@ -44,6 +44,7 @@ def add_hooks(
     device_type: str = "cpu",
     kept: Collection[nn.Module] = (),
     experts: Mapping[nn.Module, nn.Module] | None = None,
+    in_fp32: Collection[torch.Tensor] = (),
     is_one_rank: bool = False,
 ) -> None:
     """Give a model with all its units these hooks; those of an earlier call are removed."""
@@ -63,7 +64,8 @@ def add_hooks(
             hooks.append(module.register_forward_hook(gather_for_backward))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
+        options: Any = {"replicated": replicated, "in_fp32": in_fp32, "device_type": device_type}
+        hooks += add_casts(model, param_dtype, units=units, **options)
         if output_dtype is None:
             hooks.append(model.register_forward_hook(_return_fp32))
     else:
@@ -85,12 +87,15 @@ def add_casts(
     *,
     units: Collection[nn.Module],
     replicated: Collection[torch.Tensor],
+    in_fp32: Collection[torch.Tensor] = (),
     device_type: str = "cpu",
 ) -> list[Any]:
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
-    casting = dict.fromkeys(_first_with_shards(model, units, replicated))
-    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}
+    casting = dict.fromkeys(_first_with_shards(model, units, {*replicated, *in_fp32}))
+    for module in [each for each in casting if (own := set(each.parameters())) and own.issubset(in_fp32)]:
+        del casting[module]
+    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}.difference(in_fp32)
     for module in model.modules():
         names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
