@@ -301,9 +301,16 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         return super().gather_for_metrics([] if self.process_index % shared else input_data, use_gather_object=True)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call."""
+        """Gather as `Accelerator.get_state_dict` does, whole on rank 0; every rank must call.
+
+        Tied weights are one tensor under each name, as in `model.state_dict()`: what saves them then writes it once.
+        """
         all_ranks(None, "gathering the state dict")
-        return super().get_state_dict(model, unwrap)
+        state, first = super().get_state_dict(model, unwrap), dict[nn.Parameter, str]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = state[first.setdefault(parameter, name)]
+        return state
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save as `Accelerator.save` does; shards are refused, of which it would write rank 0's alone."""

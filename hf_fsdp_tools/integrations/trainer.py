@@ -1,8 +1,10 @@
 """A mixin that runs the Trainer and its subclasses on shards: precision, saving, resuming, TRL's frozen models."""
 
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -121,7 +123,7 @@ class FSDPTrainerMixin(PushingMixin):
     is one `ConfigError` on all ranks. With `use_vllm=True`, vLLM gets the weights under checkpoint names, in buckets of
     a bounded size, with adapters merged (`live_weights`).
 
-    Five attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
+    Six attributes may be set in the class or on a trainer. `blocking = False` lets training go on while a
     `checkpoint-N` is written, by a thread of each rank from a copy in host memory (see `save_pretrained`); it is
     complete, and old ones are deleted, when the next save begins, `train` returns or `wait_for_saves()` does. An error
     ends `train` on all ranks before the same step. `checksums = True` notes the SHA-256 of a checkpoint's
@@ -129,7 +131,8 @@ class FSDPTrainerMixin(PushingMixin):
     lets a run go on from a checkpoint without optimizer, scheduler, loss scale or random states, as `save_only_model`
     writes it; they start anew with a warning, where otherwise an error says what is absent. `ema_decay = 0.999` keeps
     averages of what is trained: `trainer.ema`, a `ParameterEMA` in float32, which is saved with each `checkpoint-N` and
-    goes on from there; `ema_device = "cpu"` keeps it in host memory.
+    goes on from there; `ema_device = "cpu"` keeps it in host memory. Where a loss is NaN or
+    infinite, all ranks stop when it is logged; `allow_nan = True` goes on, with transformers' `logging_nan_inf_filter`.
 
     Raises:
         ConfigError: when a trainer class is defined: the mixin stands after the Trainer, or this version of
@@ -150,6 +153,7 @@ class FSDPTrainerMixin(PushingMixin):
     blocking: bool = True
     checksums: bool = False
     allow_incomplete: bool = False
+    allow_nan: bool = False
     ema_decay: float | None = None
     ema_device: str | None = None
     ema: ParameterEMA | None = None
@@ -183,6 +187,7 @@ class FSDPTrainerMixin(PushingMixin):
         `prepare` hands the shards of a plain one to its optimizer.
         """
         self._uploads = {}
+        self._losses: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=1000)
         if kwargs.get("model_init") is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             kwargs["optimizers"] = optimizers  # the Trainer takes only one of them, and says so
         with hashable(self), reference_copied(self):
@@ -325,6 +330,28 @@ class FSDPTrainerMixin(PushingMixin):
                 return
             super()._run_epoch(*args, **kwargs)
 
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's; the loss is kept with what the batch begins with, until losses are logged."""
+        rows = _first_rows(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self._losses.append((self.state.global_step + 1, loss.detach(), rows))
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; a mean loss of all ranks that is NaN or infinite stops all of them (see `allow_nan`)."""
+        super().log(logs, *args, **kwargs)
+        if self.allow_nan or math.isfinite(logs.get("loss", 0.0)):
+            return
+        on = f"on rank {self.args.process_index}, whose batch begins with"
+        bad = [(step, f"{loss} {on} {rows}") for step, loss, rows in self._losses if not loss.isfinite()]
+        found = [first for of_rank in all_ranks(bad[:1], "looking for a loss that is NaN") for first in of_rank]
+        step, what = min(found, default=(self.state.global_step, f"{logs['loss']}"))
+        raise ConfigError(
+            f"The loss of step {step} is {what}. Look at these rows (labels that are all -100, numbers out of range), "
+            "the learning rate, and fp16 where bf16 would do. To go on, set allow_nan = True on the trainer; recipes "
+            "take --logging_nan_inf_filter true."
+        )
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's (`evaluate`, `predict`), for every rank: a call by some ranks alone is named.
 
@@ -451,6 +478,7 @@ class FSDPTrainerMixin(PushingMixin):
             self.add_callback(Averaging(self, Path(str(resume_from_checkpoint)) if resume_from_checkpoint else None))
         is_kept = isinstance(resume_from_checkpoint, str) and not self.args.ignore_data_skip
         self._stream, self._begins_at = None, Path(str(resume_from_checkpoint)) if is_kept else None
+        self.args.logging_nan_inf_filter &= self.allow_nan
         try:
             with going_on():
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -517,6 +545,13 @@ class FSDPTrainerMixin(PushingMixin):
         check_listed(folder, allowed=STATE_FILES)
         self._load_from_checkpoint(str(folder))
         read_averages(self, folder)
+
+
+def _first_rows(inputs: Any) -> Any:
+    """What a batch begins with: 16 values of its first input, or its first row as it is."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    first = next((value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), None)
+    return inputs[:1] if isinstance(inputs, list) else None if first is None else first[0].flatten()[:16].clone()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike, fspath
 from pathlib import Path
@@ -237,15 +237,19 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make modules fp32 that transformers loads in fp32 whatever dtype is asked for."""
-    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
-    if not patterns:
-        return
+    for module, key, tensor in [*kept_in_fp32(model, dtype)]:
+        if key in module._parameters:
+            tensor.data = tensor.data.to(torch.float32)
+        elif key not in module._non_persistent_buffers_set:
+            module._buffers[key] = tensor.to(torch.float32)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the parameters and buffers of a model of transformers that it computes with in fp32, asked for `dtype`."""
+    plan: Any = getattr(model, "_get_dtype_plan", None)
+    patterns = [pattern.replace("*", ".*") for pattern in (plan(dtype) if plan is not None else ())]
     kept = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # searched anywhere in a name
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if patterns else ():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not tensor.is_floating_point() or not kept.search(f"{name}.{key}" if name else key):
-                continue
-            if key in module._parameters:
-                tensor.data = tensor.data.to(torch.float32)
-            elif key not in module._non_persistent_buffers_set:
-                module._buffers[key] = tensor.to(torch.float32)
+            if tensor is not None and tensor.is_floating_point() and kept.search(f"{name}.{key}" if name else key):
+                yield module, key, tensor

@@ -145,6 +145,7 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     trainer.ema_decay = getattr(model_args, "ema_decay", None)
     trainer.ema_device = getattr(model_args, "ema_device", None)
     trainer.streams_are_shares = True
+    trainer.allow_nan = training.logging_nan_inf_filter  # which recipes leave off
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
     for kind in (PrinterCallback, Progress, *(() if has_bar else (ProgressCallback,))):

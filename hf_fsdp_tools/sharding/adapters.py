@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_tools.distributed.agreement import agreed, opened, same_on_all_ranks, shared_rng_state
+from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size, same_on_all_ranks, shared_rng_state
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, frames_of_package, library_errors
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.packed import listed_as_parameters
 from hf_fsdp_tools.modeling.patterns import matched_in
@@ -184,11 +184,27 @@ def add_adapter(model: nn.Module, peft_config: Any, *, adapter_name: str = "defa
     peft_config = as_peft_config(peft_config)
     same_on_all_ranks("adding an adapter", peft_config=peft_config, adapter_name=adapter_name, seed=seed)
     refuse_for_shards(peft_config, model)
+    _say_what_has_none(model, peft_config)
     with _undone_if_it_fails(model):
         with _seeded(seed), _made_alike(peft_config), errors_of_peft(peft_config):
             adapted = _peft().get_peft_model(model, peft_config, adapter_name)
         shard_added(adapted)
     return adapted.eval()
+
+
+def _say_what_has_none(model: nn.Module, config: Any) -> None:
+    """Say on rank 0 which share of the weights are fused experts, which all-linear leaves out."""
+    if getattr(config, "target_modules", None) != "all-linear" or getattr(config, "target_parameters", None):
+        return
+    fused = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 3 and ".experts." in name}
+    if fused and rank_and_size()[0] == 0:
+        share = sum(fused.values()) / sum(parameter.numel() for parameter in model.parameters())
+        names = sorted({".".join(name.split(".")[-2:]) for name in fused})
+        warnings.warn(
+            f"{share:.0%} of the weights get no adapter: all-linear means linear layers, and these are fused experts. "
+            f"LoraConfig(target_parameters={names}) adds to them.",
+            stacklevel=frames_of_package(),
+        )
 
 
 def load_adapter(

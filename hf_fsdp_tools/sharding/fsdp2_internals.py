@@ -6,10 +6,10 @@ gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -87,6 +87,31 @@ def bytes_sharded() -> Iterator[None]:
         yield
     finally:
         torchs.nn = nn
+
+
+def reduce_in_one_dtype() -> None:
+    """Let torch reduce gradients that were accumulated in another dtype with those that only this pass made.
+
+    It accumulates in fp32 what was computed in bf16, and refuses both in one unit. Call it once in a process.
+    """
+    torchs: Any = _fsdp_param_group
+    own = torchs.foreach_reduce
+
+    @wraps(own)
+    def foreach_reduce(entries: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        widest = reduce(torch.promote_types, {grad.dtype for grad in grads})
+        grads[:] = [grad.to(widest) for grad in grads]  # in torch's own list, which frees them
+        return own(entries, grads, *args, **kwargs)
+
+    torchs.foreach_reduce = foreach_reduce
+
+
+def gather_as_stored(model: nn.Module, shards: Collection[torch.Tensor]) -> None:
+    """Let units gather these shards in their own dtype, and not in that of computation."""
+    for entry, shard in _registered(model):
+        if shard in shards:
+            own = partial(type(entry).init_dtype_attrs, entry)
+            entry.init_dtype_attrs = lambda policy, own=own: own(replace(policy, param_dtype=None))
 
 
 def count_units(model: nn.Module) -> int:
@@ -274,10 +299,11 @@ def make_gathered_memory(module: FSDPModule) -> None:
                 )
 
 
-def use_frozen_in_place(module: FSDPModule) -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def use_frozen_in_place(module: FSDPModule, args: object) -> None:
     """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
 
-    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. Call it
+    Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. A hook
     before each forward pass: where a shard has other memory than before, it is taken up.
     """
     state = _state_of(module)
@@ -320,6 +346,13 @@ def pass_through(
     (hidden,), _ = state._pre_forward(state._modules[0], (hidden,), {})
     output: torch.Tensor = state._post_forward(state._modules[0], (hidden,), inside(hidden))
     return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
+    """Let the backward pass of each module of a unit gather it, not of the last one alone; a hook after forward."""
+    if not in_backward():
+        _state_of(module)._register_pre_backward_hook(output)
 
 
 def in_backward() -> bool:

@@ -2,25 +2,26 @@
 
     drawing     `nn.init.normal_(weight)`, `weight.data.uniform_()`, `torch.randn_like(weight)`: what one process draws
     deciding    `if p.grad.isnan().any():`, `float(p.norm())`: an error, for each rank would answer for its own part
-    writing     `weight.grad[:n].zero_()`: a warning, for what an index gives of shards is a copy
+    writing     `weight.grad[:n].zero_()`: an error, for what an index gives of shards is a copy
+    asking      `torch.autograd.grad(loss, model.parameters())`: an error, for shards are in no graph
 
 torch calls these for every DTensor of a process, from the first model on that is sharded.
 """
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, part_of
-from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.sharding.fsdp2_internals import reduce_in_one_dtype
 
 aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
 _DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
-_OF_LAYERS = "tp"
-"""The axis of a mesh on which whole tensors are activations, to which models write."""
 
 _is_done = False
 
@@ -31,19 +32,32 @@ def guard_habits() -> None:
     if _is_done:
         return
     _is_done = True
+    reduce_in_one_dtype()
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _answer
     handlers.update(dict.fromkeys(_DRAWING, _draw))
     handlers.update(dict.fromkeys(_DRAWING_LIKE, _draw_like))
-    propagator = dispatcher.sharding_propagator
-    propagate = propagator.propagate_op_sharding_non_cached
+    _look_before(dispatcher, "_propagate_op_sharding_dispatch_slow_path", _refuse_lost_write)  # once for equal shards
+    _look_before(torch.autograd, "_engine_run_backward", _refuse_shards)
+    init: Any = nn.init
+    draw = init._no_grad_trunc_normal_  # it decides, by a part of the answer
 
-    def seen(schema: Any) -> Any:
-        _look_at(schema)
-        return propagate(schema)
+    def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        is_sharded = isinstance(tensor, DTensor)
+        return _draw(draw, (tensor, *args), kwargs) if is_sharded else draw(tensor, *args, **kwargs)
 
-    propagator.propagate_op_sharding_non_cached = seen
+    init._no_grad_trunc_normal_ = drawn
+
+
+def _look_before(owner: Any, name: str, look: Callable[..., None]) -> None:
+    own = getattr(owner, name)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        look(*args)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, seen)
 
 
 def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -52,8 +66,7 @@ def _answer(operator: Any, args: Any, kwargs: Any) -> Any:
         raise ConfigError(
             "A number or a decision (if, float(), .item()) is taken of a DTensor, of which this rank holds a part of "
             "the answer. On every rank, take that of the whole: p.grad.isnan().any().full_tensor(), "
-            "p.norm().full_tensor(). This rank's part is x.to_local(). nn.init.trunc_normal_ decides so: draw before "
-            "weights are sharded."
+            "p.norm().full_tensor(). This rank's part is x.to_local()."
         )
     return tensor.to_local().item()
 
@@ -71,16 +84,23 @@ def _draw_like(operator: Any, args: Any, kwargs: Any) -> Any:
     return as_dtensor(part_of(operator(empty, *args[1:], **kwargs), tensor).contiguous(), tensor)
 
 
-def _look_at(schema: Any) -> None:
-    """Warn of what is written to a whole copy; torch asks for each operator and shape once."""
-    if not (schema.op._schema.is_mutable and schema.args_spec):
-        return
-    spec = schema.args_spec[0]
-    is_whole = all(isinstance(placement, Replicate) for placement in spec.placements)
-    if is_whole and spec.ndim and spec.mesh.size() > 1 and _OF_LAYERS not in (spec.mesh.mesh_dim_names or ()):
-        warnings.warn(
-            f"{schema.op.__name__.split('.')[0]} writes to a whole copy of shards ({list(spec.shape)}), which stay as "
-            "they were: an index of a sharded tensor (weight.grad[:n], weight.data[-3:]) copies. On every rank, "
-            "multiply by a mask of all rows, or change x.full_tensor() and put it back (docs/guide.md).",
-            stacklevel=frames_of_package(),
+def _refuse_lost_write(operator: Any, args: Any, *others: Any) -> None:
+    written: Any = args[0] if operator._schema.is_mutable and args else None
+    base = written._base if isinstance(written, DTensor) else None
+    if isinstance(base, DTensor) and len({local_tensor(t).untyped_storage()._cdata for t in (written, base)}) > 1:
+        raise ConfigError(
+            f"{operator.__name__.split('.')[0]} writes to a copy of shards ({list(written.shape)} of "
+            f"{list(base.shape)}), which would stay as they are: an index of a sharded tensor (weight.grad[:n], "
+            "weight.data[-3:]) copies. On every rank, multiply by a mask of all rows, or change x.full_tensor() and "
+            "put it back (docs/guide.md)."
+        )
+
+
+def _refuse_shards(losses: Any, grads: Any, retain: Any, create: Any, inputs: Any, *others: Any) -> None:
+    shards = sum(isinstance(each, DTensor) and isinstance(each, nn.Parameter) for each in inputs)
+    if shards:
+        raise ConfigError(
+            f"Gradients are asked for by {shards} shards (torch.autograd.grad, or inputs= of backward), which are in "
+            "no graph: a pass computes with gathered weights. Call accelerator.backward(loss) on every rank and read "
+            "p.grad; of several losses one after the other, with p.grad copied and set to None between them."
         )

@@ -11,14 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
+    gather_for_backward,
+    in_backward,
     make_gathered_memory,
+    unit_modules,
     use_frozen_in_place,
 )
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
@@ -38,6 +44,7 @@ def add_hooks(
     device_type: str = "cpu",
     kept: Collection[nn.Module] = (),
     experts: Mapping[nn.Module, nn.Module] | None = None,
+    in_fp32: Collection[torch.Tensor] = (),
     is_one_rank: bool = False,
 ) -> None:
     """Give a model with all its units these hooks; those of an earlier call are removed."""
@@ -52,10 +59,13 @@ def add_hooks(
         # before FSDP2's own hook, which gathers
         hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
         if is_one_rank:
-            hooks.append(module.register_forward_pre_hook(_use_frozen_in_place, prepend=True))
+            hooks.append(module.register_forward_pre_hook(use_frozen_in_place, prepend=True))
+        if len(unit_modules(module)) > 1:
+            hooks.append(module.register_forward_hook(gather_for_backward))
     if param_dtype is not None:
         replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        hooks += add_casts(model, param_dtype, units=units, replicated=replicated, device_type=device_type)
+        options: Any = {"replicated": replicated, "in_fp32": in_fp32, "device_type": device_type}
+        hooks += add_casts(model, param_dtype, units=units, **options)
         if output_dtype is None:
             hooks.append(model.register_forward_hook(_return_fp32))
     else:
@@ -77,12 +87,15 @@ def add_casts(
     *,
     units: Collection[nn.Module],
     replicated: Collection[torch.Tensor],
+    in_fp32: Collection[torch.Tensor] = (),
     device_type: str = "cpu",
 ) -> list[Any]:
     """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
     hooks: list[Any] = []
-    casting = dict.fromkeys(_first_with_shards(model, units, replicated))
-    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}
+    casting = dict.fromkeys(_first_with_shards(model, units, {*replicated, *in_fp32}))
+    for module in [each for each in casting if (own := set(each.parameters())) and own.issubset(in_fp32)]:
+        del casting[module]
+    cast_apart = {weight for weight in replicated if weight.is_floating_point() and weight.dim()}.difference(in_fp32)
     for module in model.modules():
         names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
@@ -142,12 +155,6 @@ def _make_gathered_memory(module: nn.Module, args: object) -> None:
     if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
         with torch.inference_mode(False):
             make_gathered_memory(module)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _use_frozen_in_place(module: nn.Module, args: object) -> None:
-    if isinstance(module, FSDPModule):
-        use_frozen_in_place(module)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object, *, kept: Collection[nn.Module]) -> None:
@@ -302,3 +309,34 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
         if isinstance(module, FSDPModule):
             output = complete_unit(module, output)
     return output
+
+
+def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
+    """Give all ranks of a mesh the first one's buffers before each forward pass, as DDP does; yield the hook's handle.
+
+    These are the buffers that a checkpoint holds (others are caches of a rank's own rows), once a forward pass changes
+    any: BatchNorm, queues. The ranks compare that before passes 2, 3, 5, 9 and so on.
+    """
+    holders = [module for module in model.modules() if module._buffers.keys() - module._non_persistent_buffers_set]
+    ranks, count, is_changed = sorted(mesh.mesh.flatten().tolist()), 0, False
+    seen: dict[torch.Tensor, int] = {}
+    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def share(model: nn.Module, args: object) -> None:
+        nonlocal seen, count, is_changed
+        if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
+            return
+        own = ({**m._buffers, **dict.fromkeys(m._non_persistent_buffers_set)}.values() for m in holders)
+        held = [buffer for each in own for buffer in each if buffer is not None]
+        if not is_changed and not count & (count - 1):
+            before, seen = seen, {buffer: 0 if buffer.is_inference() else buffer._version for buffer in held}
+            is_changed = count > 0 and any(all_ranks(before != seen, "comparing buffers", ranks=ranks))
+        count += 1
+        if is_changed:
+            with torch.no_grad():
+                for group in reversed(mesh.get_all_groups()):
+                    broadcast(group, held, 250 * 2**20, 0)
+
+    if holders:
+        yield model.register_forward_pre_hook(share, prepend=True)

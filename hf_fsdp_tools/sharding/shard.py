@@ -18,6 +18,7 @@ from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
+from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -36,10 +37,15 @@ from hf_fsdp_tools.sharding.compile import (
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
 from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
-from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import (
+    bytes_sharded,
+    copy_released,
+    gather_as_stored,
+    reshard_units,
+)
 from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import add_hooks
+from hf_fsdp_tools.sharding.hooks import add_hooks, share_buffers
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
@@ -345,6 +351,8 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if note_of(module).packed:
             add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
     mark_for_transformers(model)
+    in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, sharding.mp_policy.param_dtype)}
+    gather_as_stored(model, in_fp32)
     add_hooks(
         model,
         param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
@@ -352,13 +360,15 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         device_type=sharding.mesh.device_type,
         kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
         experts=dict(runners_of_experts(tree)),
+        in_fp32=in_fp32,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
     add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))
     add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        add_to_note(model, hooks=(*note_of(model).hooks, *join_skipped(model, tree, ranks)))
+        alike = (*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh))
+        add_to_note(model, hooks=(*note_of(model).hooks, *alike))
     if sharding.axes.rows is not None:
         add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
     _check_host(model, sharding)

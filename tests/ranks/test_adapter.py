@@ -35,12 +35,21 @@ from hf_fsdp_tools import (
     make_accelerator,
     make_wrap_plan,
     save_pretrained,
+    shard_model,
 )
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.shard import sharding_of
-from tests._checkpoints import assert_same_tensors, full, full_state, make_checkpoint, make_model, word_tokenizer
+from tests._checkpoints import (
+    assert_same_tensors,
+    full,
+    full_state,
+    make_checkpoint,
+    make_model,
+    tiny_config,
+    word_tokenizer,
+)
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import Operators
@@ -377,11 +386,20 @@ def an_adapter_by_transformers_own_method(folder, adapter):
         save_pretrained(plain_model, adapter / "out")
 
 
+def weights_of_experts_without_an_adapter_are_named(folder: Path, out: Path) -> None:
+    plain = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+    model = shard_model(plain, make_wrap_plan(plain))
+    said = r"\d\d% of the weights get no adapter.*target_parameters=\['experts.down_proj', 'experts.gate_up_proj'\]"
+    with pytest.warns(UserWarning, match=said) if dist.get_rank() == 0 else nullcontext():
+        add_adapter(model, LoraConfig(r=2, target_modules="all-linear"))
+
+
 CASES_ON_TWO = (
     fp32_adapters_train_on_a_bf16_base_in_its_units,
     modules_that_are_not_there,
     an_adapter_without_a_base_or_with_another_adapter,
     an_adapter_by_transformers_own_method,
+    weights_of_experts_without_an_adapter_are_named,
 )
 
 
@@ -401,7 +419,8 @@ def _copied_bytes(func: Any, *args: Any) -> int:
 def _on_one_rank(folder: Path) -> None:
     found = []
     for is_used in (True, False):
-        replaced = nullcontext() if is_used else mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place")
+        unused = mock.patch("hf_fsdp_tools.sharding.hooks.use_frozen_in_place", return_value=None)
+        replaced = nullcontext() if is_used else unused
         with replaced:
             set_seed(0)
             options = {"dtype": torch.bfloat16, "mp_policy": "bf16", "peft_config": lora(target_modules=["q_proj"])}

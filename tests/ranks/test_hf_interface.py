@@ -103,6 +103,17 @@ def part_of_a_state_dict_is_not_saved_by_accelerate(folder: Path) -> None:
     assert apart(saved, dict(plain_model(folder).state_dict())) == 0
 
 
+def a_tied_head_is_saved_once(folder: Path) -> None:
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    accelerator = make_accelerator(cpu=True)
+    model: Any = accelerator.prepare(AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder / "tied", state_dict=accelerator.get_state_dict(model))
+    dist.barrier()
+    names = set(load_file(folder / "tied" / "model.safetensors"))
+    assert names == {name for name, _ in model.named_parameters()}
+
+
 # ---- other methods ----
 
 
@@ -195,6 +206,8 @@ OF_A_MODEL = (
     the_last_line_of_an_example_saves,
     an_adapter_saves_itself,
     part_of_a_state_dict_is_not_saved_by_accelerate,
+    a_tied_head_is_saved_once,
+    a_tied_head_is_saved_once,
     tokens_are_added_by_the_models_own_method,
     a_plain_state_dict_is_loaded_into_the_shards,
     images_and_texts_are_encoded_before_a_generation,

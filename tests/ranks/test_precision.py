@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_fsdp_tools import from_pretrained, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.mesh import ParallelDims
-from tests._checkpoints import make_checkpoint, make_model, randomize, tiny_config
+from tests._checkpoints import full, make_checkpoint, make_model, randomize, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, logged
 
@@ -154,6 +155,22 @@ def outputs_are_fp32_where_a_script_computes_its_own_loss(folder):
     assert output.logits.dtype == weighted.dtype == torch.float32
 
 
+def routers_that_transformers_keeps_compute_in_fp32(folder):
+    """As in plain bf16, whatever dtype is stored: FSDP2 would gather all of a unit in the dtype of computation."""
+    ids, config = IDS % 90, tiny_config("ernie4_5_moe")
+    if dist.get_rank() == 0:
+        randomize(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder / "ernie")
+    dist.barrier()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "ernie", dtype=torch.bfloat16).train()
+    plain(ids, labels=ids).loss.backward()
+    router = "model.layers.1.mlp.gate.weight"
+    for dtype in (torch.bfloat16, torch.float32):
+        model = from_pretrained(folder / "ernie", dtype=dtype, mp_policy=BF16).train()
+        model(ids, labels=ids).loss.backward()
+        found, expected = full(model.get_parameter(router).grad), plain.get_parameter(router).grad
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def autocast_ends_with_a_pass_that_fails(folder):
     model = from_pretrained(folder, mp_policy=BF16)
     for ids, labels in ((IDS, IDS[:, :3]), (IDS + 999, IDS)):  # in the root, and in a unit
@@ -170,6 +187,7 @@ CASES = (
     pixels_are_cast_where_they_are_computed_with,
     losses_of_all_heads_are_those_of_autocast,
     outputs_are_fp32_where_a_script_computes_its_own_loss,
+    routers_that_transformers_keeps_compute_in_fp32,
     autocast_ends_with_a_pass_that_fails,
 )
 

@@ -14,10 +14,18 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, ParallelDims, add_adapter, from_pretrained
+from hf_fsdp_tools import (
+    ConfigError,
+    HybridFSDPPlugin,
+    ParallelDims,
+    add_adapter,
+    from_pretrained,
+    make_wrap_plan,
+    shard_model,
+)
 from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.sharding.describe import describe_sharding
-from tests._checkpoints import refusal
+from tests._checkpoints import refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import Operators, calls_of
@@ -175,6 +183,22 @@ def refused(folder: Path, out: Path) -> None:
             load(folder, way)
 
 
+def the_same_experts_are_chosen_again(folder: Path, out: Path) -> None:
+    """In bf16, where the numbers of two experts are often the same, and in one layer those of all."""
+    for way in ("all", "products kept, offloaded"):
+        torch.manual_seed(0)
+        plain = hf.AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+        plan, options = make_wrap_plan(plain), {"mp_policy": "bf16", "activation_checkpointing": WAYS[way]}
+        model: Any = shard_model(plain, plan, **options).train()
+        chosen: dict[nn.Module, list[torch.Tensor]] = {block.mlp.gate: [] for block in model.model.layers}
+        next(iter(chosen)).weight.data.zero_()
+        for router, of_passes in chosen.items():
+            router.register_forward_hook(lambda _, __, output, of_passes=of_passes: of_passes.append(output[2]))
+        model(**rows_of_rank(0)).loss.backward()
+        for first, again in chosen.values():
+            assert torch.equal(first, again)
+
+
 def both_hosts_train_as_without(folder: Path, out: Path) -> None:
     """In bf16: a loop with a plugin, and a Trainer of `fsdp_config`, plain and with all three settings."""
     prefix = "activation_checkpointing"
@@ -207,6 +231,7 @@ CASES = (
     a_host_without_memory_is_one_error_on_every_rank,
     adapters_added_later,
     refused,
+    the_same_experts_are_chosen_again,
     both_hosts_train_as_without,
 )
 
