@@ -163,11 +163,6 @@ class ShardMemory:
         size: torch.Size = self.entry.padded_sharded_param_size
         return size
 
-    def changes(self) -> int:
-        """How often it was written in place: by the parameter, its local tensor, or FSDP2's view, which count apart."""
-        shard = self.entry.sharded_param
-        return int(shard._version + shard._local_tensor._version + self.data()._version)
-
     @property
     def device(self) -> torch.device:
         """The device on which the unit is gathered."""
