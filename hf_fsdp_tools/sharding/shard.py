@@ -36,7 +36,7 @@ from hf_fsdp_tools.sharding.compile import (
 )
 from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
 from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
-from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units
+from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
 from hf_fsdp_tools.sharding.hooks import add_hooks
@@ -337,6 +337,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
             divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
+    use_own_entries(model)
     for parameter in replicated:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)
