@@ -8,6 +8,7 @@ back while the block behind it goes backward.
 
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -15,12 +16,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
+from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted, show_bytes
@@ -136,8 +140,7 @@ def checkpoint_activations(
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # transformers' own
     run = partial(checkpoint, use_reentrant=False)
     if recompute.save_ops:
-        operators = operators_named(recompute.save_ops)
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, operators))
+        run = partial(run, context_fn=partial(_contexts, frozenset(operators_named(recompute.save_ops))))
     for blocks in _stacks(model):
         chain = _Chain()
         for index, block in enumerate(blocks):
@@ -157,6 +160,54 @@ def _stacks(model: nn.Module) -> Iterator[list[GradientCheckpointingLayer]]:
         if isinstance(module, GradientCheckpointingLayer):
             stacks.setdefault(name.rpartition(".")[0], []).append(module)
     yield from stacks.values()
+
+
+# ---- results that are kept ----
+
+
+class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A block's forward pass, which keeps the results of some operators; and the same pass again, which takes them.
+
+    torch's own (2.13) count every operator, those too by which FSDP2 gathers units inside the block, which are others
+    when it runs again; and they refuse results that the model writes to.
+    """
+
+    supports_higher_order_operators = True
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def __init__(self, operators: frozenset[Any], results: dict[tuple[Any, int], Any], *, is_again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._operators, self._results, self._is_again = operators, results, is_again
+        self._count: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._count.clear()  # a backward pass may come twice
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = (func, self._count[func])
+        self._count[func] += func in self._operators
+        if self._is_again and place in self._results:
+            return self._results.pop(place)
+        if not self._is_again and getattr(getattr(func, "_schema", None), "is_mutable", False):
+            written = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+            for each, kept in self._results.items():  # what may be written to is copied first
+                apart = partial(lambda tensor: tensor.clone() if _memory(tensor) in written else tensor)
+                self._results[each] = tree_map_only(torch.Tensor, apart, kept)
+        result = func(*args, **kwargs or {})
+        if not self._is_again and func in self._operators:
+            self._results[place] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
+
+
+def _contexts(operators: frozenset[Any]) -> tuple[_Choosing, _Choosing]:
+    results: dict[tuple[Any, int], Any] = {}
+    return _Choosing(operators, results, is_again=False), _Choosing(operators, results, is_again=True)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    memory: int = local_tensor(tensor).untyped_storage()._cdata
+    return memory
 
 
 # ---- inputs of blocks on the host ----

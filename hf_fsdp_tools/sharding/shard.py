@@ -188,7 +188,7 @@ def checked_sharding(
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if options is not None:
-        check_options(options, mesh.device_type)
+        check_options(options, mesh.device_type, recompute)
     check_parameters(model, plan.replicated)
     check_float8(tree, plan, mp_policy, mesh.device_type, tp_size=dims.tp_size, ep_size=dims.ep_size)
     if recompute is not None:
@@ -275,7 +275,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
     for module, sharding in _remembered(model):
         if sharding.compile is None:
-            check_options(options, sharding.mesh.device_type)
+            check_options(options, sharding.mesh.device_type, sharding.activation_checkpointing)
             compile_blocks(module, sharding.plan, options)
             add_to_note(module, sharding=replace(sharding, compile=dict(options)))
 
