@@ -319,8 +319,7 @@ def _free_nothing() -> None:
 def follow_training(module: FSDPModule) -> None:
     """Let a unit reduce gradients in the dtypes of what is trained now.
 
-    FSDP2 decides it in the very first pass, where all of a unit may be frozen: its adapter is off, or it is trained
-    later.
+    FSDP2 takes those of the very first pass, where all of a unit may be frozen: its adapter is off, or trained later.
     """
     for group in _groups_of(_state_of(module)):
         trained = (entry.sharded_param.dtype for entry in group.fsdp_params if entry.sharded_param.requires_grad)

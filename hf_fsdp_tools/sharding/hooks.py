@@ -134,13 +134,12 @@ def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPMod
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _prepare_unit(module: nn.Module, args: object) -> None:
+def _prepare_unit(module: Any, args: object) -> None:
     """Follow what is trained now, and make the memory into which a unit gathers outside of inference mode.
 
     FSDP2 (torch 2.11 to 2.13) makes it when a unit is gathered for the first time. Made in inference mode, it fails in
     the first training step; on one GPU, and with parameters split along another dimension than 0, in the forward pass.
     """
-    assert isinstance(module, FSDPModule)
     follow_training(module)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):

@@ -190,10 +190,10 @@ class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if self._is_again and place in self._results:
             return self._results.pop(place)
         if not self._is_again and getattr(getattr(func, "_schema", None), "is_mutable", False):
-            written = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-            for each, kept in self._results.items():  # what may be written to is copied first
-                apart = partial(lambda tensor: tensor.clone() if _memory(tensor) in written else tensor)
-                self._results[each] = tree_map_only(torch.Tensor, apart, kept)
+            written = _memories((args, kwargs))
+            for each, kept in self._results.items():
+                if written & _memories(kept):  # copied before it may be written to
+                    self._results[each] = tree_map_only(torch.Tensor, torch.clone, kept)
         result = func(*args, **kwargs or {})
         if not self._is_again and func in self._operators:
             self._results[place] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -205,9 +205,9 @@ def _contexts(operators: frozenset[Any]) -> tuple[_Choosing, _Choosing]:
     return _Choosing(operators, results, is_again=False), _Choosing(operators, results, is_again=True)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    memory: int = local_tensor(tensor).untyped_storage()._cdata
-    return memory
+def _memories(values: Any) -> set[int]:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return {local_tensor(each).untyped_storage()._cdata for each in tensors}
 
 
 # ---- inputs of blocks on the host ----
