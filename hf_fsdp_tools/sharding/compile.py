@@ -15,11 +15,18 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.float8 import Float8Policy
+from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
-def check_options(options: Mapping[str, Any], device_type: str) -> None:
-    """Refuse options of `torch.compile` that record CUDA graphs, which read parameters at fixed addresses."""
+def check_options(options: Mapping[str, Any], device_type: str, recompute: Recompute | None = None) -> None:
+    """Refuse options of `torch.compile` that record CUDA graphs, which read parameters at fixed addresses, and compiled
+    code where results of operators are to be kept: it writes to their memory again."""
+    if recompute is not None and recompute.save_ops and options.get("backend") in (None, "inductor"):
+        raise ConfigError(
+            "save_ops of activation checkpointing keeps results of single operators, which compiled blocks do not "
+            "have. Leave save_ops out, or do not compile."
+        )
     has_graphs = options.get("mode") in ("max-autotune", "reduce-overhead") or options.get("backend") == "cudagraphs"
     if device_type != "cpu" and (has_graphs or (options.get("options") or {}).get("triton.cudagraphs")):
         raise ConfigError(

@@ -242,13 +242,15 @@ def _rows_of(model: nn.Module) -> Rows | None:
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:
-    """The blocks of the decoder's stack, by name."""
+    """The blocks of the decoder's largest stack, and those that the user chose and that attend, by name."""
     decoder = model.get_decoder()
     if decoder is None:
         return {}
-    stacks = find_blocks(ModuleTree(decoder))
-    largest = max(stacks, key=lambda stack: sum(block.size for block in stack), default=[])
-    return {block.fqn: block.module for block in largest}
+    stacks = find_blocks(tree := ModuleTree(decoder))
+    blocks = set(max(stacks, key=lambda stack: sum(block.size for block in stack), default=[]))
+    chosen = (block for stack in stacks for block in stack if note_of(block.module).is_block)
+    blocks.update(block for block in chosen if any(_attentions(block.module)))
+    return {block.fqn: block.module for block in tree if block in blocks}
 
 
 def _attentions(block: nn.Module) -> Iterator[Any]:
@@ -421,12 +423,11 @@ def _padded(name: str, value: Any, rows: Rows) -> Any:
         return value
     if name == "inputs_embeds":
         return nn.functional.pad(value, (0, 0, 0, missing))
+    if value.dim() == 4 and name == "attention_mask":  # the padding attends to what the last token does, and none to it
+        hidden = torch.finfo(value.dtype).min if value.is_floating_point() else 0
+        places = torch.arange(rows.length + missing, device=value.device).clamp(max=value.shape[-2] - 1)
+        return nn.functional.pad(value[..., places, :], (0, missing), value=hidden)
     if value.shape[-1] != rows.length or value.dim() not in (2, 3):
-        if value.shape[-1] == rows.length:
-            raise ConfigError(
-                f"{name} of shape {tuple(value.shape)} cannot be padded so that cp_size {rows.size} divides its "
-                f"{rows.length} tokens. Give rows of a multiple (pad_to_multiple_of={rows.size})."
-            )
         return value
     if name == "position_ids":  # a document of its own, which makes no row longer: some rotary angles follow the length
         return torch.cat([value, torch.arange(missing, device=value.device).expand(*value.shape[:-1], -1)], -1)

@@ -2,8 +2,8 @@
 
 A layer becomes torchao's `Float8Linear` in place; its weight stays a plain parameter in every shard, state and file.
 FSDP2 asks a shard that has `fsdp_pre_all_gather` what to gather in its place: here the bytes of the FP8 weight, scaled
-by the largest value of the whole weight. The scales of all weights are computed together, by one all-reduce, before the
-first unit is gathered after the weights have changed.
+by the largest value of the whole weight. The scales of all weights are computed together, by one all-reduce, before
+each forward pass of the model: nothing tells that a script has written to `parameter.data`.
 """
 
 import importlib.metadata
@@ -307,21 +307,18 @@ class _Scales:
 
     def __init__(self) -> None:
         self.shards: list[_Float8Shard] = []
-        self.seen: tuple[int, int] | None = None
-        """Steps of optimizers, and changes of the shards in place, at which the scales were computed."""
+        self.seen: int | None = None
+        """Steps of optimizers after which the scales were computed."""
 
     def before_pass(self, model: nn.Module, args: object) -> None:
-        """Renew the scales before a forward pass of the model where any weight has changed, also by a user's code."""
-        if not note_of(model).gathered and self.seen != (_steps, self._changes()):  # else nothing is gathered
+        """Renew the scales before a forward pass of the model."""
+        if not note_of(model).gathered:  # then nothing is gathered
             self._compute()
 
     def renew(self) -> None:
         """Renew the scales where an optimizer has stepped; what gathers may run beside a forward pass of the model."""
-        if self.seen is None or self.seen[0] != _steps:
+        if self.seen != _steps:
             self._compute()
-
-    def _changes(self) -> int:
-        return sum(shard.memory.changes() for shard in self.shards if shard.memory is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def _compute(self) -> None:
@@ -335,7 +332,7 @@ class _Scales:
             for shard, amax in zip(self.shards, largest, strict=True):
                 is_rounded = shard.layer.config.round_scales_to_power_of_2
                 shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
-        self.seen = (_steps, self._changes())
+        self.seen = _steps
 
 
 _steps = 0

@@ -188,11 +188,6 @@ class ShardMemory:
         size: torch.Size = self.entry.padded_sharded_param_size
         return size
 
-    def changes(self) -> int:
-        """How often it was written in place: by the parameter, its local tensor, or FSDP2's view, which count apart."""
-        shard = self.entry.sharded_param
-        return int(shard._version + shard._local_tensor._version + self.data()._version)
-
     @property
     def device(self) -> torch.device:
         """The device on which the unit is gathered."""
@@ -205,7 +200,18 @@ class ShardMemory:
         return self.entry.mesh_info.shard_process_group
 
 
-class _GatheredInstead(_fsdp_param.FSDPParam):
+class _Entry(_fsdp_param.FSDPParam):
+    """torch's entry, also for a unit that never runs, and for a shard that is frozen in some passes alone."""
+
+    was_trained = False
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """As torch's, which fails where nothing was ever gathered; with gradients that are reduced it does not."""
+        if hasattr(self, "_unsharded_param"):
+            super().to_accumulated_grad_if_needed()
+
+
+class _GatheredInstead(_Entry):
     """torch's entry for a parameter in whose place something of one byte per value is gathered (see `float8`)."""
 
     instead: Any
@@ -223,6 +229,13 @@ class _GatheredInstead(_fsdp_param.FSDPParam):
         """As torch's, which is called where a state was loaded, or other memory given."""
         super().reset_sharded_param()  # type: ignore[no-untyped-call]  # torch's own
         self.instead.forget()
+
+
+def use_own_entries(model: nn.Module) -> None:
+    """Let the units of a model, just sharded, keep their parameters in entries of ours."""
+    for group in _groups(model):
+        for entry in group.fsdp_params:
+            entry.__class__ = _Entry
 
 
 def gather_instead(model: nn.Module, ways: Mapping[tuple[nn.Module, str], Any]) -> None:
@@ -304,7 +317,8 @@ def use_frozen_in_place(module: FSDPModule, args: object) -> None:
     """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
 
     Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. A hook
-    before each forward pass: where a shard has other memory than before, it is taken up.
+    before each forward pass: where a shard has other memory than before, it is taken up. One that was ever trained is
+    not: an adapter that is off looks frozen, while a backward pass may wait for the copy of a pass before.
     """
     state = _state_of(module)
     state._lazy_init()  # FSDP2 calls it next; it decides in which dtype a parameter is gathered
@@ -312,10 +326,11 @@ def use_frozen_in_place(module: FSDPModule, args: object) -> None:
         if group._all_gather_process_group.size() > 1 or isinstance(group.offload_policy, CPUOffloadPolicy):
             continue
         for entry in group.fsdp_params:
+            entry.was_trained |= entry.sharded_param.requires_grad
             data = entry._sharded_param_data
             is_used = any(each is data for each in entry.all_gather_outputs)
             is_extension = hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
-            can_be = not entry.sharded_param.requires_grad and data.dtype == (entry.param_dtype or entry.orig_dtype)
+            can_be = not entry.was_trained and data.dtype == (entry.param_dtype or entry.orig_dtype)
             if entry.sharded_state != ShardedState.SHARDED or is_used or not can_be or is_extension:
                 continue
             entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
@@ -325,6 +340,18 @@ def use_frozen_in_place(module: FSDPModule, args: object) -> None:
 
 def _free_nothing() -> None:
     """Leave the memory of a shard after its use."""
+
+
+def follow_training(module: FSDPModule) -> None:
+    """Let a unit reduce gradients in the dtypes of what is trained now.
+
+    FSDP2 takes those of the very first pass, where all of a unit may be frozen: its adapter is off, or trained later.
+    """
+    for group in _groups_of(_state_of(module)):
+        trained = (entry.sharded_param.dtype for entry in group.fsdp_params if entry.sharded_param.requires_grad)
+        decided = getattr(group, "_orig_dtype", ...)  # not before the first pass
+        if decided is not ... and next(trained, decided) != decided:
+            group._init_mp_dtypes()
 
 
 def complete_unit(module: FSDPModule, output: Any) -> Any:
@@ -343,6 +370,7 @@ def pass_through(
     state = _state_of(module)
     with torch.inference_mode(False):
         make_gathered_memory(module)
+    follow_training(module)
     (hidden,), _ = state._pre_forward(state._modules[0], (hidden,), {})
     output: torch.Tensor = state._post_forward(state._modules[0], (hidden,), inside(hidden))
     return output

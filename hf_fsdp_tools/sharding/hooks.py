@@ -21,6 +21,7 @@ from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
+    follow_training,
     gather_for_backward,
     in_backward,
     make_gathered_memory,
@@ -57,7 +58,7 @@ def add_hooks(
         if module is not model and module._parameters:  # before FSDP2's own hook, which frees
             hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
         # before FSDP2's own hook, which gathers
-        hooks.append(module.register_forward_pre_hook(_make_gathered_memory, prepend=True))
+        hooks.append(module.register_forward_pre_hook(_prepare_unit, prepend=True))
         if is_one_rank:
             hooks.append(module.register_forward_pre_hook(use_frozen_in_place, prepend=True))
         if len(unit_modules(module)) > 1:
@@ -146,13 +147,14 @@ def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPMod
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _make_gathered_memory(module: nn.Module, args: object) -> None:
-    """Make the memory into which a unit gathers outside of inference mode.
+def _prepare_unit(module: Any, args: object) -> None:
+    """Follow what is trained now, and make the memory into which a unit gathers outside of inference mode.
 
     FSDP2 (torch 2.11 to 2.13) makes it when a unit is gathered for the first time. Made in inference mode, it fails in
     the first training step; on one GPU, and with parameters split along another dimension than 0, in the forward pass.
     """
-    if torch.is_inference_mode_enabled() and isinstance(module, FSDPModule):
+    follow_training(module)
+    if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             make_gathered_memory(module)
 

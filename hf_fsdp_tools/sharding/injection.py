@@ -7,7 +7,8 @@ some end the process: they put a DTensor into the memory of a plain parameter (`
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from copy import deepcopy
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -203,6 +204,8 @@ def _one_axis(model: nn.Module) -> Iterator[None]:
         assert isinstance(shard, DTensor)
         view = as_dtensor(local_tensor(shard), shard, mesh=axis, placements=shard.placements[-1:])
         views[parameter] = with_data(parameter, view)
+        # one axis cannot say how a divided layer's shards lie: what PEFT copies (`modules_to_save`) is the shard itself
+        views[parameter].__deepcopy__ = partial(deepcopy, parameter)  # type: ignore[method-assign]
     swap(model, views)
     try:
         yield

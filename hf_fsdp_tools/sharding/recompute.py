@@ -8,8 +8,8 @@ back while the block behind it goes backward.
 
 import socket
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -165,81 +165,49 @@ def _stacks(model: nn.Module) -> Iterator[list[GradientCheckpointingLayer]]:
 # ---- results that are kept ----
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """The forward pass of a block, which keeps the results of some operators.
+class _Choosing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A block's forward pass, which keeps the results of some operators; and the same pass again, which takes them.
 
-    torch's own contexts (2.13) count every operator, those of units inside the block too, which FSDP2 gathers otherwise
-    in the backward pass; and they refuse results that the model writes to.
+    torch's own (2.13) count every operator, those too by which FSDP2 gathers units inside the block, which are others
+    when it runs again; and they refuse results that the model writes to.
     """
 
-    supports_higher_order_operators = True  # torch's word for those that run functions, as compiled code
-
-    def __init__(self, operators: frozenset[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.operators = operators
-        self.results: defaultdict[Any, list[tuple[list[Any], TreeSpec] | None]] = defaultdict(list)
-        """In their order; None where one was taken."""
-        self._places: dict[int, tuple[list[Any], int]] = {}
-        """Of the memory of each kept tensor: where it is."""
-
-    def __exit__(self, *error: Any) -> None:
-        self._places.clear()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As torch's: compiled code is not looked into."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            for memory in _memories(tree_leaves((args, kwargs))).keys() & self._places:
-                kept, index = self._places.pop(memory)
-                kept[index] = kept[index].clone()  # before it may be written to
-        result = func(*args, **kwargs or {})
-        if func in self.operators:
-            leaves, spec = tree_flatten(result)
-            kept = [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves]
-            self._places.update({memory: (kept, index) for memory, index in _memories(kept).items()})
-            self.results[func].append((kept, spec))
-        return result
-
-
-class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """The same block again, which takes what was kept."""
-
-    def __init__(self, kept: _Keeping) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._kept = kept
-        self._count: Counter[Any] = Counter()
-
     supports_higher_order_operators = True
-    ignore_compile_internals = _Keeping.ignore_compile_internals
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def __init__(self, operators: frozenset[Any], results: dict[tuple[Any, int], Any], *, is_again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._operators, self._results, self._is_again = operators, results, is_again
+        self._count: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
         self._count.clear()  # a backward pass may come twice
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._kept.operators:
-            results, index = self._kept.results[func], self._count[func]
-            self._count[func] += 1
-            if index < len(results) and (kept := results[index]) is not None:
-                results[index] = None
-                return tree_unflatten(*kept)
-        return func(*args, **kwargs or {})
+        place = (func, self._count[func])
+        self._count[func] += func in self._operators
+        if self._is_again and place in self._results:
+            return self._results.pop(place)
+        if not self._is_again and getattr(getattr(func, "_schema", None), "is_mutable", False):
+            written = _memories((args, kwargs))
+            for each, kept in self._results.items():
+                if written & _memories(kept):  # copied before it may be written to
+                    self._results[each] = tree_map_only(torch.Tensor, torch.clone, kept)
+        result = func(*args, **kwargs or {})
+        if not self._is_again and func in self._operators:
+            self._results[place] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
 
 
-def _memories(values: Iterable[Any]) -> dict[int, int]:
-    """Which memory the tensors among these have, with the place of each."""
-    tensors = ((index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor))
-    return {local_tensor(value).untyped_storage()._cdata: index for index, value in tensors}
+def _contexts(operators: frozenset[Any]) -> tuple[_Choosing, _Choosing]:
+    results: dict[tuple[Any, int], Any] = {}
+    return _Choosing(operators, results, is_again=False), _Choosing(operators, results, is_again=True)
 
 
-def _contexts(operators: frozenset[Any]) -> tuple[_Keeping, _Taking]:
-    """The contexts of a checkpointed block that keeps the results of some operators, as `checkpoint` takes them."""
-    kept = _Keeping(operators)
-    return kept, _Taking(kept)
+def _memories(values: Any) -> set[int]:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return {local_tensor(each).untyped_storage()._cdata for each in tensors}
 
 
 # ---- inputs of blocks on the host ----

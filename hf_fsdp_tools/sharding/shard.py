@@ -42,6 +42,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
     copy_released,
     gather_as_stored,
     reshard_units,
+    use_own_entries,
 )
 from hf_fsdp_tools.sharding.habits import guard_habits
 from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
@@ -194,7 +195,7 @@ def checked_sharding(
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     if options is not None:
-        check_options(options, mesh.device_type)
+        check_options(options, mesh.device_type, recompute)
     check_parameters(model, plan.replicated)
     check_float8(tree, plan, mp_policy, mesh.device_type, tp_size=dims.tp_size, ep_size=dims.ep_size)
     if recompute is not None:
@@ -281,7 +282,7 @@ def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
     for module, sharding in _remembered(model):
         if sharding.compile is None:
-            check_options(options, sharding.mesh.device_type)
+            check_options(options, sharding.mesh.device_type, sharding.activation_checkpointing)
             compile_blocks(module, sharding.plan, options)
             add_to_note(module, sharding=replace(sharding, compile=dict(options)))
 
@@ -343,6 +344,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
             divide_by(members[0], sharding.mesh.size(), is_reduced=mesh.size(-1) > 1)
         for module in members:
             module.__deepcopy__ = partial(copy_sharded if module is model else copy_released, module)
+    use_own_entries(model)
     for parameter in replicated:
         if not parameter.is_meta:  # FSDP2 moves only what it shards
             parameter.data = parameter.data.to(sharding.mesh.device_type)

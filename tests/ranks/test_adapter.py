@@ -447,6 +447,46 @@ def test_frozen_weights_are_not_copied_where_nothing_is_gathered(tmp_path):
     run_ranks(_on_one_rank, 1, make_checkpoint("llama", tmp_path))
 
 
+# ---- passes with the adapter off ----
+
+
+def _references(folder: Path) -> None:
+    """As DPO runs them: the base alone, before the policy, or between its forward and its backward pass."""
+    config = lora(modules_to_save=["lm_head"])  # its frozen original never runs
+    expected = _gradients(plain(folder, config), "policy alone")
+    for mp_policy in (None, "bf16"):
+        for order in ("policy alone", "reference first", "references between", "accumulated"):
+            torch.manual_seed(0)
+            model = from_pretrained(folder, peft_config=config, mp_policy=mp_policy)
+            found = _gradients(model, order)
+            if mp_policy is not None and order == "policy alone":
+                expected = found
+            assert_same_tensors(found, expected)
+
+
+def _gradients(model: Any, order: str) -> dict[str, torch.Tensor]:
+    def reference() -> None:
+        with torch.no_grad(), model.disable_adapter():
+            model(input_ids=IDS)
+
+    if order == "reference first":
+        reference()
+    if order == "accumulated":
+        base_of(model).set_requires_gradient_sync(False)
+        (model(input_ids=IDS, labels=IDS).loss / 2).backward()
+        base_of(model).set_requires_gradient_sync(True)
+    loss = model(input_ids=IDS, labels=IDS).loss / (2 if order == "accumulated" else 1)
+    if order == "references between":
+        reference(), reference()
+    loss.backward()
+    return full_gradients(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_passes_with_the_adapter_off_change_no_gradient(tmp_path, size):
+    run_ranks(_references, size, make_checkpoint("llama", tmp_path))
+
+
 # ---- methods by three roads ----
 
 WORDS = torch.randint(3, 131, (4, 12), generator=torch.Generator().manual_seed(1))

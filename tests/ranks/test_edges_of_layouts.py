@@ -91,6 +91,16 @@ def odd_rows_with_a_count() -> None:
     same_gradients(shared("llama", CP), plain("llama"), **batch)
 
 
+def masks_of_ones_own() -> None:
+    """Of four dimensions, in both dtypes: two documents in a row."""
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    seen[4:, :4] = False
+    batch = {"input_ids": words(9), "labels": words(9)}
+    for mask in (seen, torch.where(seen, 0.0, torch.finfo(torch.float32).min)):
+        own = mask.expand(2, 1, 9, 9)
+        same_gradients(shared("llama", CP), plain("llama"), **batch, attention_mask=own)
+
+
 def copies() -> None:
     model, ids = shared("llama", CP), words(9)
     twin = copy.deepcopy(model)
@@ -123,7 +133,7 @@ def real_weights_that_see_a_part() -> None:
 def test_what_usual_rows_do_not_show() -> None:
     cases = {f"angles, {dims}": partial(angles_that_follow_the_length, dims) for dims in (CP, TP)}
     others = (
-        logits_of_some_tokens, odd_rows_with_a_count, copies, routers_of_padded_rows, labels_that_are_no_words,
-        real_weights_that_see_a_part,
+        logits_of_some_tokens, odd_rows_with_a_count, masks_of_ones_own, copies, routers_of_padded_rows,
+        labels_that_are_no_words, real_weights_that_see_a_part,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases | {case.__name__: case for case in others})

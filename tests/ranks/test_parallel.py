@@ -149,6 +149,7 @@ def copies_and_generation(kinds, layouts, parent):
 
 ADAPTERS = {
     "llama": {"target_modules": ["q_proj", "o_proj", "lm_head", "embed_tokens"]},
+    "llama, trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "qwen3_moe": {
         "target_modules": ["q_proj", "o_proj", "experts.gate_up_proj"],  # which PEFT turns into a parameter
         "target_parameters": ["experts.down_proj"],
@@ -161,7 +162,8 @@ def _adapted(kind: str, dims: ParallelDims, of: ParallelDims, parent: Path, name
     """Loss, norm and gradients of LoRA under a layout on the rows of another, and the folder in which it is saved."""
     config = LoraConfig(r=3, init_lora_weights=False, **ADAPTERS[kind])
     load_kwargs = {"progress": False, "seed": 3}
-    model = from_pretrained(folder_of(kind, parent), mesh=dims, peft_config=config, load_kwargs=load_kwargs).train()
+    folder = folder_of(kind.partition(",")[0], parent)
+    model = from_pretrained(folder, mesh=dims, peft_config=config, load_kwargs=load_kwargs).train()
     _, mine = rows(of, 0)
     loss = model(input_ids=mine, labels=mine, use_cache=False).loss
     loss.backward()
@@ -404,8 +406,13 @@ def test_four_ranks_divide_adapters(tmp_path, ranks, kind, layouts):
     run_ranks(adapters_are_divided, ranks, (kind,), layouts, tmp_path)
 
 
+def adapters_with_copies(parent):
+    """A layer that is trained whole, cut among the ranks of a layer and again among shards."""
+    adapters_are_divided(("llama, trained whole",), FOURS[:1], parent)
+
+
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
-    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps], tmp_path)
+    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps, adapters_with_copies], tmp_path)
 
 
 LAYOUTS: dict[str, Any] = {"fsdp": ({}, 1), "tp": ({"tp_size": 2}, 1), "ep": ({}, 2)}

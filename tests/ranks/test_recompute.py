@@ -21,15 +21,26 @@ from hf_fsdp_tools import (
     add_adapter,
     from_pretrained,
     make_wrap_plan,
+    parallelize_model,
     shard_model,
 )
 from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.sharding.describe import describe_sharding
-from tests._checkpoints import refusal, tiny_config
+from tests._checkpoints import assert_same_tensors, refusal, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._grids import fast_and_nightly, in_turn
 from tests._noted import Operators, calls_of
-from tests._training import ShardedTrainer, apart, arguments, full_parameters, logged, make_rows, new_accelerator, train
+from tests._training import (
+    ShardedTrainer,
+    apart,
+    arguments,
+    full_gradients,
+    full_parameters,
+    logged,
+    make_rows,
+    new_accelerator,
+    train,
+)
 
 LAYERS, WIDTH, ROWS, STEPS = 5, 32, 2, 2
 
@@ -94,6 +105,25 @@ def same_as_plain(name: str, way: str, folder: Path, **options: Any) -> None:
 @pytest.mark.shows("offloaded or chosen checkpointing", "FSDP2", "LoRA", "compile")
 def test_values_are_those_of_a_plain_run(llama, combinations):
     run_ranks(run_cases, 2, {", ".join(each): partial(same_as_plain, *each) for each in combinations}, llama)
+
+
+def kept_where_they_are_written_to(*_: Any) -> None:
+    """The experts of gpt-oss add to a product in place; FSDP2 runs operators of its own around experts of one shard."""
+    for kind, dims in (("gpt_oss", ParallelDims()), ("glm4_moe", ParallelDims(ep_size=2))):
+        found, ids = [], torch.arange(6, 24).view(2, 9)
+        for way in (False, WAYS["products kept"]):
+            torch.manual_seed(0)
+            model = hf.AutoModelForCausalLM.from_config(tiny_config(kind, 2))
+            mesh = dims.build_mesh("cpu")
+            if dims.ep_size > 1:
+                parallelize_model(model, mesh)
+            shard_model(model.train(), make_wrap_plan(model), mesh=mesh, activation_checkpointing=way)
+            with Operators(lambda func, *_: func.overloadpacket in PRODUCTS) as products:
+                model(input_ids=ids, labels=ids).loss.backward()
+            found.append((products.sum, full_gradients(model)))
+        (count, gradients), (own_count, own) = found
+        assert_same_tensors(own, gradients, kind)
+        assert own_count == count, kind
 
 
 def in_copies(folder: Path) -> None:
@@ -230,6 +260,7 @@ CASES = (
     an_evaluation_keeps_nothing,
     a_host_without_memory_is_one_error_on_every_rank,
     adapters_added_later,
+    kept_where_they_are_written_to,
     refused,
     the_same_experts_are_chosen_again,
     both_hosts_train_as_without,

@@ -12,6 +12,7 @@ from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.hooks import add_casts, cast_inputs
+from hf_fsdp_tools.sharding.recompute import Recompute
 from tests._noted import Operators
 from tests.unit.test_blocks import Block, Model
 
@@ -96,3 +97,9 @@ def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any]) 
         check_options(options, "cuda")
     check_options(options, "cpu")
     check_options({"mode": None, "backend": "inductor", "options": None}, "cuda")  # as Accelerate gives them
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "inductor"}], ids=str)
+def test_results_of_operators_are_not_kept_of_compiled_code(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"save_ops .* do not compile"):
+        check_options(options, "cpu", Recompute(save_ops=("matmul",)))
