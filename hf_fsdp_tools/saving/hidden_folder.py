@@ -65,11 +65,11 @@ def switch(folder: Path, hidden: Path, names: Sequence[Path]) -> None:
 
 def settle(folder: Path, hidden: Path) -> None:
     """Let names that are still links into a hidden folder be the files that they mean, so that it can be removed."""
-    if (hidden / _NOW).is_symlink():
+    if (hidden / _NOW).is_symlink() and (now := os.readlink(hidden / _NOW)) in (_FORMER, NEW):  # no stranger's link
         files = {path.relative_to(base) for base in (hidden / _FORMER, hidden / NEW) for path in base.rglob("*")}
         links = (name for name in sorted(files) if (folder / name).is_symlink())
         linked = [name for name in links if hidden.name in Path(os.readlink(folder / name)).parts]
-        _put(folder, hidden / os.readlink(hidden / _NOW), linked)
+        _put(folder, hidden / now, linked)
         _sync_parents(folder, linked)
 
 
@@ -179,7 +179,7 @@ class HiddenFolder:
             self._lock = _take_lock(self.path / _OWNER)
             now_s = (self.path / _OWNER).stat().st_mtime  # by the clock of the file system, as the others
             for path in self.folder.iterdir():
-                if _HIDDEN.fullmatch(path.name) and path != self.path:
+                if _HIDDEN.fullmatch(path.name) and path != self.path and not path.is_symlink():
                     _remove_if_killed(path, now_s)
 
     def create_files(self, layout: Layout) -> None:
