@@ -55,6 +55,8 @@ _NOT_TRACED = (
 _NOT_BUILT = (
     *_NOT_TRACED,
     "batch_size",
+    "rows_per_example",
+    "frozen_models",
     "images",
     "image_size",
     "activation_checkpointing",
@@ -99,7 +101,12 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
         _, model, plan = _kept(_models, key, _MOST_MODELS, built)
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
-        return name_or_model, plan, trace_model(model, plan, settled), settled
+        rows = replace(settled, batch_size=settled.batch_size * settled.rows_per_example)
+        trace = trace_model(model, plan, rows)
+        if setup.frozen_models:
+            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
+            trace = replace(trace, frozen_bytes=_frozen_bytes(setup, model_kwargs), notes=notes)
+        return name_or_model, plan, trace, settled
 
     key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
     _, plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
@@ -144,7 +151,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     if setup.lora_r is not None and not is_adapted(model):
         model = model if own is None else _on_meta(model)
         targets = setup.lora_target_modules
-        names = targets if isinstance(targets, str) else list(targets)
+        names = targets if isinstance(targets, str | None) else list(targets)
         model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
     base = base_of(model)
     config = getattr(base, "config", None)
@@ -166,6 +173,14 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         )
         plan = replace(plan, units=(root,))
     return base, plan
+
+
+def _frozen_bytes(setup: TrainingSetup, model_kwargs: dict[str, Any]) -> int:
+    """Bytes of the models that are held and not trained, whole."""
+    kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
+    plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
+    models = (_built(name, plain, kwargs) for name in setup.frozen_models)
+    return sum(parameter.nbytes for model in models for parameter in model.parameters())
 
 
 def _image_encoder(model: nn.Module) -> nn.Module:
@@ -212,5 +227,9 @@ def _built(
             ),
         )
     own_code = bool(hub.get("trust_remote_code"))
-    model: nn.Module = build_meta_model(config, trust_remote_code=own_code, **options)
-    return model
+    model: Any = build_meta_model(config, trust_remote_code=own_code, **options)
+    text = model.config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0  # without one, a classifier of texts takes one row alone; recipes take the tokenizer's
+    built: nn.Module = model
+    return built

@@ -87,9 +87,14 @@ class Recommendation:
         return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.rows_at_once
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of these sequences, two of each pair."""
+        return self.global_batch_size * self.setup.rows_per_example * self.setup.seq_len
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens per second and GPU."""
-        return self.global_batch_size * self.setup.seq_len / self.cost.step_seconds / self.setup.num_gpus
+        return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
 
     def __str__(self) -> str:
         setup, cost = self.setup, self.cost
@@ -105,7 +110,7 @@ class Recommendation:
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
         lines += [
             f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.row_words} x {setup.batch_size} x "
-            f"{setup.gradient_accumulation_steps} steps, {self.global_batch_size * setup.seq_len:,} tokens",
+            f"{setup.gradient_accumulation_steps} steps, {self.tokens_per_step:,} tokens",
             "",
             f"memory    {show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
             f"(at least {reserve} for what estimates cannot know)",

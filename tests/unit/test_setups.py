@@ -1,0 +1,156 @@
+"""What is estimated is what is run: options that `hf-fsdp config` prints, parsed by the recipe itself, make the setup
+that was estimated; so do the files that the package has, and the commands of README."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, LlamaConfig, LlavaConfig, T5Config, TrainingArguments
+
+pytest.importorskip("trl")
+
+from hf_fsdp_tools.cli.launch import named_config, recipes
+from hf_fsdp_tools.foresight.forecast import step_of
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.scripting import arguments
+from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
+from tests._dist import imitate_gpus
+from tests.unit.test_cli import run
+from tests.unit.test_shipped_configs import FOLDER, MODELS, SHIPPED, header
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    imitate_gpus(monkeypatch, 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = LlamaConfig(vocab_size=512, max_position_embeddings=1024, **sizes)
+    llama.save_pretrained(folder / "llama")
+    T5Config(d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=512, decoder_start_token_id=0).save_pretrained(folder / "t5")
+    tower = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    LlavaConfig(text_config=llama, vision_config=tower, image_token_index=511).save_pretrained(folder / "llava")
+    return {"seq2seq": folder / "t5", "vision-language": folder / "llava"}, folder / "llama"
+
+
+def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> tuple[Any, ...]:
+    """The arguments that a recipe makes of a command line."""
+
+    class ParsedError(Exception):
+        pass
+
+    def noted(*kinds: Any, **options: Any) -> None:
+        raise ParsedError(*parse(*kinds, **options))
+
+    parse = arguments.parse_arguments
+    on_cpu = ["--use_cpu", "true"] * (recipe != "accelerate-loop")
+    with monkeypatch.context() as patched, pytest.raises(ParsedError) as found:
+        patched.setattr(arguments, "parse_arguments", noted)
+        patched.setattr(TrainingArguments, "world_size", property(lambda _: world_size))  # GRPO counts with it
+        patched.setattr(sys, "argv", [recipe, *words, *on_cpu])
+        runpy.run_path(str(recipes()[recipe.replace("-", "_")]))["main"]()
+    return found.value.args
+
+
+def machine_of(config: FSDPConfig, **known: Any) -> dict[str, Any]:
+    names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "activation_checkpointing")
+    names += tuple(f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
+    values = {name: getattr(config, name) for name in names} | {"offload": config.offload_params}
+    nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_gpus": config.num_processes}
+    return values | nodes | {"precision": config.mixed_precision} | known
+
+
+FIXED = "--gpu h100-80gb --num-processes 2 --max-length 512 --no-offload-params --reshard-after-forward"
+FIXED += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1 --activation-checkpointing"
+FIXED += " --activation-checkpointing-every-n-layers 2 --no-activation-checkpointing-offload --gradient-accumulation-steps 3"
+FIXED += " --per-device-train-batch-size 5"
+OF_LORA = "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager --sync-each-batch"
+OF_ALL = "--optimizer sgd_momentum --no-sync-each-batch --torch-compile --master-dtype bf16"
+
+
+SOME = [("finetune", False), ("finetune", True), ("accelerate-loop", False), ("accelerate-loop", True)]
+SOME += [(recipe, True) for recipe in RECIPES if recipe not in dict(SOME)]
+MORE = [pytest.param(recipe, False, marks=pytest.mark.nightly) for recipe in RECIPES if (recipe, False) not in SOME]
+
+
+@pytest.mark.parametrize(("recipe", "adapter"), [*SOME, *MORE])
+def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_path, monkeypatch):
+    """By words, and with an adapter by the file of `--config`."""
+    others, llama = models
+    model, path = others.get(recipe, llama), tmp_path / "two.yaml"
+    words = [*FIXED.split(), *(OF_LORA if adapter else OF_ALL * (recipe != "accelerate-loop")).split()]
+    words += ["--frozen-models", str(llama)] * (recipe in ("distill", "grpo"))
+    words = [word.replace("q_proj,v_proj", "q,v") if recipe == "seq2seq" else word for word in words]
+    words += ["--output", str(path)] * adapter
+    code, out, err = run(capsys, "config", model, "--recipe", recipe, *words, "--json")
+    if recipe == "accelerate-loop" and adapter:
+        assert code == 1 and "`hf-fsdp accelerate-loop` cannot be started so" in err
+        return
+    assert code == 0, err
+    value = json.loads(out)
+    found, launched = value["recommendation"]["setup"], shlex.split(value["launch"])
+    start = launched.index(recipe)
+    assert launched[start + 1] == "--config_file"
+    config = FSDPConfig(**{**value["config"], "activation_checkpointing_save_ops": ()})
+    taken = parsed(recipe, launched[start + 3 :], monkeypatch, 2)
+    own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
+    assert own.loss in (None, found["loss"])
+    assert json.loads(json.dumps(asdict(replace(own, loss=found["loss"])), default=str)) == found
+    estimated = json.loads(run(capsys, "estimate", model, "--recipe", recipe, *words[: -2 * adapter or None], "--json")[1])
+    assert estimated["memory"]["total"] == value["recommendation"]["cost"]["peak_bytes"]
+    assert {**estimated["memory"]["setup"], "gpus_per_node": 2, "policy": found["policy"]} == found
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What the header of a file says of the setup that was estimated."""
+    text = re.sub(r"\n# {10,}", " ", path.read_text())
+    words = re.search(r"^# assumed +(.*)$", text, re.MULTILINE).group(1)
+    rows = re.search(r"^# global batch +(\d+)  \d+ GPUs x (\d+) x (\d+) steps, ([\d,]+) tokens$", text, re.MULTILINE)
+    model, seq_len, gpu = re.search(
+        r"^# (\S+), .*sequences of ([\d,]+) tokens, on \d+ x (\S+)$", text, re.MULTILINE
+    ).groups()
+    total, batch, steps, tokens = (int(number.replace(",", "")) for number in rows.groups())
+    seq_len = int(seq_len.replace(",", ""))
+    assert total * seq_len == tokens
+    return {"words": words, "batch": (batch, steps, total), "seq_len": seq_len, "gpu": gpu, "model": model}
+
+
+def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str) -> TrainingSetup:
+    """The setup of a recipe that is started with a launch file and these words."""
+    config = FSDPConfig(**FSDPConfig.translate_file(path).fields)
+    setup = setup_of(recipe, *parsed(recipe, words, monkeypatch, config.num_processes), **machine_of(config, gpu=gpu))
+    return replace(setup, loss="chunked")
+
+
+FILES = [path for path in SHIPPED if path.stem != "cpu"] + [path.with_suffix("").with_suffix(".yaml") for path in MODELS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
+    """The line that starts it, parsed by the recipe, and what the file says of its estimate."""
+    monkeypatch.chdir(FOLDER.parent)
+    said, words = told(path), shlex.split(header(path)["Start it with"])
+    words = words[words.index("hf-fsdp") + 1 :]
+    recipe, _, name, *rest = (word for word in words if word not in ("--machine_rank", "0"))
+    assert named_config(name).samefile(path)
+    rest = [word for word in rest if word not in ("--main_process_ip", "ADDRESS")]
+    setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
+    batch = (setup.batch_size, setup.gradient_accumulation_steps)
+    assert (*batch, batch[0] * batch[1] * setup.rows_at_once) == said["batch"]
+    assert (setup.seq_len, setup.words) == (said["seq_len"], said["words"])
+
+
+def commands_of_readme() -> list[list[str]]:
+    rows = re.findall(r"^\| .* \| (`hf-fsdp .*) \|$", (FOLDER.parent / "README.md").read_text(), re.MULTILINE)
+    return [shlex.split(command) for row in rows for command in re.findall(r"`(hf-fsdp [^`]+)`", row)]
