@@ -7,8 +7,11 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_tools.accelerator import device_title
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.sharding.recompute import Recompute
 
 DEFAULT_RECIPE = "finetune"
@@ -112,7 +115,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     adapts, columns, lengths = bool(get("use_peft")), get("dataset_columns"), {name: get(name) for name in own.lengths}
     unknown = [*(name for name in _NOT_FORESEEN if get(name)), *(name for name in lengths if lengths[name] is None)]
     if unknown:
-        raise ConfigError(f"no estimate: what --{unknown[0]} {get(unknown[0])} takes is not foreseen.")
+        raise ConfigError(f"what --{unknown[0]} {get(unknown[0])} takes is not foreseen.")
     accelerate = get("accelerator_config") or {}
     accelerate = accelerate if isinstance(accelerate, dict) else vars(accelerate)
     values = {
@@ -140,6 +143,27 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     if get("gradient_checkpointing"):
         values["activation_checkpointing"] = True
     return TrainingSetup(**(machine | values | dict(own.fields)))
+
+
+def machine_of(accelerator: Any) -> dict[str, Any]:
+    """The fields of `TrainingSetup` that an Accelerator decides."""
+    plugin, sizes = (
+        accelerator.state.fsdp_plugin,
+        accelerator.parallelism_config or accelerator.state.fsdp_plugin.copies,
+    )
+    recompute, precision = plugin.recompute, accelerator.mixed_precision
+    values = {name: getattr(sizes, name, None) or 1 for name in ("dp_replicate_size", "cp_size", "tp_size")}
+    values |= {f"activation_checkpointing_{name}": value for name, value in vars(recompute or Recompute()).items()}
+    return values | {
+        "gpu": gpu_named(device_title(accelerator.device) or "").name,
+        "num_gpus": accelerator.num_processes,
+        "gpus_per_node": rank_on_node()[1],
+        "precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
+        "ep_size": plugin.ep_size,
+        "reshard_after_forward": plugin.reshard_after_forward is not False,
+        "offload": bool(plugin.cpu_offload),
+        "activation_checkpointing": recompute is not None,
+    }
 
 
 def _optimizer(optim: Any, arguments: str | None) -> str:
