@@ -17,6 +17,7 @@ from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
+from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.packed import check_experts, pack, packed_parameters
@@ -86,40 +87,55 @@ class Forecast:
 
 
 _Key: TypeAlias = tuple[object, ...]
-_models: dict[_Key, tuple[object, nn.Module, WrapPlan]] = {}
-_traces: dict[_Key, tuple[object, WrapPlan, Trace, TrainingSetup]] = {}
-"""With the source, so that no other object gets its address."""
+_models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
+_traces: dict[_Key, tuple[WrapPlan, Trace, TrainingSetup]] = {}
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
     """The events of one optimizer step of a training; the model and its trace are kept in this process for the next."""
 
-    def built() -> tuple[object, nn.Module, WrapPlan]:
-        return (name_or_model, *build(name_or_model, setup, **model_kwargs))
+    source = [_content(each) for each in (name_or_model, *setup.frozen_models)]
 
-    def traced() -> tuple[object, WrapPlan, Trace, TrainingSetup]:
-        key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
-        _, model, plan = _kept(_models, key, _MOST_MODELS, built)
+    def built() -> tuple[nn.Module, WrapPlan]:
+        return build(name_or_model, setup, **model_kwargs)
+
+    def traced() -> tuple[WrapPlan, Trace, TrainingSetup]:
+        key = _key(source[:1], setup, model_kwargs, _NOT_BUILT)
+        model, plan = _kept(_models, key, _MOST_MODELS, built)
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
         rows = replace(settled, batch_size=settled.batch_size * settled.rows_per_example)
         trace = trace_model(model, plan, rows)
         if setup.frozen_models:
             notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
             trace = replace(trace, frozen_bytes=_frozen_bytes(setup, model_kwargs), notes=notes)
-        return name_or_model, plan, trace, settled
+        return plan, trace, settled
 
-    key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
-    _, plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
+    key = _key(source, setup, model_kwargs, _NOT_TRACED)
+    plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
     setup = replace(setup, loss=settled.loss)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 
 
-def _key(source: Source, setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
+def _content(source: Source) -> str:
+    """What a model is made of, as text that changes with it: of a folder its config.json, of a model its modules."""
+    if isinstance(source, PreTrainedConfig):
+        return f"{type(source)} {source.to_json_string(use_diff=False)}"
+    if isinstance(source, nn.Module):
+        own = [(name, module, vars(module).get("forward")) for name, module in source.named_modules()]
+        modules = [(name, type(module), module.extra_repr(), forward) for name, module, forward in own]
+        tensors = [*source.named_parameters(), *source.named_buffers()]
+        sizes = [(name, each.shape, each.dtype, each.requires_grad) for name, each in tensors]
+        return f"{modules} {sizes} {getattr(source, 'config', None)}"
+    path = local_path(str(source))
+    file = path / "config.json" if path is not None and path.is_dir() else path
+    return f"{source} {file.read_bytes() if file is not None and file.is_file() else b''!r}"
+
+
+def _key(source: list[str], setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
     """What a model or a trace depends on."""
     own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
-    place = str(source) if isinstance(source, str | PathLike) else id(source)
-    return place, repr(sorted(model_kwargs.items())), repr(own)
+    return *source, repr(sorted(model_kwargs.items())), repr(own)
 
 
 def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Value]) -> Value:
