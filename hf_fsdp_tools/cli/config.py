@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from hf_fsdp_tools.cli.options import (
     explicit_fields,
     prepare_model,
     progress,
+    refuse,
     write,
 )
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job
@@ -85,6 +86,14 @@ def _config(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
     if options.cpu and options.gpu is not None:
         raise ConfigError("--cpu and --gpu: give one of them")
+    if options.output is None:
+        refuse(options, ("force",), "is for the file of --output: name it")
+    if options.model is None:
+        known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
+        names = (
+            {action.dest for action in options.command._actions} - {each.name for each in fields(FSDPConfig)} - known
+        )
+        refuse(options, names, "is about what is trained: name the model too, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
     check_writable(options.output)

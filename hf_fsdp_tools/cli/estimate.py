@@ -140,6 +140,8 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
     value: dict[str, Any] = {}
     for wrapping, each in estimates.items():
         value[wrapping] = {"memory": json.loads(each.memory.to_json()), "throughput": json.loads(each.time.to_json())}
+        if options.explain:
+            value[wrapping]["largest"] = each.memory.largest()
         if options.tokens:
             cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
             value[wrapping] |= {"tokens": options.tokens, **cost}

@@ -62,6 +62,13 @@ def add_class_and_json(add: Callable[..., Any]) -> None:
     add("--json", action="store_true", help="prints one JSON value instead of text")
 
 
+def refuse(options: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    """Refuse options of these names that were given, since they would change nothing."""
+    for action in options.command._actions:
+        if action.dest in names and vars(options).get(action.dest) not in (action.default, None, ()):
+            raise ConfigError(f"{action.option_strings[0]} {reason}")
+
+
 def parse_dtype(name: str | None) -> Any:
     """The floating-point dtype of that name; None without a name."""
     import torch
@@ -294,6 +301,14 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
             "--mixed-precision fp8: FP8 is not foreseen. bf16 is what it needs at most: FP8 gathers half the bytes of "
             "the linear layers of blocks, and multiplies faster"
         )
+    if options.lora_r is None:
+        refuse(options, ("lora_target_modules", "lora_dropout"), "is for an adapter: add --lora-r, such as 16")
+    else:
+        refuse(
+            options,
+            ("master_dtype",),
+            "is for a training of all weights, and LoRA's are fp32: leave it or --lora-r out",
+        )
     names = _names(values.get("lora_target_modules") or "")
     if len(names) > 1 or "".join(names).isidentifier():  # of one name, anything else makes it a pattern
         values["lora_target_modules"] = names
@@ -317,10 +332,10 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     wanted = TrainingSetup(**({"seq_len": usual_length(options)} | values))
     if recipe is None:
         return wanted
-    own, problem = RECIPES[recipe], f"`hf-fsdp {recipe}` cannot be started so; it has"
+    own, problem = RECIPES[recipe], f"is not how `hf-fsdp {recipe}` can be started, which has"
     if options.auto_class not in (None, own.auto_class):
         model = own.auto_class or "the class that the config names"
-        raise ConfigError(f"--auto-class {options.auto_class}: {problem} {model}; name another --recipe")
+        raise ConfigError(f"--auto-class {options.auto_class} {problem} {model}; name another --recipe")
     if recipe == "distill" and not wanted.frozen_models:
         raise ConfigError("--recipe distill needs its teacher: --frozen-models NAME")
     options.auto_class = own.auto_class
@@ -328,9 +343,7 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     setup = setup_of(recipe, started, **{name: getattr(wanted, name) for name in MACHINE})
     for name in values:
         if (value := getattr(setup, name)) != getattr(wanted, name):
-            option = {"seq_len": "max_length", "compile": "torch_compile"}.get(name, name).replace("_", "-")
-            cure = "leave it out, or let `hf-fsdp estimate` look at it without --recipe"
-            raise ConfigError(f"--{option}: {problem} {value or 'none'}; {cure}")
+            refuse(options, (name,), f"{problem} {value or 'none'}; `hf-fsdp estimate` without --recipe looks at it")
     return setup
 
 

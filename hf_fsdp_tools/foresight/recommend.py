@@ -29,7 +29,7 @@ from hf_fsdp_tools.foresight.search import (
     normal,
 )
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
@@ -129,10 +129,12 @@ class Recommendation:
             processes = min(setup.gpus_per_node, setup.num_gpus)
             lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
         rate = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        least, most = (f"{share * self.tokens_per_second_per_gpu:,.0f}" for share in TRAINER)
+        of_trainer = "" if _NOT_FORESEEN in cost.notes else f"; with a Trainer {least} to {most}"
         return "\n".join(
             [
                 *lines,
-                f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows",
+                f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows{of_trainer}",
                 *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
                 *(f"note      {note}" for note in cost.notes),
                 f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",

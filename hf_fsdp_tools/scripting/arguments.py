@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -86,6 +86,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
 _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmup_steps": 10}
 """Settings of all demos, before those of the recipe: they fit into 3 minutes on 2 CPU cores."""
 
+_OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
+
 _EARLY_STOP = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
@@ -145,6 +147,7 @@ def parse_arguments(
     recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
+    of_adapters = {name: parser.get_default(name) for name in _OF_ADAPTERS}
     parsed = parser.parse(_DEMO | dict(demo or {}))
     chosen = chosen_columns(parsed[-1]) if columns else {}
     parsed = parsed[: len(dataclasses)]
@@ -155,7 +158,8 @@ def parse_arguments(
             one.default_max_length, one.parsed = default_length, parsed
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
-    _check(parsed)
+    given = [name for name in _OF_ADAPTERS if _value(parsed, name) != of_adapters[name]]
+    _check(parsed, given)
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
         _show_no_bars()
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
@@ -337,7 +341,7 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
-def _check(parsed: tuple[Any, ...]) -> None:
+def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     """Refuse options that contradict each other, and those whose package is absent."""
 
     def get(name: str) -> Any:
@@ -357,6 +361,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
             adapts and str(get("optim")) == MUON,
             "--optim muon is for the matrices of a model, and adapters are thin factors: leave --use_peft or it out.",
         ),
+        (bool(of_adapters) and not adapts, f"--{''.join(of_adapters[:1])} is for an adapter: add --use_peft."),
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
         (
             get("model_name_or_path") is not None and get("dataset_name") is None,

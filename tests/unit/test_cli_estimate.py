@@ -80,7 +80,9 @@ def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_sa
     chosen = {name: setup[name] for name in (*SEARCHED, "precision")}
     memory = estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **chosen))
     assert memory.setup.loss == setup["loss"] == "chunked" and memory.total == found["cost"]["peak_bytes"]
-    assert throughput_of(memory).step_seconds == pytest.approx(found["cost"]["step_seconds"])
+    time = throughput_of(memory)
+    assert time.step_seconds == pytest.approx(found["cost"]["step_seconds"])
+    assert "with a Trainer {:,.0f} to {:,.0f}".format(*time.trainer_range) in value["yaml"]
 
 
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
