@@ -90,10 +90,8 @@ def _config(options: argparse.Namespace) -> None:
         refuse(options, ("force",), "is for the file of --output: name it")
     if options.model is None:
         known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
-        names = (
-            {action.dest for action in options.command._actions} - {each.name for each in fields(FSDPConfig)} - known
-        )
-        refuse(options, names, "is about what is trained: name the model too, hf-fsdp config NAME …")
+        known |= {each.name for each in fields(FSDPConfig)}
+        refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
     check_writable(options.output)

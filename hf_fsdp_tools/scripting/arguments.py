@@ -147,7 +147,6 @@ def parse_arguments(
     recipe = _RECIPE_DEFAULTS | machine | dict(defaults or {})
     parser.set_defaults_with_config(**recipe)
     default_length = parser.get_default("max_length")  # before the file's values become defaults
-    of_adapters = {name: parser.get_default(name) for name in _OF_ADAPTERS}
     parsed = parser.parse(_DEMO | dict(demo or {}))
     chosen = chosen_columns(parsed[-1]) if columns else {}
     parsed = parsed[: len(dataclasses)]
@@ -158,8 +157,7 @@ def parse_arguments(
             one.default_max_length, one.parsed = default_length, parsed
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
-    given = [name for name in _OF_ADAPTERS if _value(parsed, name) != of_adapters[name]]
-    _check(parsed, given)
+    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given])
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
         _show_no_bars()
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
@@ -214,6 +212,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             )
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
+        self.given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words} | {*file}
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
