@@ -72,14 +72,7 @@ def add_config(commands: Any) -> None:
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.foresight.recommend import EXPANDABLE
-    from hf_fsdp_tools.scripting.setups import (
-        DEFAULT_RECIPE,
-        RECIPES,
-        options_of,
-        recipe_words,
-        run_file,
-        run_file_of,
-    )
+    from hf_fsdp_tools.scripting import setups
 
     template = TEMPLATES.get(options.template)
     if options.output is None and template is not None:
@@ -97,22 +90,22 @@ def _config(options: argparse.Namespace) -> None:
     check_writable(options.output)
     translation = None if options.source is None else FSDPConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
-    recipe = options.recipe or DEFAULT_RECIPE
+    recipe = options.recipe or setups.DEFAULT_RECIPE
     best = None if options.model is None else _recommend(options, config, recipe)
     run_path = None
     is_here = template is None or options.template == "slurm"  # elsewhere the launch file is carried along alone
     if best is not None and options.recipe is not None and options.output is not None and is_here:
-        run_path = run_file_of(options.output)
+        run_path = setups.run_file_of(options.output)
     if best is None:
         start = [*config.launch_variables, "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
-        values = options_of(recipe, options.model, best.setup)
-        start, script = ["hf-fsdp", recipe], recipe_words(values)
+        values = setups.options_of(recipe, options.model, best.setup)
+        start, script = ["hf-fsdp", recipe], setups.recipe_words(values)
         if run_path is not None:
             script = ["--config", str(run_path), "--dataset_name", "DATASET"]
-        reason_lines = [*str(best).splitlines(), *filter(None, [RECIPES[recipe].note])]
+        reason_lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         if config.mixed_precision == "fp8":
@@ -136,7 +129,7 @@ def _config(options: argparse.Namespace) -> None:
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
     if best is not None and run_path is not None:
         about = {"recipe": recipe, "command": options.command_line, "launch": launch}
-        texts[run_path] = run_file(values, best.setup, **about)
+        texts[run_path] = setups.run_file(values, best.setup, **about)
     texts = texts if options.output is None else {options.output: text, **texts}
     written = _write(texts, force=options.force)
     if options.json:

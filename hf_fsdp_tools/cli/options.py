@@ -327,23 +327,23 @@ def described(options: argparse.Namespace, values: dict[str, Any], recipe: str |
     """The setup of these fields, as a recipe trains it if one is named: by the options that it would be started with,
     so that what is estimated is what is run. The options get the class of the recipe's model."""
     from hf_fsdp_tools.foresight.setup import TrainingSetup
-    from hf_fsdp_tools.scripting.setups import MACHINE, RECIPES, options_of, setup_of
+    from hf_fsdp_tools.scripting.setups import RECIPES, options_of, setup_of
 
     wanted = TrainingSetup(**({"seq_len": usual_length(options)} | values))
     if recipe is None:
         return wanted
-    own, problem = RECIPES[recipe], f"is not how `hf-fsdp {recipe}` can be started, which has"
+    own, problem = RECIPES[recipe], f"does not go with --recipe {recipe}"
     if options.auto_class not in (None, own.auto_class):
-        model = own.auto_class or "the class that the config names"
-        raise ConfigError(f"--auto-class {options.auto_class} {problem} {model}; name another --recipe")
+        refuse(options, ("auto_class",), f"{problem}, which makes {own.auto_class or 'what the config names'}")
     if recipe == "distill" and not wanted.frozen_models:
         raise ConfigError("--recipe distill needs its teacher: --frozen-models NAME")
     options.auto_class = own.auto_class
     started = argparse.Namespace(**options_of(recipe, options.model, wanted))
-    setup = setup_of(recipe, started, **{name: getattr(wanted, name) for name in MACHINE})
+    setup = setup_of(recipe, started, **vars(wanted))
     for name in values:
         if (value := getattr(setup, name)) != getattr(wanted, name):
-            refuse(options, (name,), f"{problem} {value or 'none'}; `hf-fsdp estimate` without --recipe looks at it")
+            has = f", which has {value}" if value else ""
+            refuse(options, (name,), f"{problem}{has}; `hf-fsdp estimate` without --recipe takes it")
     return setup
 
 

@@ -36,35 +36,16 @@ Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 _NOT_TRACED = (
-    "num_gpus",
-    "gpu",
-    "gpus_per_node",
-    "network_gbit_s",
-    "link_gb_s",
-    "dp_replicate_size",
-    "gradient_accumulation_steps",
-    "sync_each_batch",
-    "reduce_dtype",
-    "optimizer",
-    "max_grad_norm",
-    "reshard_after_forward",
-    "offload",
-    "expandable_segments",
-)
+    "num_gpus", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
+    "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
+    "offload", "expandable_segments",
+)  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
 _NOT_BUILT = (
-    *_NOT_TRACED,
-    "batch_size",
-    "rows_per_example",
-    "frozen_models",
-    "images",
-    "image_size",
-    "activation_checkpointing",
-    *(f"activation_checkpointing_{name}" for name in vars(Recompute())),
-    "compile",
-    "loss",
-)
+    *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
+    *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
+)  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS, _MOST_TRACES = 2, 16
@@ -122,11 +103,9 @@ def _content(source: Source) -> str:
     if isinstance(source, PreTrainedConfig):
         return f"{type(source)} {source.to_json_string(use_diff=False)}"
     if isinstance(source, nn.Module):
-        own = [(name, module, vars(module).get("forward")) for name, module in source.named_modules()]
-        modules = [(name, type(module), module.extra_repr(), forward) for name, module, forward in own]
         tensors = [*source.named_parameters(), *source.named_buffers()]
         sizes = [(name, each.shape, each.dtype, each.requires_grad) for name, each in tensors]
-        return f"{modules} {sizes} {getattr(source, 'config', None)}"
+        return f"{type(source)} {source} {sizes} {getattr(source, 'config', None)}"
     path = local_path(str(source))
     file = path / "config.json" if path is not None and path.is_dir() else path
     return f"{source} {file.read_bytes() if file is not None and file.is_file() else b''!r}"

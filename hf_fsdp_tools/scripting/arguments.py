@@ -63,8 +63,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
-    parsed: tuple[Any, ...] = field(default=(), init=False)
-    """All that `parse_arguments` has returned with this one, likewise."""
+    others: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    """What `parse_arguments` has returned beside this one, likewise."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
@@ -154,7 +154,8 @@ def parse_arguments(
         if hasattr(one, "dataset_name"):
             one.column_names = chosen
         if isinstance(one, ModelArguments):
-            one.default_max_length, one.parsed = default_length, parsed
+            one.default_max_length = default_length
+            one.others = tuple(other for other in parsed if other is not one)
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
     _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given])

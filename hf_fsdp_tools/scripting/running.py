@@ -101,7 +101,7 @@ def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
     if accelerator.device.type == "cpu" or not accelerator.is_main_process or _recipe not in RECIPES:
         return
     try:
-        setup = setup_of(_recipe, training, *model_args.parsed, **machine_of(accelerator))
+        setup = setup_of(_recipe, training, model_args, *model_args.others, **machine_of(accelerator))
         kwargs = {**hub_options(model_args, training), "auto_class": RECIPES[_recipe].auto_class}
         with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
             memory = estimate_memory(model_args.model_name_or_path, setup, model_kwargs=kwargs)

@@ -1,7 +1,7 @@
 """What a recipe trains with its options, as a `TrainingSetup`, and which options make it train a setup."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
@@ -16,11 +16,7 @@ from hf_fsdp_tools.sharding.recompute import Recompute
 
 DEFAULT_RECIPE = "finetune"
 
-_OF_LOOP = ("model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "optim")
-
 _CLASSIFIER = "AutoModelForSequenceClassification"
-
-_WRITING = "not counted: what writes the texts (keys and values, weights that stay gathered for it), and its time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,56 +25,38 @@ class Recipe:
 
     auto_class: str | None = None  # None: the class that the config names
     rows: int = 1  # Of each example
-    lengths: Mapping[str, int] = field(default_factory=lambda: {"max_length": 1})
-    """Options for a number of tokens, and which part of a row this may be: half of it where a prompt takes as many."""
+    lengths: tuple[str, ...] = ("max_length",)
+    """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
     fields: dict[str, Any] = field(default_factory=dict)  # Of `TrainingSetup`, which no option changes
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # Of options, where they are not TRL's
-    options: tuple[str, ...] = ()  # All that it has; () is all of TRL's and the Trainer's
+    options: tuple[str, ...] = ()  # All that change memory; () is all of TRL's and the Trainer's
     frozen: str = ""  # The option for a model beside the one that is trained
     rates: tuple[float, float] = (1e-5, 2e-4)
     """Learning rates of all parameters and of an adapter to begin with. (usual values; none is searched)"""
     note: str = ""  # What an estimate leaves out
 
 
+_WRITES: dict[str, Any] = {"lengths": ("max_completion_length",), "rates": (1e-6, 1e-5)}
+_WRITES["note"] = "not counted: what writes the texts (keys and values, weights that stay gathered), and its time"
+
+_OF_LOOP: tuple[str, ...] = ("model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "optim")
+_OF_LOOP += ("gradient_accumulation_steps",)
+
 RECIPES = {
-    "accelerate-loop": Recipe(
-        fields={"loss": "full", "sync_each_batch": True},
-        defaults={"optim": "adamw_torch"},
-        options=(*_OF_LOOP, "gradient_accumulation_steps", "learning_rate"),
-        rates=(2e-5, 2e-5),
-    ),
+    "accelerate-loop": Recipe(fields={"loss": "full", "sync_each_batch": True}, options=_OF_LOOP, rates=(2e-5, 2e-5)),
     "classify": Recipe(auto_class=_CLASSIFIER),
-    "distill": Recipe(
-        lengths={"max_completion_length": 2}, frozen="teacher_model_name_or_path", rates=(1e-6, 1e-5), note=_WRITING
-    ),
+    "distill": Recipe(**_WRITES, frozen="teacher_model_name_or_path"),
     "dpo": Recipe(rows=2, rates=(5e-7, 5e-6)),
     "embed": Recipe(auto_class=_CLASSIFIER, rows=2),  # whose small head stands for the mean of the tokens
     "finetune": Recipe(),
-    "grpo": Recipe(
-        lengths={"max_completion_length": 2}, frozen="reward_model_name_or_path", rates=(1e-6, 1e-5), note=_WRITING
-    ),
+    "grpo": Recipe(**_WRITES, frozen="reward_model_name_or_path"),
     "pretrain": Recipe(),
     "reward": Recipe(auto_class=_CLASSIFIER, rows=2),
     "seq2seq": Recipe(
-        auto_class="AutoModelForSeq2SeqLM", lengths={"max_length": 1, "max_target_length": 1}, rates=(1e-4, 5e-4)
+        auto_class="AutoModelForSeq2SeqLM", lengths=("max_length", "max_target_length"), rates=(1e-4, 5e-4)
     ),
     "tokens": Recipe(auto_class="AutoModelForTokenClassification", rates=(2e-5, 2e-4)),
     "vision-language": Recipe(auto_class="AutoModelForImageTextToText"),
 }
-
-MACHINE: tuple[str, ...] = (
-    "num_gpus",
-    "gpu",
-    "gpus_per_node",
-    "network_gbit_s",
-    "link_gb_s",
-    "precision",
-    "images",
-    "image_size",
-)
-MACHINE += ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "offload")
-MACHINE += ("activation_checkpointing", *(f"activation_checkpointing_{name}" for name in vars(Recompute())))
-"""Fields of `TrainingSetup` that no option of a recipe decides."""
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -93,9 +71,9 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
     """What a recipe trains with its arguments, on a machine.
 
     Args:
-        recipe: its name on the command line, or that of its file.
+        recipe: its name on the command line.
         arguments: the objects of `parse_arguments`, or others with these attributes.
-        machine: fields of `TrainingSetup` that the launch config or the data decide (`MACHINE`).
+        machine: fields of `TrainingSetup`, of which those count that the launch config or the data decide.
 
     Raises:
         ConfigError: an option takes memory that is not foreseen, or a value cannot be.
@@ -106,43 +84,45 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         >>> setup.batch_size, setup.rows_per_example
         (1, 2)
     """
-    own = RECIPES[recipe.replace("_", "-")]
+    own = RECIPES[recipe]
 
     def get(name: str, otherwise: Any = None) -> Any:
-        values = (getattr(each, name) for each in arguments if hasattr(each, name))
-        return next(values, own.defaults.get(name, otherwise))
+        return next((getattr(each, name) for each in arguments if hasattr(each, name)), otherwise)
 
-    adapts, columns, lengths = bool(get("use_peft")), get("dataset_columns"), {name: get(name) for name in own.lengths}
-    unknown = [*(name for name in _NOT_FORESEEN if get(name)), *(name for name in lengths if lengths[name] is None)]
+    adapts, columns, lengths = bool(get("use_peft")), get("dataset_columns"), [get(name) for name in own.lengths]
+    unknown = [*(name for name in _NOT_FORESEEN if get(name)), *own.lengths[: None in lengths]]
     if unknown:
         raise ConfigError(f"what --{unknown[0]} {get(unknown[0])} takes is not foreseen.")
     accelerate = get("accelerator_config") or {}
     accelerate = accelerate if isinstance(accelerate, dict) else vars(accelerate)
+    targets, dtype = get("lora_target_modules") if adapts else "all-linear", get("dtype") or "float32"
+    targets = targets if isinstance(targets, str | None) else tuple(targets)
     values = {
-        "seq_len": max(length * own.lengths[name] for name, length in lengths.items()),
+        "seq_len": max(lengths) * (2 if own.lengths == ("max_completion_length",) else 1),
         "batch_size": get("per_device_train_batch_size"),
         "rows_per_example": len(columns.split(",")) if columns else own.rows,
         "gradient_accumulation_steps": get("gradient_accumulation_steps", 1),
         "sync_each_batch": (accelerate.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch", True),
-        "optimizer": _optimizer(get("optim", "adamw_torch_fused"), get("optim_args")),
+        "optimizer": _optimizer(
+            get("optim", "adamw_torch_fused" if not own.options else "adamw_torch"), get("optim_args")
+        ),
         "max_grad_norm": get("max_grad_norm", 1.0) or None,
         "freeze_vision_tower": bool(get("freeze_vision_tower")),
         "compile": bool(get("torch_compile")),
         "attn_implementation": get("attn_implementation") or "sdpa",
-        "frozen_models": _frozen(recipe, own, adapts, get),
+        "frozen_models": _frozen(recipe, adapts, get),
+        "lora_r": get("lora_r") if adapts else None,
+        "lora_dropout": get("lora_dropout") if adapts else 0.0,
+        "lora_target_modules": targets[0] if targets == ("all-linear",) else targets,
+        "load_in_4bit": bool(get("load_in_4bit")),
+        "dequantize": get("dequantize", True),
+        "master_dtype": "fp32" if adapts else _DTYPES.get(dtype, dtype),
+        "reduce_dtype": "fp32",
+        "wrapping": "hybrid",
+        "loss": None,
     }
-    if adapts:
-        targets = get("lora_target_modules")
-        targets = targets if isinstance(targets, str | None) else tuple(targets)
-        values |= {"lora_r": get("lora_r"), "lora_dropout": get("lora_dropout")}
-        values["lora_target_modules"] = targets[0] if targets == ("all-linear",) else targets
-        values |= {"load_in_4bit": bool(get("load_in_4bit")), "dequantize": get("dequantize", True)}
-    else:
-        dtype = get("dtype") or "float32"
-        values["master_dtype"] = _DTYPES.get(dtype, dtype)
-    if get("gradient_checkpointing"):
-        values["activation_checkpointing"] = True
-    return TrainingSetup(**(machine | values | dict(own.fields)))
+    recomputes = bool(machine.get("activation_checkpointing") or get("gradient_checkpointing"))
+    return TrainingSetup(**(machine | values | {"activation_checkpointing": recomputes} | own.fields))
 
 
 def machine_of(accelerator: Any) -> dict[str, Any]:
@@ -175,12 +155,11 @@ def _optimizer(optim: Any, arguments: str | None) -> str:
     return next((name for name, (words, _) in OPTIMIZERS.items() if words == word), word)
 
 
-def _frozen(recipe: str, own: Recipe, adapts: bool, get: Callable[[str], Any]) -> tuple[str, ...]:
+def _frozen(recipe: str, adapts: bool, get: Callable[[str], Any]) -> tuple[str, ...]:
     """The models that a recipe holds beside the one that it trains: a reference, a teacher, one that rewards."""
     has_reference = (recipe == "dpo" and not get("precompute_ref_log_probs")) or (recipe == "grpo" and get("beta"))
-    names = [own.frozen] if own.frozen else []
-    names += ["model_name_or_path"] * bool(has_reference and not adapts)  # else the adapter is turned off
-    return tuple(name for name in map(get, names) if name)
+    names = [RECIPES[recipe].frozen, "model_name_or_path" if has_reference and not adapts else ""]
+    return tuple(value for name in names if name and (value := get(name)))
 
 
 def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
@@ -188,7 +167,7 @@ def options_of(recipe: str, model: str, setup: TrainingSetup) -> dict[str, Any]:
     own = RECIPES[recipe]
     values: dict[str, Any] = {"model_name_or_path": model, "dataset_name": "DATASET"}
     values |= {own.frozen: setup.frozen_models[0]} if own.frozen and setup.frozen_models else {}
-    values |= {name: setup.seq_len // part for name, part in own.lengths.items()}
+    values |= {name: setup.seq_len // (2 if "completion" in name else 1) for name in own.lengths}
     values["per_device_train_batch_size"] = setup.batch_size
     values["gradient_accumulation_steps"] = setup.gradient_accumulation_steps
     if setup.optimizer != "adamw":
