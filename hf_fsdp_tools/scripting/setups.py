@@ -7,6 +7,8 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from hf_fsdp_tools.accelerator import device_title
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import ConfigError
@@ -141,7 +143,7 @@ def machine_of(accelerator: Any) -> dict[str, Any]:
         "precision": {"no": "fp32", "fp8": "bf16"}.get(precision, precision),
         "ep_size": plugin.ep_size,
         "reshard_after_forward": plugin.reshard_after_forward is not False,
-        "offload": bool(plugin.cpu_offload),
+        "offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": recompute is not None,
     }
 

@@ -169,6 +169,9 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     plugin = HybridFSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
     known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
     gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
+    offloading = SimpleNamespace(
+        **{**vars(gpu), "state": SimpleNamespace(fsdp_plugin=HybridFSDPPlugin(cpu_offload=True))}
+    )
     monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
     monkeypatch.setattr(running, "_recipe", "dpo")
@@ -181,6 +184,8 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     )
     memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
     assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
+    machine = json.loads(json.dumps(setups.machine_of(gpu)))
+    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload"]
     model_args.use_dora = True
     running._say_estimate(model_args, training, gpu)
     assert "no estimate of the peak: what --use_dora True takes is not foreseen" in capsys.readouterr().out
