@@ -8,10 +8,9 @@ minutes (`hf-fsdp classify`). A model of your own on one GPU with LoRA, and on e
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/classify.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name fancyzhx/ag_news --learning_rate 1e-5 --max_length 512
 
-`hf-fsdp estimate Qwen/Qwen3-8B --auto-class AutoModelForSequenceClassification …` predicts memory and time. Every
-option of transformers' TrainingArguments works. Rows have a text and its class, a name or a whole number, in the
-columns `text` and `label` or those of `--text_column` and `--label_column`. With LoRA the head is trained and saved
-too.
+`hf-fsdp estimate Qwen/Qwen3-8B --recipe classify …` predicts memory and time. Every option of transformers'
+TrainingArguments works. Rows have a text and its class, a name or a whole number, in the columns `text` and `label` or
+those of `--text_column` and `--label_column`. With LoRA the head is trained and saved too.
 """
 
 from dataclasses import dataclass, field

@@ -11,10 +11,11 @@ from 3.7 to below 1.6 in two minutes (`hf-fsdp distill`). Models of your own on 
         --dataset_name trl-lib/tldr --learning_rate 1e-6 --per_device_train_batch_size 4
 
 The teacher is sharded as the student is, in the precision of computation, and never whole on a rank: in bf16, 32B
-parameters add 8 GB to each of eight GPUs. `hf-fsdp estimate NAME …` predicts memory for the student alone. Every option
-of TRL's DistillationConfig works: `--beta` chooses the divergence (1: of the student from the teacher, 0: the other way
-round), `--max_completion_length` and `--temperature` what is written, `--use_vllm` by what. Rows have a `prompt`, text
-or turns of a chat. The two models must have one vocabulary.
+parameters add 8 GB to each of eight GPUs. `hf-fsdp estimate NAME --recipe distill --frozen-models TEACHER …` predicts
+memory for both, without what writes the texts. Every option of TRL's DistillationConfig works: `--beta` chooses the
+divergence (1: of the student from the teacher, 0: the other way round), `--max_completion_length` and `--temperature`
+what is written, `--use_vllm` by what. Rows have a `prompt`, text or turns of a chat. The two models must have one
+vocabulary.
 """
 
 from dataclasses import replace

@@ -10,10 +10,11 @@ and to passages on something else. On two CPU processes the evaluation loss fall
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 5e-7 --per_device_train_batch_size 2 --max_length 1024
 
-`hf-fsdp estimate NAME --per-device-train-batch-size 4 …` predicts memory and time for two pairs, without the reference:
-its shards in bf16 add 2 GB to each of eight GPUs for 8B parameters, with LoRA nothing, and its forward pass a third of
-the time. `--precompute_ref_log_probs` runs it once before, and frees it. Every option of TRL's DPOConfig works. Rows
-have `prompt`, `chosen` and `rejected`, text or turns of a chat; without `prompt`, both answers begin with it.
+`hf-fsdp estimate NAME --recipe dpo --per-device-train-batch-size 2 …` predicts memory and time for two pairs: shards
+of the reference in bf16 add 2 GB to each of eight GPUs for 8B parameters, with LoRA nothing; its forward pass, which
+takes a third of the time, is not counted. `--precompute_ref_log_probs` runs it once before, and frees it. Every option
+of TRL's DPOConfig works. Rows have `prompt`, `chosen` and `rejected`, text or turns of a chat; without `prompt`, both
+answers begin with it.
 """
 
 import datasets

@@ -12,9 +12,9 @@ processes the right lines of 51 are found first for 13 % of the held-out ones be
 
 Each text is told apart from those of all processes (`MultipleNegativesRankingLoss(gather_across_devices=True)`), as if
 one process had them all. A model with `modules.json` keeps its pooling; any other gets the mean of its tokens. What is
-saved opens with `SentenceTransformer(folder)`. `hf-fsdp estimate NAME --auto-class AutoModel …` predicts memory. Every
-option of SentenceTransformerTrainingArguments works. Rows have two columns or more, in this order: a text, one that
-belongs to it, and others that do not (`--dataset_columns query,answer` names them).
+saved opens with `SentenceTransformer(folder)`. `hf-fsdp estimate NAME --recipe embed …` predicts memory. Every option
+of SentenceTransformerTrainingArguments works. Rows have two columns or more, in this order: a text, one that belongs
+to it, and others that do not (`--dataset_columns query,answer` names them).
 """
 
 import warnings

@@ -5,7 +5,7 @@ the evaluation loss falls from 7.6 to below 4.5 (`hf-fsdp finetune`, or `python 
 real model on one GPU with LoRA, on eight, and on two machines of eight:
 
     accelerate launch --config_file accelerate_configs/1x80gb.yaml recipes/finetune.py … --use_peft \
-        --lora_target_modules all-linear --per_device_train_batch_size 2 --gradient_accumulation_steps 32
+        --lora_target_modules all-linear --per_device_train_batch_size 1 --gradient_accumulation_steps 64
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/finetune.py \
         --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name trl-lib/Capybara --max_length 4096 \
         --per_device_train_batch_size 1 --gradient_accumulation_steps 8

@@ -10,10 +10,10 @@ minutes (`hf-fsdp reward`). A model of your own on one GPU with LoRA, and on eig
         --model_name_or_path meta-llama/Llama-3.1-8B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \
         --learning_rate 1e-5 --per_device_train_batch_size 2 --max_length 1024
 
-`hf-fsdp estimate NAME --auto-class AutoModelForSequenceClassification --per-device-train-batch-size 4 …` predicts
-memory and time for two pairs. Every option of TRL's RewardConfig works. Rows have `prompt`, `chosen` and `rejected`,
-text or turns of a chat; without `prompt`, it stands in both answers. Pairs longer than `--max_length` are left out.
-With LoRA the head is trained too, and saved beside the adapter.
+`hf-fsdp estimate NAME --recipe reward --per-device-train-batch-size 2 …` predicts memory and time for two pairs. Every
+option of TRL's RewardConfig works. Rows have `prompt`, `chosen` and `rejected`, text or turns of a chat; without
+`prompt`, it stands in both answers. Pairs longer than `--max_length` are left out. With LoRA the head is trained too,
+and saved beside the adapter.
 """
 
 from transformers import AutoModelForSequenceClassification

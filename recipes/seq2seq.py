@@ -10,7 +10,7 @@ seq2seq`). A model of your own on one GPU with LoRA, and on eight GPUs with all 
         --model_name_or_path facebook/nllb-200-3.3B --dataset_name Helsinki-NLP/opus_books --dataset_config de-en \
         --prompt_column translation.de --completion_column translation.en --source_lang deu_Latn --target_lang eng_Latn
 
-`hf-fsdp estimate NAME --auto-class AutoModelForSeq2SeqLM …` predicts memory and time. Every option of transformers'
+`hf-fsdp estimate NAME --recipe seq2seq …` predicts memory and time. Every option of transformers'
 Seq2SeqTrainingArguments works; held-out rows are also written by the model (`--predict_with_generate`), and compared
 with their answers. Rows have `prompt` and `completion`, texts or turns of a chat. Models that read sound (Whisper) are
 trained by a script of their own (docs/recipes.md).

@@ -8,10 +8,10 @@ their quotation marks. On two CPU processes the F1 of what is code rises from 0.
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/tokens.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name lhoestq/conll2003 --learning_rate 1e-5 --max_length 256
 
-`hf-fsdp estimate NAME --auto-class AutoModelForTokenClassification …` predicts memory and time. Every option of
-transformers' TrainingArguments works. Rows have a list of words and one of as many classes, names or whole numbers, in
-the columns `tokens` and `tags` (or `ner_tags`), or those of `--tokens_column` and `--tags_column`. The first token of a
-word has its class, and no other counts in the loss. With LoRA the head is trained and saved too.
+`hf-fsdp estimate NAME --recipe tokens …` predicts memory and time. Every option of transformers' TrainingArguments
+works. Rows have a list of words and one of as many classes, names or whole numbers, in the columns `tokens` and `tags`
+(or `ner_tags`), or those of `--tokens_column` and `--tags_column`. The first token of a word has its class, and no
+other counts in the loss. With LoRA the head is trained and saved too.
 """
 
 import re

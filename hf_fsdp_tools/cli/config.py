@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,13 @@ from hf_fsdp_tools.cli.options import (
     check_writable,
     count,
     decide,
+    described,
     explicit_fields,
     prepare_model,
     progress,
-    usual_length,
+    refuse,
     write,
 )
-from hf_fsdp_tools.cli.run_file import DEFAULT_RECIPE, recipe_values, recipe_words, run_file, run_file_of
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job
 from hf_fsdp_tools.errors import ConfigError
 
@@ -65,42 +65,47 @@ def add_config(commands: Any) -> None:
     train("--global-batch-size", type=count, metavar="N", help="takes N sequences per optimizer step over all GPUs")
     train("--longest", action="store_true", help="looks for the longest sequence that fits, instead of --max-length")
     train("--margin", type=float, metavar="X", help="leaves this part of the GPU's memory free, such as 0.1")
-    names = sorted(each.replace("_", "-") for each in recipes())
-    about = "starts this recipe (default: finetune), and with --output writes its options too: FILE.run.yaml"
-    train("--recipe", choices=names, metavar="NAME", help=about)
-    add_training_options(train)
+    add_training_options(train, recipes())
     parser.set_defaults(run=_config)
 
 
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.scripting import setups
 
     template = TEMPLATES.get(options.template)
     if options.output is None and template is not None:
         raise ConfigError(f"--{options.template} writes {template.about} beside the config: name that with --output")
     if options.cpu and options.gpu is not None:
         raise ConfigError("--cpu and --gpu: give one of them")
+    if options.output is None:
+        refuse(options, ("force",), "is for the file of --output: name it")
+    if options.model is None:
+        known = {"model", "source", "output", "template", "force", "cpu", "gpu", "json"}
+        known |= {each.name for each in fields(FSDPConfig)}
+        refuse(options, vars(options).keys() - known, "is about a training: name its model, hf-fsdp config NAME …")
     if options.source is not None and options.model is not None:
         raise ConfigError(f"{options.model} is searched for what --from gives; leave one of them out")
     check_writable(options.output)
     translation = None if options.source is None else FSDPConfig.translate_file(options.source)
     config, reasons = decide(vars(options), None if translation is None else translation.fields)
-    best = None if options.model is None else _recommend(options, config)
+    recipe = options.recipe or setups.DEFAULT_RECIPE
+    best = None if options.model is None else _recommend(options, config, recipe)
     run_path = None
     is_here = template is None or options.template == "slurm"  # elsewhere the launch file is carried along alone
     if best is not None and options.recipe is not None and options.output is not None and is_here:
-        run_path = run_file_of(options.output)
+        run_path = setups.run_file_of(options.output)
     if best is None:
         start = [*config.launch_variables, "accelerate", "launch"]
         script = ["your_script.py", *([] if translation is None else translation.words)]
         reason_lines = _reason_lines(config, reasons)
     else:
-        recipe, values = options.recipe or DEFAULT_RECIPE, recipe_values(options.model, best.setup)
-        start, script = ["hf-fsdp", recipe], recipe_words(values)
+        values = setups.options_of(recipe, options.model, best.setup)
+        start, script = ["hf-fsdp", recipe], setups.recipe_words(values)
         if run_path is not None:
             script = ["--config", str(run_path), "--dataset_name", "DATASET"]
-        reason_lines = str(best).splitlines()
+        reason_lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         if config.mixed_precision == "fp8":
@@ -124,7 +129,7 @@ def _config(options: argparse.Namespace) -> None:
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
     if best is not None and run_path is not None:
         about = {"recipe": recipe, "command": options.command_line, "launch": launch}
-        texts[run_path] = run_file(values, best.setup, **about)
+        texts[run_path] = setups.run_file(values, best.setup, **about)
     texts = texts if options.output is None else {options.output: text, **texts}
     written = _write(texts, force=options.force)
     if options.json:
@@ -195,7 +200,7 @@ def _gpu_name(options: argparse.Namespace) -> str | None:
     return given or (None if device is None else device_title(device))
 
 
-def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommendation":
+def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -> "Recommendation":
     """The fastest setting of the model that fits on the machines of a config, of what the options leave open."""
     if config.use_cpu:
         raise ConfigError(
@@ -206,6 +211,7 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommenda
         raise ConfigError("--longest looks for the length that --max-length gives; leave one of them out")
     from hf_fsdp_tools.foresight.recommend import recommend_config
     from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+    from hf_fsdp_tools.scripting.setups import RECIPES
 
     name = _gpu_name(options)
     if name is None:
@@ -215,14 +221,13 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig") -> "Recommenda
     values = explicit_fields(foreseen) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
     values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
-    if options.recipe == "accelerate-loop":  # the one recipe whose loop makes whole logits
-        values.setdefault("loss", "full")
-    if options.margin is not None:
-        values["margin"] = options.margin
-    values.setdefault("seq_len", None if options.longest else usual_length(options))
+    setup = described(options, values, recipe)
+    values |= RECIPES[recipe].fields | ({"seq_len": None} if options.longest else {})
+    values |= {} if options.margin is None else {"margin": options.margin}
     with progress() as say:
         return recommend_config(
             options.model,
+            setup,
             global_batch_size=options.global_batch_size,
             model_kwargs=prepare_model(options),
             say=say,

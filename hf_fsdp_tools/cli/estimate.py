@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.options import (
     add_machine_options,
     add_model,
     add_sharding_options,
     add_training_options,
     amount,
+    described,
+    explicit_fields,
     prepare_model,
     progress,
-    setup_of,
 )
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import show_bytes, table, within
@@ -43,7 +45,7 @@ def add_estimate(commands: Any) -> None:
     parser = commands.add_parser("estimate", help=about, description=about)
     add_model(parser)
     add_machine_options(parser.add_argument_group("machines").add_argument)
-    add_training_options(parser.add_argument_group("training").add_argument)
+    add_training_options(parser.add_argument_group("training").add_argument, recipes())
     shard = parser.add_argument_group("sharding").add_argument
     add_sharding_options(shard)
     about = "makes units by the plan (default), one for the whole model, or no FSDP"
@@ -59,8 +61,10 @@ def add_estimate(commands: Any) -> None:
 def _estimate(options: argparse.Namespace) -> None:
     if (options.price is not None) != (options.tokens is not None):
         raise ConfigError("--tokens and --price belong together: the tokens to be trained on, and a GPU's hour")
-    setup, kwargs = setup_of(options), prepare_model(options)
+    setup = described(options, explicit_fields(options), options.recipe)
+    kwargs = prepare_model(options)
     from hf_fsdp_tools.foresight.recommend import what_fits
+    from hf_fsdp_tools.scripting.setups import RECIPES
 
     estimates: dict[str, Estimate] = {}
     with progress() as say:
@@ -69,7 +73,7 @@ def _estimate(options: argparse.Namespace) -> None:
             estimates[wrapping] = _estimated(options, _wrapped(setup, wrapping), kwargs)
         first = estimates[setup.wrapping].memory
         whole_loss = more = None
-        if setup.loss is None and first.setup.loss == "chunked":
+        if options.recipe is None and setup.loss is None and first.setup.loss == "chunked":
             say("the same with whole logits ...")
             whole_loss = _estimated(options, replace(setup, loss="full"), kwargs).memory
         if not (first.fits or options.json):
@@ -78,7 +82,8 @@ def _estimate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_value(options, estimates), indent=1))
         return
-    print(within("\n".join([str(first), *_notes(first, whole_loss, more)]), 100))
+    notes = [*_notes(first, whole_loss, more), *filter(None, [options.recipe and RECIPES[options.recipe].note])]
+    print(within("\n".join([str(first), *notes]), 100))
     if options.explain:
         print("", *_explained(first), sep="\n")
     if options.compare:
@@ -135,6 +140,8 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
     value: dict[str, Any] = {}
     for wrapping, each in estimates.items():
         value[wrapping] = {"memory": json.loads(each.memory.to_json()), "throughput": json.loads(each.time.to_json())}
+        if options.explain:
+            value[wrapping]["largest"] = each.memory.largest()
         if options.tokens:
             cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
             value[wrapping] |= {"tokens": options.tokens, **cost}

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -60,6 +60,13 @@ def add_class_and_json(add: Callable[..., Any]) -> None:
     add("--auto-class", metavar="CLASS", help=about)
     add("--trust-remote-code", action="store_true", help="runs model code that comes with the checkpoint")
     add("--json", action="store_true", help="prints one JSON value instead of text")
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    """Refuse options of these names that were given, since they would change nothing."""
+    for action in options.command._actions:
+        if action.dest in names and vars(options).get(action.dest) not in (action.default, None, ()):
+            raise ConfigError(f"{action.option_strings[0]} {reason}")
 
 
 def parse_dtype(name: str | None) -> Any:
@@ -231,8 +238,10 @@ def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None
 # ---- what is trained ----
 
 
-def add_training_options(add: Callable[..., Any]) -> None:
+def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
+    names = sorted(each.replace("_", "-") for each in recipes)
+    add("--recipe", choices=names, metavar="NAME", help="trains as this recipe does; `config` starts it, and writes")
     about = "takes N sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
     about = "takes N tokens per sequence (default: 4096, or the model's most)"
@@ -251,6 +260,10 @@ def add_training_options(add: Callable[..., Any]) -> None:
     add("--optimizer", metavar="NAME", help=about)
     add("--lora-r", type=count, metavar="R", help="trains LoRA adapters of rank R (default: all parameters)")
     add("--lora-target-modules", metavar="A,B", help="adapts these modules, as in PEFT (default: all-linear)")
+    about = "drops inputs of adapters at this rate (default: 0, which `config` writes; TRL's own is 0.05)"
+    add("--lora-dropout", type=float, metavar="X", help=about)
+    about = "holds these models too, in shards that are not trained: a teacher, a reference"
+    add("--frozen-models", type=_names, metavar="A,B", help=about)
     add("--freeze-vision-tower", action="store_const", const=True, help="does not train the image encoder")
     add("--load-in-4bit", action="store_const", const=True, help="holds the base of LoRA in 4 bits (QLoRA)")
     add("--dequantize", type=truth, metavar="BOOL", help="false: keeps a quantised base of LoRA as it is stored")
@@ -288,8 +301,17 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
             "--mixed-precision fp8: FP8 is not foreseen. bf16 is what it needs at most: FP8 gathers half the bytes of "
             "the linear layers of blocks, and multiplies faster"
         )
-    if "," in str(values.get("lora_target_modules", "")):
-        values["lora_target_modules"] = tuple(name.strip() for name in values["lora_target_modules"].split(","))
+    if options.lora_r is None:
+        refuse(options, ("lora_target_modules", "lora_dropout"), "is for an adapter: add --lora-r, such as 16")
+    else:
+        refuse(
+            options,
+            ("master_dtype",),
+            "is for a training of all weights, and LoRA's are fp32: leave it or --lora-r out",
+        )
+    names = _names(values.get("lora_target_modules") or "")
+    if len(names) > 1 or "".join(names).isidentifier():  # of one name, anything else makes it a pattern
+        values["lora_target_modules"] = names
     if options.gpu is not None:
         gpu_named(options.gpu)
     total = values.get("num_gpus", 1)
@@ -301,11 +323,28 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def setup_of(options: argparse.Namespace) -> "TrainingSetup":
-    """The setup that the command line describes."""
+def described(options: argparse.Namespace, values: dict[str, Any], recipe: str | None) -> "TrainingSetup":
+    """The setup of these fields, as a recipe trains it if one is named: by the options that it would be started with,
+    so that what is estimated is what is run. The options get the class of the recipe's model."""
     from hf_fsdp_tools.foresight.setup import TrainingSetup
+    from hf_fsdp_tools.scripting.setups import RECIPES, options_of, setup_of
 
-    return TrainingSetup(**({"seq_len": usual_length(options)} | explicit_fields(options)))
+    wanted = TrainingSetup(**({"seq_len": usual_length(options)} | values))
+    if recipe is None:
+        return wanted
+    own, problem = RECIPES[recipe], f"does not go with --recipe {recipe}"
+    if options.auto_class not in (None, own.auto_class):
+        refuse(options, ("auto_class",), f"{problem}, which makes {own.auto_class or 'what the config names'}")
+    if recipe == "distill" and not wanted.frozen_models:
+        raise ConfigError("--recipe distill needs its teacher: --frozen-models NAME")
+    options.auto_class = own.auto_class
+    started = argparse.Namespace(**options_of(recipe, options.model, wanted))
+    setup = setup_of(recipe, started, **vars(wanted))
+    for name in values:
+        if (value := getattr(setup, name)) != getattr(wanted, name):
+            has = f", which has {value}" if value else ""
+            refuse(options, (name,), f"{problem}{has}; `hf-fsdp estimate` without --recipe takes it")
+    return setup
 
 
 def usual_length(options: argparse.Namespace) -> int:

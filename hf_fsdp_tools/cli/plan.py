@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.cli.launch import named_config
-from hf_fsdp_tools.cli.options import add_model, amount, check_writable, count, parse_dtype, prepare_model, write
+from hf_fsdp_tools.cli.options import (
+    add_model,
+    amount,
+    check_writable,
+    count,
+    parse_dtype,
+    prepare_model,
+    refuse,
+    write,
+)
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import within
 
@@ -71,11 +80,14 @@ def add_doctor(commands: Any) -> None:
     about = "checks this file for `accelerate launch`, or the one of that name that comes with the package"
     parser.add_argument("--config-file", metavar="FILE", help=about)
     about = "shards the model of NAME over N processes (default: 8)"
-    parser.add_argument("--num-processes", type=count, default=8, metavar="N", help=about)
+    parser.add_argument("--num-processes", type=count, metavar="N", help=about)
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.model is None:
+        names = ("num_processes", "auto_class", "trust_remote_code")
+        refuse(options, names, "is about a model: name it, hf-fsdp doctor NAME …")
     if options.config_file is not None:
         return _doctor_of_file(options)
     from hf_fsdp_tools.diagnostics.environment import check_environment, rehearse
@@ -84,7 +96,7 @@ def _doctor(options: argparse.Namespace) -> int:
         report: Any = check_environment()
     else:
         model = meta_model(options, dtype="float32")  # of what is trained, as this package loads it
-        report = rehearse(model, num_processes=options.num_processes)
+        report = rehearse(model, num_processes=options.num_processes or 8)
     print(report.to_json() if options.json else within(report))
     return int(report.has_errors)
 

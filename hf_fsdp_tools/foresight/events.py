@@ -249,6 +249,7 @@ class Trace:
     model_flops: float  # Of forward and backward pass by the usual count (`Work.model_flops`)
     tokens: int  # Tokens of the micro-step on one rank
     notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
+    frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
 
     @property

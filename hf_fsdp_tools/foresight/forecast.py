@@ -17,6 +17,7 @@ from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
+from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.modeling.packed import check_experts, pack, packed_parameters
@@ -35,33 +36,16 @@ Source: TypeAlias = str | PathLike[str] | PreTrainedConfig | nn.Module
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 _NOT_TRACED = (
-    "num_gpus",
-    "gpu",
-    "gpus_per_node",
-    "network_gbit_s",
-    "link_gb_s",
-    "dp_replicate_size",
-    "gradient_accumulation_steps",
-    "sync_each_batch",
-    "reduce_dtype",
-    "optimizer",
-    "max_grad_norm",
-    "reshard_after_forward",
-    "offload",
-    "expandable_segments",
-)
+    "num_gpus", "gpu", "gpus_per_node", "network_gbit_s", "link_gb_s", "dp_replicate_size", "optimizer",
+    "max_grad_norm", "gradient_accumulation_steps", "sync_each_batch", "reduce_dtype", "reshard_after_forward",
+    "offload", "expandable_segments",
+)  # fmt: skip
 """Fields of `TrainingSetup` that no trace depends on: what-ifs over them need no dry run."""
 
 _NOT_BUILT = (
-    *_NOT_TRACED,
-    "batch_size",
-    "images",
-    "image_size",
-    "activation_checkpointing",
-    *(f"activation_checkpointing_{name}" for name in vars(Recompute())),
-    "compile",
-    "loss",
-)
+    *_NOT_TRACED, "batch_size", "rows_per_example", "frozen_models", "images", "image_size", "activation_checkpointing",
+    *(f"activation_checkpointing_{name}" for name in vars(Recompute())), "compile", "loss",
+)  # fmt: skip
 """Fields of `TrainingSetup` that no model depends on: it is built once for all of them."""
 
 _MOST_MODELS, _MOST_TRACES = 2, 16
@@ -84,35 +68,53 @@ class Forecast:
 
 
 _Key: TypeAlias = tuple[object, ...]
-_models: dict[_Key, tuple[object, nn.Module, WrapPlan]] = {}
-_traces: dict[_Key, tuple[object, WrapPlan, Trace, TrainingSetup]] = {}
-"""With the source, so that no other object gets its address."""
+_models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
+_traces: dict[_Key, tuple[WrapPlan, Trace, TrainingSetup]] = {}
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
     """The events of one optimizer step of a training; the model and its trace are kept in this process for the next."""
 
-    def built() -> tuple[object, nn.Module, WrapPlan]:
-        return (name_or_model, *build(name_or_model, setup, **model_kwargs))
+    source = [_content(each) for each in (name_or_model, *setup.frozen_models)]
 
-    def traced() -> tuple[object, WrapPlan, Trace, TrainingSetup]:
-        key = _key(name_or_model, setup, model_kwargs, _NOT_BUILT)
-        _, model, plan = _kept(_models, key, _MOST_MODELS, built)
+    def built() -> tuple[nn.Module, WrapPlan]:
+        return build(name_or_model, setup, **model_kwargs)
+
+    def traced() -> tuple[WrapPlan, Trace, TrainingSetup]:
+        key = _key(source[:1], setup, model_kwargs, _NOT_BUILT)
+        model, plan = _kept(_models, key, _MOST_MODELS, built)
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
-        return name_or_model, plan, trace_model(model, plan, settled), settled
+        rows = replace(settled, batch_size=settled.batch_size * settled.rows_per_example)
+        trace = trace_model(model, plan, rows)
+        if setup.frozen_models:
+            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
+            trace = replace(trace, frozen_bytes=_frozen_bytes(setup, model_kwargs), notes=notes)
+        return plan, trace, settled
 
-    key = _key(name_or_model, setup, model_kwargs, _NOT_TRACED)
-    _, plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
+    key = _key(source, setup, model_kwargs, _NOT_TRACED)
+    plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
     setup = replace(setup, loss=settled.loss)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
 
 
-def _key(source: Source, setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
+def _content(source: Source) -> str:
+    """What a model is made of, as text that changes with it: of a folder its config.json, of a model its modules."""
+    if isinstance(source, PreTrainedConfig):
+        return f"{type(source)} {source.to_json_string(use_diff=False)}"
+    if isinstance(source, nn.Module):
+        tensors = [*source.named_parameters(), *source.named_buffers()]
+        sizes = [(name, each.shape, each.dtype, each.requires_grad) for name, each in tensors]
+        return f"{type(source)} {source} {sizes} {getattr(source, 'config', None)}"
+    path = local_path(str(source))
+    file = path / "config.json" if path is not None and path.is_dir() else path
+    return f"{source} {file.read_bytes() if file is not None and file.is_file() else b''!r}"
+
+
+def _key(source: list[str], setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
     """What a model or a trace depends on."""
     own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
-    place = str(source) if isinstance(source, str | PathLike) else id(source)
-    return place, repr(sorted(model_kwargs.items())), repr(own)
+    return *source, repr(sorted(model_kwargs.items())), repr(own)
 
 
 def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Value]) -> Value:
@@ -144,7 +146,7 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     if setup.lora_r is not None and not is_adapted(model):
         model = model if own is None else _on_meta(model)
         targets = setup.lora_target_modules
-        names = targets if isinstance(targets, str) else list(targets)
+        names = targets if isinstance(targets, str | None) else list(targets)
         model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
     base = base_of(model)
     config = getattr(base, "config", None)
@@ -166,6 +168,14 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
         )
         plan = replace(plan, units=(root,))
     return base, plan
+
+
+def _frozen_bytes(setup: TrainingSetup, model_kwargs: dict[str, Any]) -> int:
+    """Bytes of the models that are held and not trained, whole."""
+    kwargs = {key: value for key, value in model_kwargs.items() if key != "auto_class"}
+    plain = replace(setup, lora_r=None, load_in_4bit=False, dequantize=True, master_dtype=setup.precision)
+    models = (_built(name, plain, kwargs) for name in setup.frozen_models)
+    return sum(parameter.nbytes for model in models for parameter in model.parameters())
 
 
 def _image_encoder(model: nn.Module) -> nn.Module:
@@ -212,5 +222,9 @@ def _built(
             ),
         )
     own_code = bool(hub.get("trust_remote_code"))
-    model: nn.Module = build_meta_model(config, trust_remote_code=own_code, **options)
-    return model
+    model: Any = build_meta_model(config, trust_remote_code=own_code, **options)
+    text = model.config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0  # without one, a classifier of texts takes one row alone; recipes take the tokenizer's
+    built: nn.Module = model
+    return built

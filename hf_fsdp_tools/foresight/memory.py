@@ -119,6 +119,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         setup = self.setup
         times = f" × {setup.gradient_accumulation_steps} micro-steps" if setup.gradient_accumulation_steps > 1 else ""
+        sequences = setup.batch_size * setup.rows_per_example
         each = f"{shared} GPUs" if (shared := setup.dims.ranks_per_row) > 1 else "GPU"
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * self.limit_bytes] or kinds[:1]
@@ -134,7 +135,7 @@ class MemoryEstimate:
         width = max(len(name) for name, _ in rows)
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
-            f"{setup.batch_size} × {setup.seq_len:,} tokens per {each}{times}; the peak stands in {self.peak_phase}, "
+            f"{sequences} × {setup.seq_len:,} tokens per {each}{times}; the peak stands in {self.peak_phase}, "
             f"at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
             *(self._row(name, num_bytes, width) for name, num_bytes in rows),

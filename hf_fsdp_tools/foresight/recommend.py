@@ -29,7 +29,7 @@ from hf_fsdp_tools.foresight.search import (
     normal,
 )
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.throughput import throughput_of
+from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
@@ -87,9 +87,14 @@ class Recommendation:
         return self.setup.batch_size * self.setup.gradient_accumulation_steps * self.setup.rows_at_once
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of these sequences, two of each pair."""
+        return self.global_batch_size * self.setup.rows_per_example * self.setup.seq_len
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens per second and GPU."""
-        return self.global_batch_size * self.setup.seq_len / self.cost.step_seconds / self.setup.num_gpus
+        return self.tokens_per_step / self.cost.step_seconds / self.setup.num_gpus
 
     def __str__(self) -> str:
         setup, cost = self.setup, self.cost
@@ -105,7 +110,7 @@ class Recommendation:
         free, reserve = _percent(1 - cost.peak_bytes / self.gpu_bytes), _percent(self.margin)
         lines += [
             f"{'global batch':<{width}}  {self.global_batch_size:>5,}  {setup.row_words} x {setup.batch_size} x "
-            f"{setup.gradient_accumulation_steps} steps, {self.global_batch_size * setup.seq_len:,} tokens",
+            f"{setup.gradient_accumulation_steps} steps, {self.tokens_per_step:,} tokens",
             "",
             f"memory    {show_bytes(cost.peak_bytes)} of {show_bytes(self.gpu_bytes)} per GPU, {free} free "
             f"(at least {reserve} for what estimates cannot know)",
@@ -124,10 +129,12 @@ class Recommendation:
             processes = min(setup.gpus_per_node, setup.num_gpus)
             lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
         rate = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        least, most = (f"{share * self.tokens_per_second_per_gpu:,.0f}" for share in TRAINER)
+        of_trainer = "" if _NOT_FORESEEN in cost.notes else f"; with a Trainer {least} to {most}"
         return "\n".join(
             [
                 *lines,
-                f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows",
+                f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows{of_trainer}",
                 *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
                 *(f"note      {note}" for note in cost.notes),
                 f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",

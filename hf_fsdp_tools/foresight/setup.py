@@ -56,6 +56,8 @@ class TrainingSetup:
     batch_size: int = 1
     """Sequences per GPU, or group of GPUs that share rows (`cp_size`, `tp_size`), and micro-step
     (`per_device_train_batch_size`)."""
+    rows_per_example: int = 1
+    """Rows that each of these is: two of a pair of answers (DPO, rewards)."""
     seq_len: int = 4096
     """Tokens per sequence."""
     images: int | None = None
@@ -78,8 +80,8 @@ class TrainingSetup:
     """Whether gradients are clipped, which takes memory and time."""
     lora_r: int | None = None
     """Rank of LoRA adapters; None trains all parameters."""
-    lora_target_modules: str | tuple[str, ...] = "all-linear"
-    """As in PEFT's `LoraConfig.target_modules`."""
+    lora_target_modules: str | tuple[str, ...] | None = "all-linear"
+    """As in PEFT's `LoraConfig.target_modules`; None takes PEFT's own for the model."""
     lora_dropout: float = 0.0
     """As in PEFT's `LoraConfig`. Above 0, each adapted layer keeps an input of its own and a mask (TRL's default is
     0.05)."""
@@ -90,6 +92,9 @@ class TrainingSetup:
     dequantize: bool = True
     """False: the base of LoRA stays as its checkpoint's quantization_config says (FP8, MXFP4, int4, …), as in
     `from_pretrained`."""
+    frozen_models: tuple[str, ...] = ()
+    """Hub names or folders of models that are held beside this one in shards of `precision` and not trained: a
+    reference (the same name once more), a teacher. Their forward passes are not timed."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
     activation_checkpointing_every_n_layers: int = 1
@@ -170,7 +175,7 @@ class TrainingSetup:
     def words(self) -> str:
         """What the training is in one sentence, with all that an estimate assumes: optimizer, dtypes, loss, kernels."""
         targets = self.lora_target_modules
-        targets = targets if isinstance(targets, str) else " ".join(targets)
+        targets = targets if isinstance(targets, str) else " ".join(targets or ["PEFT's own targets"])
         trained = "all parameters" if self.lora_r is None else f"LoRA (r {self.lora_r}) on {targets}"
         trained = trained.replace("LoRA", "QLoRA") if self.load_in_4bit else trained
         trained += " of a base that stays quantised" * (not self.dequantize)
@@ -179,6 +184,8 @@ class TrainingSetup:
         return ", ".join(
             [
                 trained + " but the vision tower" * self.freeze_vision_tower,
+                *([f"{self.rows_per_example} rows per example"] if self.rows_per_example > 1 else []),
+                *(f"beside {name}, frozen" for name in self.frozen_models),
                 *([str(self.dims)] if max(self.tp_size, self.cp_size, self.ep_size) > 1 else []),
                 f"{self.optimizer} on {self.master_dtype}",
                 f"computed in {self.precision}",

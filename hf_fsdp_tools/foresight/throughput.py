@@ -20,7 +20,7 @@ _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
 successor. (assumed; from the backward pass of GPT-175B in the FSDP paper, arXiv 2304.11277)"""
 
-_TRAINER = (0.62, 0.88)
+TRAINER = (0.62, 0.88)
 """What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
 published trainings of 7 and 8 B on 4 A100, 512 tokens, padding counted (Liger's example, 2024)."""
 
@@ -85,7 +85,7 @@ class ThroughputEstimate:
     def trainer_range(self) -> tuple[float, float] | None:
         """The same of transformers' `Trainer`, as far as published trainings with it fell short; None likewise."""
         value = self.tokens_per_second_per_gpu
-        return (value * _TRAINER[0], value * _TRAINER[1]) if self.is_foreseen else None
+        return (value * TRAINER[0], value * TRAINER[1]) if self.is_foreseen else None
 
     @property
     def tflops_per_gpu(self) -> float:

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -63,6 +63,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     default_max_length: int | None = field(default=None, init=False)
     """What `--max_length` is where nobody gives it; `parse_arguments` sets it, and it is no option."""
+    others: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    """What `parse_arguments` has returned beside this one, likewise."""
 
     def __post_init__(self) -> None:
         """As TRL's; but an adapter's base keeps the checkpoint's dtype, commas may stand between names, and a plain
@@ -83,6 +85,8 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
 
 _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmup_steps": 10}
 """Settings of all demos, before those of the recipe: they fit into 3 minutes on 2 CPU cores."""
+
+_OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
 
 _EARLY_STOP = {
     "load_best_model_at_end": True,
@@ -151,9 +155,10 @@ def parse_arguments(
             one.column_names = chosen
         if isinstance(one, ModelArguments):
             one.default_max_length = default_length
+            one.others = tuple(other for other in parsed if other is not one)
         if hasattr(one, "resume_from_checkpoint"):
             _complete(one, str(recipe.get("output_dir")))
-    _check(parsed)
+    _check(parsed, [name for name in _OF_ADAPTERS if name in parser.given])
     if not sys.stderr.isatty() or _value(parsed, "disable_tqdm"):
         _show_no_bars()
     # PEFT 0.21 and TRL 1.16 ask transformers by an older name, and PEFT sets the other value itself.
@@ -208,6 +213,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             )
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
+        self.given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words} | {*file}
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
@@ -335,7 +341,7 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
-def _check(parsed: tuple[Any, ...]) -> None:
+def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     """Refuse options that contradict each other, and those whose package is absent."""
 
     def get(name: str) -> Any:
@@ -355,6 +361,7 @@ def _check(parsed: tuple[Any, ...]) -> None:
             adapts and str(get("optim")) == MUON,
             "--optim muon is for the matrices of a model, and adapters are thin factors: leave --use_peft or it out.",
         ),
+        (bool(of_adapters) and not adapts, f"--{''.join(of_adapters[:1])} is for an adapter: add --use_peft."),
         (merges and not adapts, "--merge_adapters needs an adapter: add --use_peft."),
         (
             get("model_name_or_path") is not None and get("dataset_name") is None,

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from transformers import (
@@ -25,10 +27,14 @@ from transformers import (
 from hf_fsdp_tools.distributed.agreement import wait_for_all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.foresight.memory import estimate_memory
 from hf_fsdp_tools.scripting.checks import check_documents_apart, check_prepared_rows
 from hf_fsdp_tools.scripting.progress import Progress
+from hf_fsdp_tools.scripting.setups import RECIPES, machine_of, setup_of
 from hf_fsdp_tools.scripting.tokenizer import hub_options
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import first_line, listed, show_bytes
+
+_recipe = ""  # The name that `run` was given
 
 _FIRST_SAYS_S = 30.0
 """How long the first process of a machine may take to say an error after another has met it. (assumed)"""
@@ -70,6 +76,8 @@ def load_model(
         **({"auto_class": auto_class} if auto_class is not None else {}),
         **_four_bits(model_args, accelerator.mixed_precision),
     }
+    if show:
+        _say_estimate(model_args, training, accelerator)
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_no_table)
     try:
@@ -83,6 +91,24 @@ def load_model(
             end = "; it is trained whole, and saved with the adapter" if hasattr(model, "peft_config") else ""
             accelerator.print(f"drawn by the seed, for no file holds it: {names}{end}\n")
     return model
+
+
+def _say_estimate(model_args: Any, training: Any, accelerator: Any) -> None:
+    """Print the memory that a recipe will need on its GPUs, or why that is not known, which keeps no run from training.
+
+    Rank 0 alone looks, without data: some seconds for a large model, in which the others wait.
+    """
+    if accelerator.device.type == "cpu" or not accelerator.is_main_process or _recipe not in RECIPES:
+        return
+    try:
+        setup = setup_of(_recipe, training, model_args, *model_args.others, **machine_of(accelerator))
+        kwargs = {**hub_options(model_args, training), "auto_class": RECIPES[_recipe].auto_class}
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(action="ignore"):
+            memory = estimate_memory(model_args.model_name_or_path, setup, model_kwargs=kwargs)
+        most, unit = show_bytes(memory.limit_bytes).split()
+        print(f"estimated peak {show_bytes(memory.total).removesuffix(f' {unit}')} of {most} {unit}", flush=True)
+    except Exception as error:
+        print(f"no estimate of the peak: {first_line(error)}", flush=True)
 
 
 def _is_no_table(record: logging.LogRecord) -> bool:
@@ -315,6 +341,8 @@ def run(main: Callable[[], object], name: str) -> NoReturn:
         Traceback (most recent call last):
         SystemExit: 1
     """
+    global _recipe
+    _recipe = name.replace("_", "-")
     try:
         main()
     except FSDPToolsError as error:  # the same on every rank, so one of each node says it

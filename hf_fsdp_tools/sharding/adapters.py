@@ -254,7 +254,7 @@ def load_adapter(
     return adapted.eval()
 
 
-def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str], dropout: float = 0.0) -> nn.Module:
+def add_lora(model: nn.Module, *, r: int, target_modules: str | list[str] | None, dropout: float = 0.0) -> nn.Module:
     """Add LoRA to a plain model, in place, and freeze its base; return the `PeftModel`. Nothing is communicated."""
     peft = _peft()
     config = peft.LoraConfig(r=r, target_modules=target_modules, lora_dropout=dropout)

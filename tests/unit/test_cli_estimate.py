@@ -80,7 +80,9 @@ def test_what_config_recommends_keeps_what_is_asked_for_and_estimate_says_the_sa
     chosen = {name: setup[name] for name in (*SEARCHED, "precision")}
     memory = estimate_memory(llama, TrainingSetup(num_gpus=8, seq_len=2048, **chosen))
     assert memory.setup.loss == setup["loss"] == "chunked" and memory.total == found["cost"]["peak_bytes"]
-    assert throughput_of(memory).step_seconds == pytest.approx(found["cost"]["step_seconds"])
+    time = throughput_of(memory)
+    assert time.step_seconds == pytest.approx(found["cost"]["step_seconds"])
+    assert "with a Trainer {:,.0f} to {:,.0f}".format(*time.trainer_range) in value["yaml"]
 
 
 def test_machines_of_eight_are_assumed_and_said(capsys, llama, tmp_path):
@@ -107,13 +109,12 @@ def test_every_option_reaches_the_setup(capsys, llama):
         "--per-device-train-batch-size 2 --max-length 512": {"batch_size": 2, "seq_len": 512},
         "--gradient-accumulation-steps 3": {"gradient_accumulation_steps": 3},
         "--no-sync-each-batch --mixed-precision fp16": {"sync_each_batch": False, "precision": "fp16"},
-        "--master-dtype fp16 --reduce-dtype fp16": {"master_dtype": "fp16", "reduce_dtype": "fp16"},
+        "--reduce-dtype fp16": {"reduce_dtype": "fp16"},
         "--optimizer sgd --lora-r 4": {"optimizer": "sgd", "lora_r": 4},
         "--lora-target-modules q_proj,v_proj": {"lora_target_modules": ["q_proj", "v_proj"]},
         "--activation-checkpointing": {"activation_checkpointing": True},
         "--no-reshard-after-forward --offload-params": {"reshard_after_forward": False, "offload": True},
-        "--dequantize true": {"dequantize": True},
-        "--loss chunked --torch-compile": {"loss": "chunked", "compile": True},
+        "--loss full --torch-compile": {"loss": "full", "compile": True},
         "--attn-implementation eager": {"attn_implementation": "eager"},
     }
     setup = json.loads(run(capsys, "estimate", llama, *" ".join(options).split(), "--json")[1])["memory"]["setup"]

@@ -1,10 +1,13 @@
 """Estimates of memory: what they say, whether a training fits, and that what-ifs need no other dry run."""
 
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from torch import nn
 from transformers import BertConfig, LlamaConfig
 
 from hf_fsdp_tools import estimate_memory
@@ -12,6 +15,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight import forecast, memory
 from hf_fsdp_tools.foresight.memory import MemoryEstimate
 from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+from hf_fsdp_tools.modeling.meta import build_meta_model
 
 GPU = gpu_named("a100-80gb")
 
@@ -69,6 +73,33 @@ def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
     full = sized(config, monkeypatch, outside + estimate.peak_allocated - 2**20)
     assert not full.fits and full.spare_bytes < 0
     assert "does not fit" in str(full)
+
+
+def test_what_has_changed_is_estimated_anew_and_what_is_equal_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration, its file and a model, changed in place; a copy of each needs no other dry run."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
+    )
+    small = estimate_memory(config, seq_len=8).num_params
+    config.num_hidden_layers = 3
+    large = estimate_memory(config, seq_len=8).num_params
+    assert large > small
+    model = build_meta_model(config)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    models = []
+    for length in (2, 1):
+        config.num_hidden_layers = length
+        config.save_pretrained(tmp_path)
+        models.append(estimate_memory(tmp_path, seq_len=8).num_params)
+    assert models == [(small + large) // 2, small] and estimate_memory(model, seq_len=8).num_params == small
+    model.lm_head = nn.Linear(64, 50, bias=False, device="meta")
+    assert estimate_memory(model, seq_len=8).num_params == small - 50 * 64
+    monkeypatch.setattr(forecast, "trace_model", Mock(side_effect=AssertionError("a dry run")))
+    estimate_memory(model, seq_len=8)
+    assert estimate_memory(deepcopy(config), seq_len=8).num_params == small
 
 
 def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:

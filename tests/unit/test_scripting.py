@@ -92,6 +92,8 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--load_in_4bit", "add --use_peft"),
         ("--use_peft --load_in_4bit --merge_adapters", "merge into the plain base"),
         ("--merge_adapters", "--merge_adapters needs an adapter: add --use_peft"),
+        ("--lora_r 16", "--lora_r is for an adapter: add --use_peft"),
+        ("--use_dora", "--use_dora is for an adapter: add --use_peft"),
         ("--model_name_or_path x", "--model_name_or_path needs --dataset_name"),
         ("--dataset_name mine.jsonl", r"--dataset_name mine.jsonl would not be read: .* Give the name or folder of a"),
         ("--report_to wandb", "--report_to wandb: .*pip install wandb.*, or leave --report_to out"),

@@ -68,7 +68,8 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     if schedule is not None:
         schedule.end_step(parameter.fqn for parameter in trace.parameters)
     replicated.end_step()
-    sizes = [] if setup.offload else [shard.num_bytes for shard in shards]
+    frozen_bytes = -(-trace.frozen_bytes // setup.gpus_per_copy)
+    sizes = [] if setup.offload else [*(shard.num_bytes for shard in shards), *[frozen_bytes] * (frozen_bytes > 0)]
     sizes += [each.num_bytes if is_fsdp else _kept_bytes(each, setup) for each in whole]
     sizes += [trace.buffer_bytes] if trace.buffer_bytes else []
     parameters = [writer.alloc(num_bytes, "parameters") for num_bytes in sizes]
@@ -76,7 +77,9 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
         parameters += [writer.alloc(num_bytes, "gradients") for num_bytes in replicated.resident()]
     host_bytes = 0
     if setup.offload:
-        host_bytes = sum(shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards)
+        host_bytes = frozen_bytes + sum(
+            shard.num_bytes * (2 if shard.parameter.requires_grad else 1) for shard in shards
+        )
         host_bytes += sum(state_bytes)
     works = (event for event in trace.events if type(event) is Work and event.stream == "activations")
     host_bytes += int(sum(work.num_bytes for work in works if work.operation == "device_to_host"))

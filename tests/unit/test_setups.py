@@ -1,0 +1,243 @@
+"""What is estimated is what is run: options that `hf-fsdp config` prints, parsed by the recipe itself, make the setup
+that was estimated; so do the files that the package has, and the commands of README."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
+
+pytest.importorskip("trl")
+
+from hf_fsdp_tools.cli import launch
+from hf_fsdp_tools.cli.launch import named_config, recipes
+from hf_fsdp_tools.foresight.memory import estimate_memory
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.integrations.config import FSDPConfig
+from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
+from hf_fsdp_tools.scripting import arguments, running, setups
+from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
+from hf_fsdp_tools.text import show_bytes
+from tests._dist import imitate_gpus
+from tests.unit.test_cli import run
+from tests.unit.test_shipped_configs import FOLDER, MODELS, SHIPPED, header
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    imitate_gpus(monkeypatch, 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = LlamaConfig(vocab_size=512, max_position_embeddings=1024, **sizes)
+    llama.save_pretrained(folder / "llama")
+    T5Config(
+        d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=512, decoder_start_token_id=0
+    ).save_pretrained(folder / "t5")
+    tower = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    LlavaConfig(text_config=llama, vision_config=tower, image_token_index=511).save_pretrained(folder / "llava")
+    return {"seq2seq": folder / "t5", "vision-language": folder / "llava"}, folder / "llama"
+
+
+def parsed(recipe: str, words: list[str], monkeypatch: Any, world_size: int) -> tuple[Any, ...]:
+    """The arguments that a recipe makes of a command line."""
+
+    class ParsedError(Exception):
+        pass
+
+    def noted(*kinds: Any, **options: Any) -> None:
+        raise ParsedError(*parse(*kinds, **options))
+
+    parse = arguments.parse_arguments
+    on_cpu = ["--use_cpu", "true"] * (recipe != "accelerate-loop")
+    with monkeypatch.context() as patched, pytest.raises(ParsedError) as found:
+        patched.setattr(arguments, "parse_arguments", noted)
+        patched.setattr(TrainingArguments, "world_size", property(lambda _: world_size))  # GRPO counts with it
+        patched.setattr(sys, "argv", [recipe, *words, *on_cpu])
+        runpy.run_path(str(recipes()[recipe.replace("-", "_")]))["main"]()
+    return found.value.args
+
+
+def machine_of(config: FSDPConfig, **known: Any) -> dict[str, Any]:
+    names = ("dp_replicate_size", "cp_size", "tp_size", "ep_size", "reshard_after_forward", "activation_checkpointing")
+    names += tuple(f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
+    values = {name: getattr(config, name) for name in names} | {"offload": config.offload_params}
+    nodes = {"gpus_per_node": config.num_processes // config.num_machines, "num_gpus": config.num_processes}
+    return values | nodes | {"precision": config.mixed_precision} | known
+
+
+FIXED = "--gpu h100-80gb --num-processes 2 --max-length 512 --no-offload-params --reshard-after-forward"
+FIXED += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1 --activation-checkpointing"
+FIXED += (
+    " --activation-checkpointing-every-n-layers 2 --no-activation-checkpointing-offload --gradient-accumulation-steps 3"
+)
+FIXED += " --per-device-train-batch-size 5"
+OF_LORA = (
+    "--lora-r 8 --lora-dropout 0.1 --lora-target-modules q_proj,v_proj --attn-implementation eager --sync-each-batch"
+)
+OF_ALL = "--optimizer sgd_momentum --no-sync-each-batch --torch-compile --master-dtype bf16"
+
+
+SOME = [("finetune", False), ("finetune", True), ("accelerate-loop", False), ("accelerate-loop", True)]
+SOME += [(recipe, True) for recipe in RECIPES if recipe not in dict(SOME)]
+MORE = [pytest.param(recipe, False, marks=pytest.mark.nightly) for recipe in RECIPES if (recipe, False) not in SOME]
+
+
+@pytest.mark.parametrize(("recipe", "adapter"), [*SOME, *MORE])
+def test_what_is_estimated_is_what_is_run(recipe, adapter, models, capsys, tmp_path, monkeypatch):
+    """By words, and with an adapter by the file of `--config`."""
+    others, llama = models
+    model, path = others.get(recipe, llama), tmp_path / "two.yaml"
+    words = [*FIXED.split(), *(OF_LORA if adapter else OF_ALL * (recipe != "accelerate-loop")).split()]
+    words += ["--frozen-models", str(llama)] * (recipe in ("distill", "grpo"))
+    words = [word.replace("q_proj,v_proj", "q,v") if recipe == "seq2seq" else word for word in words]
+    words += ["--output", str(path)] * adapter
+    code, out, err = run(capsys, "config", model, "--recipe", recipe, *words, "--json")
+    if recipe == "accelerate-loop" and adapter:
+        assert code == 1 and "--lora-r does not go with --recipe accelerate-loop;" in err
+        return
+    assert code == 0, err
+    value = json.loads(out)
+    found, launched = value["recommendation"]["setup"], shlex.split(value["launch"])
+    start = launched.index(recipe)
+    assert launched[start + 1] == "--config_file"
+    config = FSDPConfig(**{**value["config"], "activation_checkpointing_save_ops": ()})
+    taken = parsed(recipe, launched[start + 3 :], monkeypatch, 2)
+    own = setup_of(recipe, *taken, **machine_of(config, gpu="h100-80gb"))
+    assert own.loss in (None, found["loss"])
+    assert json.loads(json.dumps(asdict(replace(own, loss=found["loss"])), default=str)) == found
+    estimated = json.loads(
+        run(capsys, "estimate", model, "--recipe", recipe, *words[: -2 * adapter or None], "--json")[1]
+    )
+    assert estimated["memory"]["total"] == value["recommendation"]["cost"]["peak_bytes"]
+    assert {**estimated["memory"]["setup"], "gpus_per_node": 2, "policy": found["policy"]} == found
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What the header of a file says of the setup that was estimated."""
+    text = re.sub(r"\n# {10,}", " ", path.read_text())
+    words = re.search(r"^# assumed +(.*)$", text, re.MULTILINE).group(1)
+    rows = re.search(r"^# global batch +(\d+)  \d+ GPUs x (\d+) x (\d+) steps, ([\d,]+) tokens$", text, re.MULTILINE)
+    model, seq_len, gpu = re.search(
+        r"^# (\S+), .*sequences of ([\d,]+) tokens, on \d+ x (\S+)$", text, re.MULTILINE
+    ).groups()
+    total, batch, steps, tokens = (int(number.replace(",", "")) for number in rows.groups())
+    seq_len = int(seq_len.replace(",", ""))
+    assert total * seq_len == tokens
+    return {"words": words, "batch": (batch, steps, total), "seq_len": seq_len, "gpu": gpu, "model": model}
+
+
+def run_by(path: Path, recipe: str, words: list[str], monkeypatch: Any, gpu: str) -> TrainingSetup:
+    """The setup of a recipe that is started with a launch file and these words."""
+    config = FSDPConfig(**FSDPConfig.translate_file(path).fields)
+    setup = setup_of(recipe, *parsed(recipe, words, monkeypatch, config.num_processes), **machine_of(config, gpu=gpu))
+    return replace(setup, loss="chunked")
+
+
+def test_the_table_of_recipes_says_what_they_do():
+    """Rows per example by TRL's own collators, the class of the model by the recipe's code, a reference by TRL's."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference as OfPreferences
+    from trl.trainer.reward_trainer import DataCollatorForPreference as OfRewards
+
+    pair = {"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [3, 4]}
+    ids = {"dpo": OfPreferences(pad_token_id=0)([pair]), "reward": OfRewards(pad_token_id=0)([pair])}
+    rows = {recipe: len(batch["input_ids"]) for recipe, batch in ids.items()}
+    assert {recipe: own.rows for recipe, own in RECIPES.items() if own.rows > 1} == {**rows, "embed": 2}
+    assert set(RECIPES) == {name.replace("_", "-") for name in recipes()}
+    for name, path in recipes().items():
+        used = set(re.findall(r"auto_class ?= ?(AutoModel\w*)", path.read_text())) - {"AutoModel"}
+        own = RECIPES[name.replace("_", "-")].auto_class
+        assert (used or {None}) == {own} or name == "embed", name
+
+
+def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeypatch):
+    """On a GPU: as `hf-fsdp estimate` says it of the same launch config and options, else why it cannot."""
+    words = ["--model_name_or_path", str(models[1]), "--dataset_name", "x", "--max_length", "512", "--use_peft"]
+    _, training, model_args = parsed("dpo", words, monkeypatch, 1)
+    plugin = HybridFSDPPlugin(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
+    known = {"is_main_process": True, "num_processes": 4, "mixed_precision": "bf16", "parallelism_config": None}
+    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), **known)
+    offloading = SimpleNamespace(
+        **{**vars(gpu), "state": SimpleNamespace(fsdp_plugin=HybridFSDPPlugin(cpu_offload=True))}
+    )
+    monkeypatch.setattr(setups, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(setups, "rank_on_node", lambda: (0, 4))
+    monkeypatch.setattr(running, "_recipe", "dpo")
+    running._say_estimate(model_args, training, gpu)
+    said = capsys.readouterr().out
+    options = "--gpu h100-80gb --num-processes 4 --max-length 512 --lora-r 16 --lora-dropout 0.05 --recipe dpo --json"
+    options += " --activation-checkpointing --activation-checkpointing-every-n-layers 2 --num-machines 1"
+    options += (
+        f" --per-device-train-batch-size {training.per_device_train_batch_size} --lora-target-modules q_proj,v_proj"
+    )
+    memory = json.loads(run(capsys, "estimate", models[1], *options.split())[1])["memory"]
+    assert said == f"estimated peak {show_bytes(memory['total'])[:-3]} of {show_bytes(memory['limit_bytes'])}\n"
+    machine = json.loads(json.dumps(setups.machine_of(gpu)))
+    assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload"]
+    model_args.use_dora = True
+    running._say_estimate(model_args, training, gpu)
+    assert "no estimate of the peak: what --use_dora True takes is not foreseen" in capsys.readouterr().out
+    running._say_estimate(model_args, training, SimpleNamespace(**{**vars(gpu), "device": torch.device("cpu")}))
+    assert not capsys.readouterr().out
+
+
+FILES = [path for path in SHIPPED if path.stem != "cpu"] + [
+    path.with_suffix("").with_suffix(".yaml") for path in MODELS
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_is_run_as_it_was_estimated(path, monkeypatch):
+    """The line that starts it, parsed by the recipe, and what the file says of its estimate."""
+    monkeypatch.chdir(FOLDER.parent)
+    said, words = told(path), shlex.split(header(path)["Start it with"])
+    words = words[words.index("hf-fsdp") + 1 :]
+    recipe, _, name, *rest = (word for word in words if word not in ("--machine_rank", "0"))
+    assert named_config(name).samefile(path)
+    rest = [word for word in rest if word not in ("--main_process_ip", "ADDRESS")]
+    setup = run_by(path, recipe, rest, monkeypatch, said["gpu"])
+    batch = (setup.batch_size, setup.gradient_accumulation_steps)
+    assert (*batch, batch[0] * batch[1] * setup.rows_at_once) == said["batch"]
+    assert (setup.seq_len, setup.words) == (said["seq_len"], said["words"])
+
+
+def test_the_commands_of_the_readme_are_run_as_estimated(capsys, tmp_path, monkeypatch):
+    """A recipe's by the recipe; of `config` what would be searched for."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
+    from models import CONFIGS
+
+    CONFIGS["Qwen3-8B"].save_pretrained(tmp_path / "Qwen/Qwen3-8B")
+    monkeypatch.chdir(tmp_path)
+    rows = re.findall(r"^\| .* \| (`hf-fsdp .*) \|$", (FOLDER.parent / "README.md").read_text(), re.MULTILINE)
+    commands = [words.split() for row in rows for words in re.findall(r"`hf-fsdp ([^`]+)`", row)]
+    started: list[list[str]] = []
+    searched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "_run", lambda words: started.append(words) or 0)
+    monkeypatch.setattr(
+        "hf_fsdp_tools.foresight.recommend.recommend_config", lambda *words, **fixed: searched.append(words) or 1 / 0
+    )
+    imitate_gpus(monkeypatch, 8)
+    for words in commands:
+        with pytest.raises(ZeroDivisionError) if words[:2] == ["config", "Qwen/Qwen3-8B"] else nullcontext():
+            assert run(capsys, *words)[0] == 0, words
+    imitate_gpus(monkeypatch, 0)
+    assert [words[0] for words in commands] == ["finetune", "finetune", "finetune", "config", "config"]
+    assert [(setup.num_gpus, setup.gpus_per_node, setup.seq_len) for _, setup in searched] == [(16, 8, 4096)]
+    parsed("finetune", started[0][started[0].index(str(recipes()["finetune"])) + 1 :], monkeypatch, 2)
+    one, eight = (words[words.index("--config_file") + 1 :] for words in started[1:])
+    setup = run_by(Path(one[0]), "finetune", one[2:], monkeypatch, "rtx-4090")
+    assert setup.lora_dropout == 0.05 and estimate_memory("Qwen/Qwen3-8B", setup).total < 24e9
+    setup, said = run_by(Path(eight[0]), "finetune", eight[2:], monkeypatch, "h100-80gb"), told(Path(eight[0]))
+    assert (setup.seq_len, setup.words) == (said["seq_len"], said["words"])
