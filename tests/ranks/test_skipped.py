@@ -270,7 +270,8 @@ def train_on_layers(
         with logged() as log:
             found = gradients(model, [batches[row]])
         assert found == pytest.approx([losses[row]], abs=1e-4)
-        assert not [name for name, _ in same_on_all(log) if name == "exchange"]
+        compared_once = name == "dropped" and first == 2  # BART's buffer, before the second pass
+        assert [each for each, _ in same_on_all(log)].count("exchange") == compared_once
     assert compared(full_gradients(model), {n: g for n, g in expected.items() if g is not None}) < 2e-5
 
 
