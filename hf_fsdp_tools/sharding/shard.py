@@ -94,6 +94,10 @@ class Sharding:
         return torch.device("cpu" if offloaded else self.mesh.device_type)
 
 
+_OF_RECURRENCES = (".A_log", ".dt_bias")
+"""Parameters with which models compute in fp32, whatever the rest computes in; autocast leaves them as they are."""
+
+
 def shard_model(
     model: nn.Module,
     plan: WrapPlan,
@@ -354,6 +358,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
             add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
     mark_for_transformers(model)
     in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, sharding.mp_policy.param_dtype)}
+    in_fp32 |= {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
     gather_as_stored(model, in_fp32)
     add_hooks(
         model,

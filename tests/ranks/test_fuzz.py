@@ -87,7 +87,8 @@ def drawn(chance: random.Random) -> Draw:
     return Draw(
         model_type=model_type,
         host=host,
-        precision=chance.choice(("fp32", "fp32", "bf16")),
+        # Of Qwen3-Next, autocast itself is 1e-2 away from fp32: each order of sums gives another loss.
+        precision=chance.choice(("fp32", "fp32", "fp32" if model_type == "qwen3_next" else "bf16")),
         lora=chance.random() < 0.35,
         recompute=chance.choice((False, False, True, {"every_n_layers": 2}, {"save_ops": ("matmul",)})),
         accumulation=chance.choice((1, 2)),

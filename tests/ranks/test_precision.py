@@ -171,6 +171,18 @@ def routers_that_transformers_keeps_compute_in_fp32(folder):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def rates_of_recurrences_compute_in_fp32(folder):
+    """As under autocast; the rest of the same unit in bf16."""
+    if dist.get_rank() == 0:
+        randomize(transformers.AutoModelForCausalLM.from_config(tiny_config("mamba2"))).save_pretrained(folder / "m")
+    dist.barrier()
+    model = from_pretrained(folder / "m", mp_policy=BF16).train()
+    mixer, seen = model.get_submodule("backbone.layers.0.mixer"), []
+    mixer.register_forward_pre_hook(lambda module, _: seen.append([module.A_log.dtype, module.in_proj.weight.dtype]))
+    model(IDS % 90, labels=IDS % 90).loss.backward()
+    assert seen == [[torch.float32, torch.bfloat16]] and mixer.A_log.grad.dtype == torch.float32
+
+
 def autocast_ends_with_a_pass_that_fails(folder):
     model = from_pretrained(folder, mp_policy=BF16)
     for ids, labels in ((IDS, IDS[:, :3]), (IDS + 999, IDS)):  # in the root, and in a unit
@@ -188,6 +200,7 @@ CASES = (
     losses_of_all_heads_are_those_of_autocast,
     outputs_are_fp32_where_a_script_computes_its_own_loss,
     routers_that_transformers_keeps_compute_in_fp32,
+    rates_of_recurrences_compute_in_fp32,
     autocast_ends_with_a_pass_that_fails,
 )
 
