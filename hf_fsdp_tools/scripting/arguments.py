@@ -223,6 +223,11 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
+            if (axis := wrong.lstrip("-").replace("-", "_")) in _AXES:
+                option = f"--{axis.replace('_', '-')}"
+                raise ConfigError(
+                    f"{wrong} goes into the launch file: hf-fsdp config {option} 2 --output FILE, then --config_file."
+                )
             raise ConfigError(f"{wrong} is no option of this recipe{did_you_mean(wrong, names, otherwise=_HELP)}")
         chosen = demo if getattr(values, "model_name_or_path", None) is None else {}
         if getattr(values, "early_stopping_patience", None) is not None:
@@ -277,6 +282,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         usage = f"usage: {self.prog} [--config FILE.yaml] [--OPTION VALUE …]"
         return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
 
+
+_AXES = ("cp_size", "tp_size", "ep_size", "dp_replicate_size")
 
 _HELP = "; --help lists all."
 
@@ -341,6 +348,17 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
+_LEAST = {
+    "max_length": 2,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "learning_rate": 0,
+}
+"""Numbers below which nothing is trained, or a library stops with an error of its own."""
+
+
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     """Refuse options that contradict each other, and those whose package is absent."""
 
@@ -350,7 +368,9 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     adapts, four_bits, merges = get("use_peft"), get("load_in_4bit"), get("merge_adapters")
     stays = get("dequantize") is False
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
+    small = [name for name, least in _LEAST.items() if get(name) is not None and float(get(name)) < least]
     mistakes = (
+        (bool(small), f"--{''.join(small[:1])}: give at least {_LEAST.get(''.join(small[:1]))}."),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
         (stays and not adapts, "--dequantize false freezes the base, so there is nothing to train: add --use_peft."),

@@ -86,6 +86,12 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
     [
         ("--text_column body", "--text_column is for a dataset of your own: add --dataset_name"),
         ("--mixed-precision=bf16", "or the script --bf16 true."),
+        (
+            "--cp_size 2",
+            "--cp_size goes into the launch file: hf-fsdp config --cp-size 2 --output FILE, then --config_f",
+        ),
+        ("--max_length -5", "--max_length: give at least 2."),
+        ("--per_device_train_batch_size 0", "--per_device_train_batch_size: give at least 1."),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
         ("--load_in_8bit", "8-bit layers cannot be sharded. Use --load_in_4bit"),
