@@ -26,7 +26,7 @@ class Recipe:
     """What a recipe makes of its options, as far as memory and time depend on it."""
 
     auto_class: str | None = None  # None: the class that the config names
-    rows: int = 1  # Of each example
+    rows: int = 1  # In each example
     lengths: tuple[str, ...] = ("max_length",)
     """Options for the tokens of a row; "max_completion_length" is half of it, for a prompt may take as many."""
     fields: dict[str, Any] = field(default_factory=dict)  # Of `TrainingSetup`, which no option changes

@@ -57,7 +57,7 @@ class Early(LlamaDecoderLayer):
 
 
 class Decoder(LlamaModel):
-    """Of two stacks, of which the smaller one runs last."""
+    """A model has two stacks, and the smaller one runs last."""
 
     layers = property(lambda self: [*self.early, *self.late])
 

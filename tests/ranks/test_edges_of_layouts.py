@@ -92,7 +92,7 @@ def odd_rows_with_a_count() -> None:
 
 
 def masks_of_ones_own() -> None:
-    """Of four dimensions, in both dtypes: two documents in a row."""
+    """Masks have four dimensions, in both dtypes: two documents in a row."""
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     seen[4:, :4] = False
     batch = {"input_ids": words(9), "labels": words(9)}

@@ -56,8 +56,8 @@ ROWS, STEPS = 4, 2
 """Rows of all ranks in a micro-batch, steps before and after the state."""
 CLIP = 0.5
 BOUNDS = {"fp32": (2e-4, 3e-4), "bf16": (8e-3, 1e-3)}
-"""Of losses, which a Trainer rounds to 1e-4, and of weights, which four steps move by 4e-3: in fp32 of each, in bf16,
-where AdamW makes a whole step of the sign of a rounding, of their mean."""
+"""The first is for losses, which a Trainer rounds to 1e-4, the second for weights, which four steps move by 4e-3: for
+each in fp32; for their mean in bf16, where AdamW makes a whole step of the sign of a rounding."""
 Layout = tuple[int, dict[str, int]]
 
 
@@ -87,7 +87,7 @@ def drawn(chance: random.Random) -> Draw:
     return Draw(
         model_type=model_type,
         host=host,
-        # Of Qwen3-Next, autocast itself is 1e-2 away from fp32: each order of sums gives another loss.
+        # Qwen3-Next under autocast is itself 1e-2 away from fp32: each order of sums gives another loss.
         precision=chance.choice(("fp32", "fp32", "fp32" if model_type == "qwen3_next" else "bf16")),
         lora=chance.random() < 0.35,
         recompute=chance.choice((False, False, True, {"every_n_layers": 2}, {"save_ops": ("matmul",)})),

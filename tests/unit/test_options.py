@@ -31,7 +31,7 @@ VALUES = {
     "--optimizer": "sgd", "--recipe": "dpo", "--reduce-dtype": "bf16", "--state-dict-type": "FULL_STATE_DICT",
     "--wrapping": "root", "--price": "2", "--tokens": "1e9",
 }  # fmt: skip
-"""Of options that take no number."""
+"""Values for options that take no number."""
 
 OWN_CODE = "--trust-remote-code"  # changes nothing for a model that has none
 
