@@ -99,7 +99,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
 
 
 def _content(source: Source) -> str:
-    """What a model is made of, as text that changes with it: of a folder its config.json, of a model its modules."""
+    """What a model is made of, as text that changes with it: config.json of a folder, the modules of a model."""
     if isinstance(source, PreTrainedConfig):
         return f"{type(source)} {source.to_json_string(use_diff=False)}"
     if isinstance(source, nn.Module):

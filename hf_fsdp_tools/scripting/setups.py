@@ -65,7 +65,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ANSWERS = 8
 """To each prompt in GRPO (TRL's `num_generations`), all of them written at once."""
 
-_NOT_FORESEEN = ("use_dora", "lora_target_parameters", "lora_modules_to_save", "ema_decay")
+_NOT_ESTIMATED = ("use_dora", "lora_target_parameters", "lora_modules_to_save", "ema_decay")
 """Options that take memory of which an estimate knows nothing."""
 
 
@@ -78,7 +78,7 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         machine: fields of `TrainingSetup`, of which those count that the launch config or the data decide.
 
     Raises:
-        ConfigError: an option takes memory that is not foreseen, or a value cannot be.
+        ConfigError: an option takes memory that is not estimated, or a value cannot be.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -92,9 +92,9 @@ def setup_of(recipe: str, *arguments: Any, **machine: Any) -> TrainingSetup:
         return next((getattr(each, name) for each in arguments if hasattr(each, name)), otherwise)
 
     adapts, columns, lengths = bool(get("use_peft")), get("dataset_columns"), [get(name) for name in own.lengths]
-    unknown = [*(name for name in _NOT_FORESEEN if get(name)), *own.lengths[: None in lengths]]
+    unknown = [*(name for name in _NOT_ESTIMATED if get(name)), *own.lengths[: None in lengths]]
     if unknown:
-        raise ConfigError(f"what --{unknown[0]} {get(unknown[0])} takes is not foreseen.")
+        raise ConfigError(f"what --{unknown[0]} {get(unknown[0])} takes is not estimated.")
     accelerate = get("accelerator_config") or {}
     accelerate = accelerate if isinstance(accelerate, dict) else vars(accelerate)
     targets, dtype = get("lora_target_modules") if adapts else "all-linear", get("dtype") or "float32"

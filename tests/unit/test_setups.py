@@ -188,7 +188,7 @@ def test_a_recipe_says_before_it_loads_what_it_will_need(models, capsys, monkeyp
     assert machine.items() <= memory["setup"].items() and setups.machine_of(offloading)["offload"]
     model_args.use_dora = True
     running._say_estimate(model_args, training, gpu)
-    assert "no estimate of the peak: what --use_dora True takes is not foreseen" in capsys.readouterr().out
+    assert "no estimate of the peak: what --use_dora True takes is not estimated" in capsys.readouterr().out
     running._say_estimate(model_args, training, SimpleNamespace(**{**vars(gpu), "device": torch.device("cpu")}))
     assert not capsys.readouterr().out
 
