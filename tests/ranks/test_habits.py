@@ -247,7 +247,7 @@ def test_habits_of_scripts(tmp_path: Path) -> None:
         draws_are_those_of_one_process, decisions_of_a_part_are_refused, writes_to_a_copy_are_refused,
         gradients_by_autograd_are_refused, two_losses_in_two_backward_passes, embeddings_before_the_model,
         heads_that_ranks_choose, weights_that_micro_batches_choose, buffers_that_forward_changes,
-        evaluations_in_bf16_alone, unused_parameters_are_looked_for_where_a_trainer_is_asked, losses_that_are_no_numbers,
-        an_ended_run_that_is_resumed,
+        evaluations_in_bf16_alone, unused_parameters_are_looked_for_where_a_trainer_is_asked,
+        losses_that_are_no_numbers, an_ended_run_that_is_resumed,
     )  # fmt: skip
     run_ranks(run_cases, 2, cases, tmp_path)
