@@ -17,7 +17,7 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 project = "hf_fsdp_tools"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*.md"]
+include_patterns = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/**.md"]
 html_extra_path = ["index.html"]  # at the top of the site, where hosts look for it
 html_theme = "furo"
 html_title = "hf_fsdp_tools"
