@@ -124,7 +124,7 @@ class Recommendation:
         if whole := self.whole_logits_bytes:
             fits = "" if whole <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
             words = f"with whole logits {show_bytes(whole)}{fits}"
-            lines.append(f"loss      in pieces, as hf-fsdp finetune makes it; {words}")
+            lines.append(f"loss      in pieces, as the recipes make it; {words}")
         if cost.host_bytes:
             processes = min(setup.gpus_per_node, setup.num_gpus)
             lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
@@ -137,7 +137,7 @@ class Recommendation:
                 f"speed     {cost.step_seconds:,.2f} s per step, {rate}, with full rows{of_trainer}",
                 *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
                 *(f"note      {note}" for note in cost.notes),
-                f"searched  {self.estimated} estimates; the others of {self.possible:,} settings follow from these",
+                *([f"searched  {self.possible:,} settings by {self.estimated} estimates"] if self.possible > 1 else []),
             ]
         )
 

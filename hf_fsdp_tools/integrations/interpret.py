@@ -317,6 +317,8 @@ def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) ->
         elif name in ("bf16.enabled", "fp16.enabled") and value is True:
             result.fields["mixed_precision"] = name[:4]
             result.say(key, value, f"mixed_precision {name[:4]}")
+        elif name.endswith(("bf16.enabled", "fp16.enabled", "offload_optimizer.device", "offload_param.device")):
+            result.say(key, value, "so without it too")
         elif name in _ARGUMENTS:
             result.say(key, value, f"--{_ARGUMENTS[name]} of the script: no launch file holds it")
             if value != "auto" and name != "optimizer.type":

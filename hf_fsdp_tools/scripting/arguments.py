@@ -360,7 +360,7 @@ _LEAST = {
 
 
 def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
-    """Refuse options that contradict each other, and those whose package is absent."""
+    """Refuse options that contradict each other, all in one error, and those whose package is absent."""
 
     def get(name: str) -> Any:
         return _value(parsed, name)
@@ -370,7 +370,15 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
     named = [name for name, column in (get("column_names") or {}).items() if column is not None]
     small = [name for name, least in _LEAST.items() if get(name) is not None and float(get(name)) < least]
     mistakes = (
-        (bool(small), f"--{''.join(small[:1])}: give at least {_LEAST.get(''.join(small[:1]))}."),
+        *((True, f"--{name}: give at least {_LEAST[name]}.") for name in small),
+        (
+            get("num_train_epochs") == 0 and (get("max_steps") or 0) <= 0,
+            "--num_train_epochs 0 trains nothing: give 1, for example, or --max_steps.",
+        ),
+        (
+            get("save_steps") == 0 and get("save_strategy") == "steps",
+            "--save_steps 0 keeps no checkpoint on the way: say so by --save_strategy no, or give a number of steps.",
+        ),
         (get("load_in_8bit"), "--load_in_8bit: 8-bit layers cannot be sharded. Use --load_in_4bit, or neither."),
         (four_bits and not adapts, "--load_in_4bit freezes the base, so there is nothing to train: add --use_peft."),
         (stays and not adapts, "--dequantize false freezes the base, so there is nothing to train: add --use_peft."),
@@ -412,8 +420,8 @@ def _check(parsed: tuple[Any, ...], of_adapters: Sequence[str]) -> None:
             "--push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN.",
         ),
     )
-    if (mistake := next((text for is_made, text in mistakes if is_made), None)) is not None:
-        raise ConfigError(mistake)
+    if made := [text for is_made, text in mistakes if is_made]:
+        raise ConfigError(" ".join(made))
     packages = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}
     packages["use_vllm"] = "vllm"
     for option, package in packages.items():

@@ -16,7 +16,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.streaming.muon import muon_options, wants_muon
-from hf_fsdp_tools.text import first_line, listed, reason_of
+from hf_fsdp_tools.text import did_you_mean, first_line, listed, reason_of
 
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
@@ -201,7 +201,8 @@ def _rows_before_positions(model: Any) -> int:
 
 
 def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
-    """Refuse turns for which there is no template, and rows of which some parts are text and some turns."""
+    """Refuse turns for which there is no template, rows of which some parts are text and some turns, and options for
+    other rows or another tokenizer."""
     from trl import get_training_chat_template, is_conversational
     from trl.chat_template_utils import has_generation_markers
 
@@ -211,6 +212,17 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
         raise ConfigError(
             f"The rows are chats ({listed(sorted(rows[0]))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
+        )
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    for option in ("eos_token", "pad_token"):
+        if (token := getattr(training, option, None)) is not None and token not in words.get_vocab():
+            raise ConfigError(
+                f"--{option} {token}: the tokenizer has no such token{did_you_mean(token, words.all_special_tokens)}"
+            )
+    if getattr(training, "completion_only_loss", None) and not {"prompt", "completion"} <= rows[0].keys():
+        raise ConfigError(
+            f"--completion_only_loss needs `prompt` and `completion`, and the rows have {listed(sorted(rows[0]))}. "
+            "Leave it out, or use --assistant_only_loss with chats."
         )
     if getattr(training, "assistant_only_loss", False):
         if not is_chat:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.distributed.mesh import ranks_per_row
 
 _SHOWN = {
     "loss": "loss {:.3f}",
@@ -82,7 +83,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
         last_s, last_count, last_step = self.last or (now, None, 0)
         self.last = (now, count, state.global_step)
         if count is None:
-            batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // ranks_per_row()
             return {"samples_per_second": (state.global_step - last_step) * batch / (now - last_s)}
         return {} if last_count is None else {"tokens_per_second": round((count - last_count) / (now - last_s), 1)}
 

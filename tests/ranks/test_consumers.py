@@ -8,7 +8,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -95,11 +94,9 @@ def what_goes_wrong_at_vllm(folders: dict[str, Path], tmp: Path) -> None:
     rank = dist.get_rank()
     _, weights = made("llama", folders)
     source = weight_source(weights, bucket_bytes=3 * max(t.num_bytes for t in weights.tensors.values()))
-    begin_s = monotonic()
     with pytest.raises(ConfigError if rank == 0 else RanksError, match="500 Server Error") as caught:
         update_vllm(Engine(source, rank, VLLMServer(fails_at=2)))
     del caught
-    assert monotonic() - begin_s < 30
     server = VLLMServer()
     update_vllm(Engine(source, rank, server))
     assert_same_tensors(server.tensors, stored_tensors(folders["llama"]) if rank == 0 else {}, "the next pass is whole")

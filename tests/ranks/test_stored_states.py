@@ -1,7 +1,6 @@
 """Training states in an S3 store: resumed to the bit by any number of ranks, read by ranges, complete or refused."""
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,9 +202,8 @@ def test_a_rank_reads_its_share_of_model_and_optimizer(server: Server, tmp_path:
 def denied(url: str, folders: dict[str, Path]) -> None:
     use(url, f"rank{dist.get_rank()}", config_kwargs={"retries": {"max_attempts": 0}, "read_timeout": 5})
     run = Run(folders["llama"])
-    since_s = time.monotonic()
     text = refusal(lambda: run.accelerator.save_state("s3://bucket/denied"), CheckpointError)
-    assert "as the test says" in text and "s3://bucket/denied" in text and time.monotonic() - since_s < 60
+    assert "as the test says" in text and "s3://bucket/denied" in text
     run.accelerator.save_state("s3://bucket/denied", blocking=False)
     assert "as the test says" in refusal(wait_for_saves)
     all_ranks(None)

@@ -1,7 +1,6 @@
 """Checkpoints in an S3 store, on 2 ranks: every bit comes back, bytes are bounded, and what fails or is killed leaves
 what was there."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -266,19 +265,17 @@ def test_a_rank_reads_its_share_and_no_more(server: Server, tmp_path: Path) -> N
 
 def refused_or_failed(folders: dict[str, Path], **options: Any) -> None:
     model, names = former_and_new(folders)
-    since_s = time.monotonic()
     text = refusal(lambda: save_pretrained(model, FORMER, max_shard_size=SIZE, staging_bytes=SLAB, **options))
     assert SAID in text and FORMER in text, text
-    assert time.monotonic() - since_s < 60
     still_there(names)
 
 
 def cannot_be_read(folders: dict[str, Path]) -> None:
     """What one rank may not read fails on all, after the headers were read."""
-    since_s, model = time.monotonic(), build_meta_model(FORMER)
+    model = build_meta_model(FORMER)
     text = refusal(lambda: load_weights(model, FORMER, progress=False), CheckpointError)
     assert SAID in text and FORMER in text
-    assert time.monotonic() - since_s < 60 and all(parameter.is_meta for parameter in model.parameters())
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def deny_data(rank: str, method: str, path: str, environ: Any) -> int | None:
@@ -335,10 +332,9 @@ def test_a_rank_that_is_killed_in_a_save_leaves_what_was_there(
     server: Server, folders: dict[str, Path], former: dict[str, tuple[int, int]], which: int, at: str
 ) -> None:
     """Until the index is put; and the next save removes what the killed one left."""
-    since_s = time.monotonic()
     with pytest.raises(AssertionError, match=r"RanksError") as caught:
         run_ranks(kill_in_a_save, 2, server.url, folders, which, at, timeout_s=120)
-    assert time.monotonic() - since_s < 60 and f"rank {which}" in str(caught.value)
+    assert f"rank {which}" in str(caught.value)
     use(server.url, "tests")
     now = names_in("former")
     assert {name: now[name] for name in former} == former

@@ -172,7 +172,11 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
 
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
-    new, _ = translate(tmp_path, file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5}})
+    new, became = translate(
+        tmp_path,
+        file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "offload_param_device": "none"}},
+    )
+    assert became["offload_param_device"] == "so without it too"
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
 
 

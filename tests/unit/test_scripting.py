@@ -90,8 +90,9 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
             "--cp_size 2",
             "--cp_size goes into the launch file: hf-fsdp config --cp-size 2 --output FILE, then --config_f",
         ),
-        ("--max_length -5", "--max_length: give at least 2."),
-        ("--per_device_train_batch_size 0", "--per_device_train_batch_size: give at least 1."),
+        ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
+        ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
+        ("--save_steps 0", "--save_steps 0 keeps no checkpoint on the way"),
         ("--learnin_rate 1", "--learnin_rate is no option of this recipe: did you mean --learning_rate?"),
         ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'."),
         ("--load_in_8bit", "8-bit layers cannot be sharded. Use --load_in_4bit"),
@@ -355,6 +356,12 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, CHAT, bare, assistant_only_loss=True)
     with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
         check(model, text, assistant_only_loss=True)
+    with pytest.raises(
+        ConfigError, match="--completion_only_loss needs `prompt` and `completion`, and the rows have text"
+    ):
+        check(model, text, completion_only_loss=True)
+    with pytest.raises(ConfigError, match="--eos_token nosuch: the tokenizer has no such token"):
+        check(model, text, eos_token="nosuch")
 
 
 def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):
