@@ -1,14 +1,12 @@
-"""The pictures of the README and the documentation: memory and streams of a step, units of a plan, speed over GPUs."""
+"""The pictures of the README and the documentation: memory of a step, units of a plan, speed over GPUs."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import chain, groupby, pairwise, repeat
-from typing import Any, Literal
+from itertools import accumulate, chain, groupby, repeat
+from typing import Any
 
-from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Alloc, Event, Work, states
-from hf_fsdp_tools.foresight.throughput import show_seconds
+from hf_fsdp_tools.foresight.events import Alloc, Event, Work, states
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.plots import INK, LINES, new_figure, styled
 from hf_fsdp_tools.text import cut, show_bytes, show_count
@@ -44,19 +42,15 @@ class Timeline:
 def memory_timeline(
     events: Sequence[Event],
     resident: Sequence[Alloc],
-    spans: Sequence[tuple[float, float]],
+    seconds_of: Callable[[Work], float],
     *,
     most_points: int = MOST_POINTS,
 ) -> Timeline:
-    """The memory of an estimated step over time; of many points, those of highest and lowest memory."""
+    """The memory of an estimated step over the time of its computation; of many points, those of highest and lowest."""
     allocated = [sum(now.values()) for _, now, _ in states(events, resident, range(len(events)))]
     phases = _phases(events)
-    times, now_s, seconds = iter(spans), 0.0, []
-    for event in events:
-        if isinstance(event, Work):
-            end = next(times)[1]
-            now_s = max(now_s, end) if event.stream == "compute" else now_s
-        seconds.append(now_s)
+    works = (seconds_of(each) if isinstance(each, Work) and each.stream == "compute" else 0.0 for each in events)
+    seconds = list(accumulate(works))
     kept = extremes(allocated, phases, most_points)
     columns = (tuple(column[i] for i in kept) for column in (seconds, phases, allocated))
     return Timeline(**dict(zip(("seconds", "phases", "allocated"), columns, strict=True)))
@@ -150,233 +144,6 @@ def _finish_axes(axes: Any, timeline: Timeline, x: Sequence[float], highest: int
             axes.axvline(start, color=INK, linewidth=0.6, alpha=0.6)
         if end - start > _LETTER * len(phase) * x[-1]:
             axes.text((start + end) / 2, 0.985 * top, phase, fontsize=8, ha="center", va="top")
-
-
-# ---- streams over a step ----
-
-_UNSEEN = 1 / 2000  # Part of a step below which a pause in the computation is not drawn: less than a pixel
-
-Track = Literal["communication", "compute", "host"]
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A stretch of time in which one stream works for one unit."""
-
-    track: Track  # Where it is drawn: collectives, computation, copies to and from the host
-    operation: str  # `compute`, one of `COLLECTIVES`, or the direction of a copy
-    unit: str
-    phase: str
-    start_s: float  # Since the step began, as `end_s`
-    end_s: float
-    again: bool = False  # Whether activation checkpointing computes here for the second time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When one rank computes and when it communicates in one training step."""
-
-    bars: tuple[Bar, ...]  # In the order of their starts
-    exposed: tuple[tuple[float, float], ...]
-    """Start and end of each stretch of time in which a collective runs and nothing is computed."""
-
-    @property
-    def seconds(self) -> float:
-        return max((bar.end_s for bar in self.bars), default=0.0)
-
-    @property
-    def exposed_seconds(self) -> float:
-        return sum(end - start for start, end in self.exposed)
-
-    @property
-    def communication_seconds(self) -> float:
-        """Time in which a collective runs."""
-        return sum(end - start for start, end, communicates, _ in _stretches(self.bars) if communicates)
-
-
-def step_schedule(events: Sequence[Event], spans: Sequence[tuple[float, float]]) -> Schedule:
-    """The streams of a predicted step over its course."""
-    works = (event for event in events if isinstance(event, Work))
-    bars = []
-    for work, (start, end) in zip(works, spans, strict=True):
-        is_copy, is_collective = work.operation in COPIES, work.operation in COLLECTIVES
-        track: Track = "host" if is_copy else "communication" if is_collective else "compute"
-        operation = "compute" if track == "compute" else work.operation
-        bars.append(Bar(track, operation, work.unit, work.phase, start, end, work.again))
-    return make_schedule(bars)
-
-
-def make_schedule(bars: Iterable[Bar]) -> Schedule:
-    """A schedule of single kernels and collectives: computation of one unit that follows on itself becomes one bar."""
-    every = sorted(bars, key=lambda bar: (bar.start_s, bar.end_s))
-    exposed: list[tuple[float, float]] = []
-    for start, end, communicates, computes in _stretches(every):
-        if communicates and not computes:
-            is_longer = exposed and exposed[-1][1] == start
-            exposed.append((exposed.pop()[0] if is_longer else start, end))
-    unseen = _UNSEEN * max((bar.end_s for bar in every), default=0.0)
-    merged: list[Bar] = []
-    computed = -1  # the latest bar of computation
-    for bar in every:
-        before = merged[computed] if computed >= 0 and bar.track == "compute" else None
-        is_same = before and (bar.unit, bar.phase, bar.again) == (before.unit, before.phase, before.again)
-        if before and is_same and bar.start_s - before.end_s <= unseen:
-            merged[computed] = replace(before, end_s=max(before.end_s, bar.end_s))
-        else:
-            computed = len(merged) if bar.track == "compute" else computed
-            merged.append(bar)
-    return Schedule(bars=tuple(merged), exposed=tuple(exposed))
-
-
-def _stretches(bars: Iterable[Bar]) -> Iterator[tuple[float, float, bool, bool]]:
-    """Yield start and end of each stretch of time, whether a collective runs in it, and whether anything computes."""
-    lasting = [bar for bar in bars if bar.end_s > bar.start_s]
-    changes = sorted((time, bar.track, by) for bar in lasting for time, by in ((bar.start_s, 1), (bar.end_s, -1)))
-    running: Counter[str] = Counter()
-    for (start, track, by), (end, _, _) in pairwise(changes):
-        running[track] += by
-        if end > start:
-            yield start, end, running["communication"] > 0, running["compute"] > 0
-
-
-_ROWS = {"communication": (1.46, 0.5), "exposed": (1.13, 0.11), "compute": (0.76, 0.5)}  # Centre and height of each row
-
-_ROLES = {
-    "all-gather": "#f6c667",
-    "reduce-scatter": VIOLET,
-    "all-reduce": "#cc5a1e",
-    "exposed": LIMIT,
-    "forward": "#5a9ed8",
-    "backward": "#2a6db0",
-    "computed again": "#2a6db0",
-    "loss, clip, optimizer": "#7f8790",
-    "copies to and from the host": GREEN,
-}
-_COMPUTE = ("forward", "backward")
-
-_CLOSE = 4  # Units in a picture from near
-_UNIT_LETTER = 0.018  # Part of a picture's width that a letter of a unit's name takes
-
-_Window = tuple[str, float, float]  # The name, start and end of a stretch of a step to draw
-
-
-@styled
-def draw_schedule(schedule: Schedule, *, model: str) -> Any:
-    """Collectives and computation of one step, the whole of it and a few units of each pass from near.
-
-    What is hidden behind computation stands above it; below the collectives, a red line marks where nothing computes.
-    """
-    from matplotlib.patches import Patch
-
-    rows: list[list[_Window]] = [[("predicted, whole step", 0.0, schedule.seconds)]]
-    rows += [windows] if (windows := _windows(schedule)) else []
-    figure = new_figure(_exposure(schedule), 1 + 1.6 * len(rows))
-    for strip, windows in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
-        for axes, window in zip(strip.subplots(1, len(windows), squeeze=False)[0], windows, strict=True):
-            _draw_window(axes, schedule, window)
-    figure.axes[0].set_title(model)
-    used = {_role(bar) for bar in schedule.bars} | {"exposed"}
-    used |= {"computed again" for bar in schedule.bars if bar.again}
-    handles = [
-        Patch(facecolor=color, hatch="////" if role == "computed again" else None, label=role)
-        for role, color in _ROLES.items()
-        if role in used
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return figure
-
-
-def _exposure(one: Schedule) -> str:
-    return (
-        f"Predicted: {show_seconds(one.exposed_seconds)} of {show_seconds(one.communication_seconds)} of communication "
-        f"exposed, {one.exposed_seconds / one.seconds:.1%} of a step of {show_seconds(one.seconds)}"
-    )
-
-
-def _windows(schedule: Schedule) -> list[_Window]:
-    """The beginning of the forward pass and the middle of the backward pass; none of a step with few units."""
-    windows = []
-    for phase in _COMPUTE:
-        units = _computed(schedule, phase)
-        if len(units) <= 2 * _CLOSE:
-            return []
-        first = 0 if phase == "forward" else len(units) // 2
-        (name, start, _), *_, (last, _, end) = units[first : first + _CLOSE]
-        label = f"{phase}, {_short(name)} to {_short(last)}"
-        windows.append((label, 0.0 if phase == "forward" else start, end))
-    return windows
-
-
-def _computed(schedule: Schedule, phase: str) -> list[tuple[str, float, float]]:
-    """Each unit of the first pass of a phase with the start and the end of its computation, without small copies."""
-    bars = [bar for bar in schedule.bars if bar.track == "compute" and bar.phase == phase]
-    longest = max((bar.end_s - bar.start_s for bar in bars), default=0.0)
-    spans: dict[str, tuple[float, float]] = {}
-    for bar in bars:
-        if bar.unit and bar.end_s - bar.start_s >= longest / 10:
-            start, end = spans.setdefault(bar.unit, (bar.start_s, bar.end_s))
-            if bar.start_s - end < longest:
-                spans[bar.unit] = (start, bar.end_s)
-    return [(unit, start, end) for unit, (start, end) in spans.items()]
-
-
-def _short(fqn: str) -> str:
-    """The end of a unit's name: "31" for model.layers.31, "embed_tokens" for model.embed_tokens, "root" for ""."""
-    return fqn.rpartition(".")[2] or "root"
-
-
-def _role(bar: Bar) -> str:
-    if bar.track == "communication":
-        return bar.operation.replace("_", "-")
-    if bar.track == "host":
-        return "copies to and from the host"
-    return bar.phase if bar.phase in _COMPUTE else "loss, clip, optimizer"
-
-
-def _draw_window(axes: Any, schedule: Schedule, window: _Window) -> None:
-    """Draw one stretch of the step into its axes."""
-    from matplotlib.ticker import EngFormatter
-
-    title, begin, finish = window
-    length = finish - begin
-    is_near = length < schedule.seconds
-    axes.grid(False)
-    axes.set(xlim=(begin, finish), ylim=(0.5, 1.9), xlabel=title)
-    axes.xaxis.set_major_formatter(EngFormatter("s"))
-    axes.set_yticks([middle for middle, _ in _ROWS.values()], list(_ROWS))
-    inside = [bar for bar in schedule.bars if bar.end_s >= begin and bar.start_s <= finish]
-
-    def look(bar: Bar) -> tuple[str, bool]:
-        return _role(bar), bar.again
-
-    for (role, again), group in groupby(sorted(inside, key=look), key=look):
-        bars = list(group)
-        centre, height = _ROWS["communication" if bars[0].track == "communication" else "compute"]
-        axes.broken_barh(
-            [(bar.start_s, bar.end_s - bar.start_s) for bar in bars],
-            (centre - height / 2, height),
-            facecolor=_ROLES[role],
-            edgecolor="white" if is_near or again else "face",  # an edge of its own colour keeps a narrow bar visible
-            linewidth=0.4,
-            hatch="////" if again else None,
-        )
-        for bar in bars if is_near and not again else ():
-            name, room = _short(bar.unit), (bar.end_s - bar.start_s) / length
-            is_whole = begin <= bar.start_s and bar.end_s <= finish
-            if is_whole and room > _UNIT_LETTER * len(name):
-                middle = (bar.start_s + bar.end_s) / 2
-                axes.text(middle, centre, name, fontsize=7, ha="center", va="center", color="#101214")
-    centre, height = _ROWS["exposed"]
-    spans = [(start, end - start) for start, end in schedule.exposed]
-    axes.broken_barh(spans, (centre - height / 2, height), color=LIMIT, linewidth=0.4)
-    computed = [bar for bar in inside if bar.operation == "compute"]
-    for phase, group in groupby(computed, key=lambda bar: bar.phase):
-        bars = list(group)
-        start, end = max(bars[0].start_s, begin), min(bars[-1].end_s, finish)
-        if end - start > 0.1 * length:
-            axes.text((start + end) / 2, 1.88, phase, fontsize=8, ha="center", va="top")
-        if start > begin:
-            axes.axvline(start, color=INK, linewidth=0.6, alpha=0.5)
 
 
 # ---- units of a plan, and speed over GPUs ----

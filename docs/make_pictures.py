@@ -17,10 +17,8 @@ from drawing import (
     ScalingCurve,
     draw_comparison,
     draw_scaling,
-    draw_schedule,
     draw_units,
     memory_timeline,
-    step_schedule,
 )
 from models import CONFIGS
 
@@ -28,7 +26,8 @@ from hf_fsdp_tools import build_meta_model, make_wrap_plan
 from hf_fsdp_tools.foresight.forecast import Forecast, step_of
 from hf_fsdp_tools.foresight.memory import memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.simulation import simulate
+from hf_fsdp_tools.foresight.timing.efficiency import Durations, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
 from hf_fsdp_tools.plots import draw_losses, save
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +66,7 @@ SCALING = (
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, schedule, scaling; all without a name")
+    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, scaling; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
     for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
@@ -97,30 +96,27 @@ def pictures_of_a_run() -> Iterator[tuple[str, Any]]:
 
 
 def pictures_of_a_step() -> Iterator[tuple[str, Any]]:
-    """Yield names and pictures of Llama-3.1-8B on 8 and on 64 H100."""
-    step = "1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
-    on_8 = f"Llama-3.1-8B on 8 × H100-80GB, {step}"
-    forecasts = {name: forecast(8, wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
+    """Yield the name and the picture of the memory of Llama-3.1-8B on 8 H100."""
+    title = "Llama-3.1-8B on 8 × H100-80GB, 1 × 8,192 tokens per GPU, AdamW, bf16, activation checkpointing"
+    forecasts = {name: forecast(wrapping) for name, wrapping in (("root-only", "root"), ("hybrid", "hybrid"))}
     lines = {
-        name: memory_timeline(each.step.events, each.step.resident, simulate(each.step.events, each.setup).spans)
+        name: memory_timeline(each.step.events, each.step.resident, durations(each.setup).seconds)
         for name, each in forecasts.items()
     }
     limit = memory_of(forecasts["hybrid"]).limit_bytes
-    yield "wrapping", draw_comparison(lines, model=on_8, limit_bytes=limit)
-    wide = forecast(64, "hybrid")
-    schedule = step_schedule(wide.step.events, simulate(wide.step.events, wide.setup).spans)
-    on_64 = f"Llama-3.1-8B on 64 × H100-80GB, {step}"
-    yield "schedule", draw_schedule(schedule, model=on_64)
+    yield "wrapping", draw_comparison(lines, model=title, limit_bytes=limit)
 
 
-def forecast(num_gpus: int, wrapping: Any) -> Forecast:
+def forecast(wrapping: Any) -> Forecast:
     """One step of Llama-3.1-8B."""
-    return step_of(
-        CONFIGS["Llama-3.1-8B"],
-        TrainingSetup(
-            num_gpus=num_gpus, gpu="h100-80gb", seq_len=8192, activation_checkpointing=True, wrapping=wrapping
-        ),
-    )
+    fields: dict[str, Any] = {"seq_len": 8192, "activation_checkpointing": True, "wrapping": wrapping}
+    return step_of(CONFIGS["Llama-3.1-8B"], TrainingSetup(num_gpus=8, gpu="h100-80gb", **fields))
+
+
+def durations(setup: TrainingSetup) -> Durations:
+    """The time of each kernel."""
+    gpu = gpu_named(setup.gpu)
+    return Durations(setup, gpu, efficiency_of(gpu))
 
 
 def pictures_of_scaling() -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """The events of a training step on one rank, in the order in which the host issues them.
 
-`Alloc` and `Free` are what a caching allocator sees, `Work`, `Record` and `Wait` what the streams of a GPU see. A dry
-run of the model gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
+`Alloc` and `Free` are what a caching allocator sees, `Work` is what the streams of a GPU run. A dry run of the model
+gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` lays its schedule over.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,23 +122,7 @@ class Gradient:
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A CUDA event is recorded on a stream."""
-
-    event: int
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A stream, or the host, waits for a recorded event."""
-
-    event: int  # In a trace, which records none, 0: the latest copy of a block's input
-    stream: Stream | Literal["host"]
-
-
-Event = Alloc | Free | Work | Mark | Gradient | Record | Wait
+Event = Alloc | Free | Work | Mark | Gradient
 
 
 class EventWriter:
@@ -149,7 +133,6 @@ class EventWriter:
         self.phase: Phase = "forward"  # The part of the step that new work belongs to
         self.unit = ""  # The unit that new memory and work belong to
         self._block = first_block
-        self._event = 0
 
     def new_block(self) -> int:
         self._block += 1
@@ -180,22 +163,6 @@ class EventWriter:
         self.events.append(
             Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks, axis=axis)
         )
-
-    def record(self, stream: Stream = "compute") -> int:
-        """A CUDA event on a stream; its number."""
-        self._event += 1
-        self.events.append(Record(self._event, stream))
-        return self._event
-
-    def wait(self, event: int, *streams: Stream) -> None:
-        self.events.extend(Wait(event, stream) for stream in streams)
-
-    def wait_stream(self, waiting: Stream, other: Stream) -> None:
-        """A stream waits for all that another one was given so far."""
-        self.wait(self.record(other), waiting)
-
-    def wait_on_host(self, event: int) -> None:
-        self.events.append(Wait(event, "host"))
 
     def extend_renumbered(self, events: Iterable[Event]) -> None:
         """Events of memory and work from elsewhere, whose blocks get numbers of their own here."""

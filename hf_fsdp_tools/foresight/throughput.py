@@ -3,17 +3,16 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_fsdp_tools.foresight.events import Work
 from hf_fsdp_tools.foresight.forecast import Source, step_of
-from hf_fsdp_tools.foresight.fsdp2.step import compose
-from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of, replayed_in_gpu
+from hf_fsdp_tools.foresight.memory import MemoryEstimate, memory_of
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.efficiency import Efficiency, efficiency_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
-from hf_fsdp_tools.foresight.timing.simulation import simulate
+from hf_fsdp_tools.foresight.timing.step_time import step_time
 from hf_fsdp_tools.text import show_count
 
 _SEGMENT_SECONDS = 2e-3
@@ -170,7 +169,7 @@ def estimate_throughput(
     model_kwargs: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> ThroughputEstimate:
-    """How fast a training runs, found by a dry run on this machine and an event simulation, without weights and GPUs.
+    """How fast a training runs, found by a dry run on this machine, without weights and GPUs.
 
         print(estimate_throughput("meta-llama/Llama-3.1-8B", num_gpus=64, gpu="h100-80gb", seq_len=8192))
 
@@ -196,20 +195,13 @@ def estimate_throughput(
 
 
 def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = None) -> ThroughputEstimate:
-    """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full.
-
-    Of more than two micro-steps per optimizer step two are simulated: those after the second are like the second.
-    """
+    """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full."""
     setup, trace = memory.forecast.setup, memory.forecast.trace
     steps = setup.gradient_accumulation_steps
     efficiency = efficiency or efficiency_of(gpu_named(setup.gpu))
-    memories = [memory] if steps <= 2 else [_with_micro_steps(memory, count) for count in (1, 2)]
-    timings = []
-    for each in memories:
-        stalls = {} if each.is_full else {index: count * _SEGMENT_SECONDS for index, count in each.retried}
-        timings.append(simulate(each.forecast.step.events, setup, efficiency=efficiency, stalls=stalls))
-    timing = timings[0] if len(timings) == 1 else timings[0].continued(timings[1], steps)
-    memory, notes = memories[-1], trace.notes
+    stalls = {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
+    timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency, stalls=stalls)
+    notes = trace.notes
     if memory.is_full:
         notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
     elif memory.retried:
@@ -229,17 +221,6 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
         source=efficiency.source,
         notes=notes,
     )
-
-
-def _with_micro_steps(memory: MemoryEstimate, count: int) -> MemoryEstimate:
-    """An estimate with the events of so many micro-steps; where the GPU is full, with their stops too."""
-    forecast = memory.forecast
-    setup = replace(forecast.setup, gradient_accumulation_steps=count)
-    few = replace(forecast, setup=setup, step=compose(forecast.trace, forecast.plan, setup))
-    if not memory.retried:
-        return replace(memory, forecast=few)
-    tight = replayed_in_gpu(few, memory.limit_bytes)
-    return replace(memory, forecast=few, is_full=tight.out_of_memory_at is not None, retried=tight.retried)
 
 
 def straggling(setup: TrainingSetup, efficiency: Efficiency) -> float:

@@ -1,4 +1,4 @@
-"""Pictures show the memory and the streams of a step where they are, and are the same each time."""
+"""Pictures show the memory of a step where it is, and are the same each time."""
 
 import runpy
 import sys
@@ -19,23 +19,18 @@ drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "docs
 GB = 10**9
 
 
-def a_step(units=3, held=10 * GB, gather_s=1.0, compute_s=2.0):
-    """Events of a step whose blocks are gathered one ahead, memory that is there before, times of the works."""
-    events, spans = [], []
-    clock = {"compute": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
-    gathered, kept = {}, {}
+def a_step(units=3, held=10 * GB, compute_s=2.0):
+    """Events of a step whose blocks are gathered one ahead, and memory that is there before; a work's bytes are its
+    seconds here."""
+    events, gathered, kept = [], {}, {}
 
-    def work(operation, unit, phase, seconds, stream="compute", after=0.0):
-        start = max(clock[stream], after)
-        clock[stream] = start + seconds
-        events.append(Work(operation, 0.0, 0.0, unit, phase, stream))
-        spans.append((start, clock[stream]))
+    def work(operation, unit, phase, seconds, stream="compute"):
+        events.append(Work(operation, 0.0, seconds, unit, phase, stream))
 
     def gather(unit, phase):
-        number = len(events) + 1000
-        events.append(Alloc(number, GB, "gathered parameters", unit, "all_gather"))
-        work("all_gather", unit, phase, gather_s, "all_gather")
-        gathered[unit] = number, clock["all_gather"]
+        gathered[unit] = len(events) + 1000
+        events.append(Alloc(gathered[unit], GB, "gathered parameters", unit, "all_gather"))
+        work("all_gather", unit, phase, 1.0, "all_gather")
 
     def one_pass(order, phase):
         gather(order[0], phase)
@@ -45,12 +40,10 @@ def a_step(units=3, held=10 * GB, gather_s=1.0, compute_s=2.0):
             if phase == "forward":
                 kept[unit] = len(events) + 1000
                 events.append(Alloc(kept[unit], 2 * GB, "activations", unit))
-            number, ready = gathered.pop(unit)
-            work("matmul", unit, phase, compute_s, after=ready)
-            events.append(Free(number))
+            work("matmul", unit, phase, compute_s)
+            events.append(Free(gathered.pop(unit)))
             if phase == "backward":
                 events.append(Free(kept[unit]))
-                work("reduce_scatter", unit, phase, gather_s, "reduce_scatter", after=clock["compute"])
 
     names = [f"model.layers.{i}" for i in range(units)]
     one_pass(names, "forward")
@@ -58,15 +51,14 @@ def a_step(units=3, held=10 * GB, gather_s=1.0, compute_s=2.0):
     work("memory", "", "loss", 0.5)
     events.append(Free(1))
     one_pass(names[::-1], "backward")
-    work("memory", "", "optimizer", 0.5, after=max(clock.values()))
-    return events, [Alloc(-1, held, "parameters", "")], spans
+    work("memory", "", "optimizer", 0.5)
+    return events, [Alloc(-1, held, "parameters", "")], lambda work: work.num_bytes
 
 
-EVENTS, RESIDENT, SPANS = a_step(units=12)
-STEP = drawing.memory_timeline(EVENTS, RESIDENT, SPANS)
+TWELVE = a_step(units=12)
+STEP = drawing.memory_timeline(*TWELVE)
 HELD = a_step(units=12, held=30 * GB)
 OTHER = drawing.memory_timeline(*HELD)
-SCHEDULE = drawing.step_schedule(EVENTS, SPANS)
 UNIT = WrapUnit(modules=("layers.0",), reshard_after_forward=True, num_params=10, num_bytes=40, reason="block X")
 PLAN = WrapPlan(units=(UNIT,), replicated=(), model_class="ModelForX", num_params=10)
 GPUS = (8, 64, 512)
@@ -77,7 +69,6 @@ CURVES = [
 ]
 PICTURES = {
     "wrapping": lambda: drawing.draw_comparison({"root-only": OTHER, "hybrid": STEP}, model="m", limit_bytes=80 * GB),
-    "schedule": lambda: drawing.draw_schedule(SCHEDULE, model="a model"),
     "scaling": lambda: drawing.draw_scaling(CURVES, setting="fp16"),
     "plan": lambda: drawing.draw_units(PLAN),
     "loss": lambda: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s"),
@@ -85,14 +76,13 @@ PICTURES = {
 
 
 def test_memory_of_a_step_over_time():
-    events, resident, spans = a_step()
-    line = drawing.memory_timeline(events, resident, spans)
+    line = drawing.memory_timeline(*a_step())
     assert line.peak_bytes == 42 * GB and line.phases[line.peak] == "loss"
     assert line.allocated[-1] == 10 * GB and list(line.seconds) == sorted(line.seconds)
     assert set(line.phases) == {"forward", "loss", "backward", "optimizer"}
-    assert line.seconds[line.peak] == spans[5][1], "logits are made when the forward pass has computed"
+    assert line.seconds[line.peak] == 3 * 2.0, "logits are made when the forward pass has computed"
     # what was there before may be freed
-    freed = drawing.memory_timeline([Alloc(1, 5, "temporaries", ""), Free(7)], [Alloc(7, 100, "gradients", "")], [])
+    freed = drawing.memory_timeline([Alloc(1, 5, "temporaries", ""), Free(7)], [Alloc(7, 100, "gradients", "")], len)
     assert freed.allocated == (105, 5)
 
 
@@ -109,25 +99,10 @@ def test_few_points_keep_the_peak_and_the_phases():
     assert drawing.extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]
 
 
-def test_a_schedule_without_overlap_is_exposed_whole():
-    works = [Work("all_gather", 0, 0, "a", "forward", "all_gather"), Work("matmul", 0, 0, "a", "forward")]
-    schedule = drawing.step_schedule(works, [(0.0, 3.0), (3.0, 4.0)])
-    assert schedule.exposed == ((0.0, 3.0),) and schedule.seconds == 4.0
-    hidden = drawing.step_schedule(works, [(1.0, 3.0), (0.0, 4.0)])
-    assert hidden.exposed == () and hidden.communication_seconds == 2.0
-    part = drawing.step_schedule([*works, works[1]], [(1.0, 6.0), (0.0, 2.0), (3.0, 5.0)])
-    assert part.exposed == ((2.0, 3.0), (5.0, 6.0))
-    # kernels of one unit become one bar, and pauses stay
-    works = [Work("matmul", 0, 0, "a", "forward")] * 3 + [Work("matmul", 0, 0, "b", "forward")]
-    schedule = drawing.step_schedule(works, [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0), (4.0, 5.0)])
-    assert [(bar.unit, bar.start_s, bar.end_s) for bar in schedule.bars] == [("a", 0, 2), ("a", 3, 4), ("b", 4, 5)]
-
-
 @pytest.mark.parametrize(
     ("name", "finding"),
     [
         ("wrapping", f"root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"),
-        ("schedule", f"{SCHEDULE.exposed_seconds / SCHEDULE.seconds:.1%} of a step"),
         ("scaling", "A, gpu one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
         ("plan", "1 units; the largest gathers 40 B of 40 B"),
         ("loss", "Loss of one: 8 at step 0, 2 at 9"),
@@ -141,20 +116,11 @@ def test_a_picture_has_its_finding_as_title_and_is_the_same_each_time(name, find
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
 
 
-def test_bars_of_a_schedule_lie_where_the_work_was():
-    figure = drawing.draw_schedule(SCHEDULE, model="m")
-    drawn = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
-    for bar in (bar for bar in SCHEDULE.bars if bar.track == "communication"):
-        assert any(abs(box.x0 - bar.start_s) < 1e-9 and box.y0 > 1 for box in drawn), bar
-    assert len(figure.axes) == 3, "the whole step, and a few units of each pass from near"
-
-
 def test_the_same_step_at_another_speed_falls_on_itself():
     """Phases begin at equal places in a comparison."""
-    slow = [(3 * start, 3 * end) for start, end in SPANS]
-    lines = {"root-only": drawing.memory_timeline(EVENTS, RESIDENT, slow), "hybrid": STEP}
+    lines = {"root-only": drawing.memory_timeline(*TWELVE[:2], lambda work: 3 * work.num_bytes), "hybrid": STEP}
     drawn = drawing.draw_comparison(lines, model="m").axes[0].lines
-    one, two = (line for line in drawn if len(line.get_xdata()) == len(EVENTS))
+    one, two = (line for line in drawn if len(line.get_xdata()) == len(TWELVE[0]))
     assert list(one.get_xdata()) == pytest.approx(list(two.get_xdata()))
 
 

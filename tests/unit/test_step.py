@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools import Muon, make_wrap_plan
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, Record, TensorSize, Trace, Wait, Work
+from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, TensorSize, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
@@ -216,20 +216,6 @@ def test_collectives_of_a_unit_carry_its_padded_bytes() -> None:
     assert held(step) == {"parameters": 4 * (334 + 667)}
     gradients = [each for each in taken(step) if each[1] == "gradients"]
     assert gradients == [(4 * 667, "gradients", "reduce_scatter"), (4 * 334, "gradients", "reduce_scatter")]
-
-
-def test_a_gather_waits_for_its_copy_in_and_the_copy_out_for_the_gather() -> None:
-    step = compose(hand_made(), PLAN, TrainingSetup(num_gpus=2, optimizer="sgd", max_grad_norm=None))
-    recorded = {event.event: event.stream for event in step.events if isinstance(event, Record)}
-    waits = [(recorded[event.event], event.stream) for event in step.events if isinstance(event, Wait)]
-    # the root's first: after the optimizer, then its copy-in, then its copy-out
-    assert waits[:4] == [
-        ("compute", "copy_in"),
-        ("compute", "all_gather"),
-        ("copy_in", "all_gather"),
-        ("all_gather", "compute"),
-    ]
-    assert waits[-1] == ("reduce_scatter", "compute")
 
 
 def test_offloaded_shards_are_copied_to_the_device_and_gradients_back() -> None:

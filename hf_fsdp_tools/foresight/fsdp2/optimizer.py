@@ -91,20 +91,17 @@ def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: Traini
     for at in range(num_buckets if sizes else 0):
         block = writer.take(int(4 * travelling / num_buckets) + 3 * largest, "temporaries")
         if at == 0 and ranks > 1:
-            writer.work("all_to_all", travelling / num_buckets, "exchange", ranks=ranks, axis="all")
-        writer.wait_stream("compute", "exchange")
+            writer.work("all_to_all", travelling / num_buckets, "all_gather", ranks=ranks, axis="all")
         if at + 1 < num_buckets and ranks > 1:
-            writer.work("all_to_all", travelling / num_buckets, "exchange", ranks=ranks, axis="all")
+            writer.work("all_to_all", travelling / num_buckets, "all_gather", ranks=ranks, axis="all")
         for (rows, columns), number in sizes.items():
             own, short = number / num_buckets, min(rows, columns)
             flops = own * newton_schulz_flops(rows, columns)
             moved = own * NEWTON_SCHULZ_STEPS * 2 * (5 * rows * columns + 5 * short**2)
             writer.events.append(Work("matmul", flops, moved, "", "optimizer", size=short))
-        writer.wait_stream("exchange", "compute")
         if ranks > 1:
-            writer.work("all_to_all", back / num_buckets, "exchange", ranks=ranks, axis="all")
+            writer.work("all_to_all", back / num_buckets, "all_gather", ranks=ranks, axis="all")
         writer.free(block)
-    writer.wait_stream("compute", "exchange")
     writer.phase = "forward"
 
 

@@ -1,7 +1,7 @@
-"""What FSDP2 does at each module's passes: gathers, copies, frees, reductions, on which stream and after which event.
+"""What FSDP2 does at each module's passes: gathers, copies, frees, reductions, and on which stream.
 
-The order of memory and of waits is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`. Each function below names
-the function it follows. Python's local variables keep some tensors until a function returns; this is followed too, and
+The order of memory is that of torch 2.13, `torch/distributed/fsdp/_fully_shard`. Each function below names the function
+that it follows. Python's local variables keep some tensors until a function returns; this is followed too, and
 that torch 2.15 has fewer of these.
 """
 
@@ -30,7 +30,6 @@ class _Unit:
     exit: str | None = None  # The module whose output triggers its pre-backward
     gathered: list[int] = field(default_factory=list)  # Memory of the gathered parameters
     partly: list[int] = field(default_factory=list)  # Of shards over fewer ranks (`reshard_after_forward` as a number)
-    partly_event: int | None = None
     pending: "_Gather | None" = None  # `_all_gather_result`: gathered, not yet copied out
     gradients: dict[str, int] = field(default_factory=dict)  # Memory of the whole gradients, by parameter
     uses: list[int] = field(default_factory=list)  # `_post_forward_indices`
@@ -49,7 +48,6 @@ class _Gather:
     """`AllGatherResult`."""
 
     output: tuple[int, ...]  # The buffer; on one rank there is none
-    event: int
     ranks: int
 
 
@@ -65,8 +63,7 @@ class Fsdp2Schedule:
         self._reducer = Reducer(writer, setup)
         self.reduces = True  # `set_requires_gradient_sync`: False keeps the gradients of a backward pass whole
         self._running_root: _Unit | None = None  # `iter_forward_root`
-        self._kept_gather: tuple[int, int] | None = None
-        """`all_gather_state`: the buffer of the last gather of forward, and the event of its copy-out."""
+        self._kept_gather: int | None = None  # `all_gather_state`: the buffer of the last gather of forward
         self._order: list[_Unit] = []  # `post_forward_order`
         self._forced: list[_Unit] = []
         """Units that were completed after the pass of the whole model, whose pre-backward comes with the root's."""
@@ -112,7 +109,6 @@ class Fsdp2Schedule:
                     self._post_backward(unit)
                 self._reducer.finalize(unit.split.name)
                 if unit.pending is not None:  # prefetched and not used
-                    writer.wait(unit.pending.event, "compute")
                     writer.free(*unit.pending.output)
                     unit.pending = None
             unit.state = unit.module_state = "idle"
@@ -138,7 +134,6 @@ class Fsdp2Schedule:
             unit.to_run = set(unit.modules)
         if unit.module_state != "forward" and self._running_root is None:  # `_root_pre_forward`
             self._running_root = unit
-            self._writer.wait(self._writer.record(), "copy_in", "all_gather")
         unit.module_state = "forward"
         if unit.state != "forward":
             unit.entry = mark.module
@@ -196,7 +191,6 @@ class Fsdp2Schedule:
         """`FSDPParamGroup.post_backward`."""
         if not unit.shards:
             return
-        is_partial = len(unit.modules) > 1 and unit.state == "forward"
         unit.state = "post_backward"
         gradients = self._reducer.added_up(unit.shards, unit.gradients)
         self._reshard(unit)
@@ -205,19 +199,16 @@ class Fsdp2Schedule:
             return
         self._reducer.release_inputs()
         if gradients:
-            self._reducer.reduce(gradients, is_partial=is_partial)
+            self._reducer.reduce(gradients)
 
     def _unshard(self, unit: _Unit) -> None:
         """`FSDPParamGroup.unshard`, `foreach_all_gather`."""
         if unit.pending is not None or unit.gathered or not unit.shards:
             return
         writer = self._writer
-        if unit.partly_event is not None:
-            writer.wait(unit.partly_event, "copy_in", "all_gather")
-            unit.partly_event = None
         ranks = int(unit.reshard) if unit.partly else unit.shards[0].ranks
         if ranks == 1:
-            unit.pending = _Gather((), writer.record(), 1)
+            unit.pending = _Gather((), 1)
             return
         apart = unit.state in ("forward", "pre_backward")  # `get_all_gather_streams`
         copy_in: Stream = "copy_in" if apart else "compute"
@@ -227,10 +218,8 @@ class Fsdp2Schedule:
         inputs = list(self._gather_inputs(unit, copy_in, ratio))
         output = writer.take(own_bytes * ranks, "gather buffers", copy_in)
         writer.work("memory", 2 * own_bytes, copy_in)
-        if apart:
-            writer.wait_stream(stream, copy_in)
         writer.work("all_gather", own_bytes * ranks, stream, ranks=ranks, axis=unit.shards[0].axis)
-        unit.pending = _Gather((output,), writer.record(stream), ranks)
+        unit.pending = _Gather((output,), ranks)
         writer.free(*inputs)
 
     def _gather_inputs(self, unit: _Unit, stream: Stream, ratio: int) -> Iterator[int]:
@@ -269,15 +258,12 @@ class Fsdp2Schedule:
         if gather.ranks == 1:
             unit.gathered = list(self._copy_alone(unit))
         else:
-            writer.wait(gather.event, "compute")
             unit.gathered = self._copy_out(unit)
         writer.free(*unit.partly)
         unit.partly, unit.pending = [], None
-        event = writer.record()
         if gather.output and unit.state == "forward":
-            self._kept_gather = (gather.output[0], event)
+            self._kept_gather = gather.output[0]
         else:
-            writer.wait(event, "copy_in", "all_gather")
             writer.free(*gather.output)
         if BEFORE_2_15:
             writer.free(*before)
@@ -317,9 +303,7 @@ class Fsdp2Schedule:
         """[Note: Overlapping all-gather copy-in and all-gather]: the buffer that was kept until now, if one was."""
         if self._kept_gather is None:
             return []
-        block, event = self._kept_gather
-        self._writer.wait(event, "copy_in", "all_gather")
-        self._kept_gather = None
+        block, self._kept_gather = self._kept_gather, None
         return [block]
 
     def _reshard(self, unit: _Unit) -> None:
@@ -334,7 +318,6 @@ class Fsdp2Schedule:
                 writer.work("memory", 2 * num_bytes)
                 writer.free(block)
             unit.gathered = []
-            unit.partly_event = writer.record()
             return
         writer.free(*unit.gathered, *unit.partly)
         unit.gathered, unit.partly = [], []

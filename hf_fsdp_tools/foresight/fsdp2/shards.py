@@ -102,33 +102,21 @@ class Reducer:
         self._writer = writer
         self._setup = setup
         self._dtype = DTYPES[setup.reduce_dtype]
-        self._inputs: list[tuple[int, int]] = []
-        """`reduce_scatter_states`: the input of the last reduction, and the event of its end."""
-        self._last: dict[Stream, int] = {}  # `_last_post_reduce_events`
-        self._reduced: dict[str, int] = {}  # `_post_reduce_event`, by unit
-        self._all_reduced: dict[str, tuple[int, int]] = {}
-        """`_all_reduce_state` by unit: a buffer that is freed once the event has come."""
+        self._inputs: list[int] = []  # `reduce_scatter_states`: the input of the last reduction
+        self._all_reduced: dict[str, int] = {}  # `_all_reduce_state` by unit
         self._gradients: dict[str, int] = {}  # Memory of the shards of gradients, one block for a unit
         self._has_gradients: set[str] = set()
         self._whole: dict[str, int] = {}  # Of whole gradients of earlier micro-steps, reduction's dtype, by parameter
 
     def release_inputs(self) -> None:
-        """Free the input of the last reduction, after it has ended."""
-        for block, event in self._inputs:
-            self._writer.wait(event, "compute")
-            self._writer.free(block)
+        """Free the input of the last reduction."""
+        self._writer.free(*self._inputs)
         self._inputs.clear()
 
     def finalize(self, unit: str) -> None:
-        """The compute stream waits for all reductions; what a unit kept for its own is freed."""
-        for event in self._last.values():
-            self._writer.wait(event, "compute")
-        for event in self._last.values() if self._setup.offload else ():
-            self._writer.wait_on_host(event)
-        self._last.clear()
-        self._reduced.pop(unit, None)
+        """All reductions have ended: free what a unit kept for its own."""
         if unit in self._all_reduced:
-            self._writer.free(self._all_reduced.pop(unit)[0])
+            self._writer.free(self._all_reduced.pop(unit))
 
     def drop_gradients(self, units: Iterable[str]) -> None:
         """Gradients are set to None, unit by unit."""
@@ -162,11 +150,11 @@ class Reducer:
                 self._writer.work("memory", whole.num_bytes + num_bytes)
                 self._writer.free(block)
 
-    def reduce(self, gradients: Sequence[tuple[Shard, int]], *, is_partial: bool = False) -> None:
+    def reduce(self, gradients: Sequence[tuple[Shard, int]]) -> None:
         """Reduce the gradients of the unit that the writer is at, and free them."""
         writer, ranks = self._writer, gradients[0][0].ranks
         unit = writer.unit
-        self._wait_for_last(unit)
+        self.finalize(unit)  # `_wait_for_post_backward`: of the same unit, where it is used twice
         late: set[int] = set()
         if ranks > 1:
             gradients, late = self._split_otherwise(gradients)
@@ -176,7 +164,6 @@ class Reducer:
         buffer = writer.take(numel * ranks * size, "reduce buffers")
         writer.work("memory", read + numel * ranks * size)
         writer.free(*(block for _, block in reversed(gradients) if block not in late))  # a list clears from its end
-        writer.wait_stream("reduce_scatter", "compute")
         master = gradients[0][0].dtype
         is_kept = master == self._dtype and not self._setup.offload and unit not in self._has_gradients
         output = writer.take(numel * size, "gradients" if is_kept else "reduce buffers", "reduce_scatter")
@@ -188,24 +175,12 @@ class Reducer:
             )
         else:
             writer.work("memory", 2 * numel * size, "reduce_scatter")
-        self._inputs.append((buffer, writer.record("reduce_scatter")))
+        self._inputs.append(buffer)
         stream = self._all_reduce(unit, output, numel * size)
         self._divide(numel * size, stream)
         shards = [shard for shard, _ in gradients]
         self._keep(unit, shards, output, stream)
-        self._reduced[unit] = self._last[stream] = writer.record(stream)
         writer.free(*late)
-        if is_partial:
-            writer.wait(self._reduced[unit], "compute")
-
-    def _wait_for_last(self, unit: str) -> None:
-        """`_wait_for_post_backward`: of the same unit, where it is used twice."""
-        if unit in self._reduced:
-            self._writer.wait(self._reduced.pop(unit), "compute")
-        if unit in self._all_reduced:
-            block, event = self._all_reduced.pop(unit)
-            self._writer.wait(event, "compute")
-            self._writer.free(block)
 
     def _split_otherwise(self, gradients: Sequence[tuple[Shard, int]]) -> tuple[list[tuple[Shard, int]], set[int]]:
         """Copy gradients that are split along another dimension than 0; with those that are freed at the end, since
@@ -235,10 +210,9 @@ class Reducer:
         if replicas == 1:
             return "reduce_scatter"
         writer = self._writer
-        writer.wait_stream("all_reduce", "reduce_scatter")
         size = self._dtype.itemsize
         writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=size, ranks=replicas, axis="replicate")
-        self._all_reduced[unit] = (output, writer.record("all_reduce"))
+        self._all_reduced[unit] = output
         return "all_reduce"
 
     def _keep(self, unit: str, shards: Sequence[Shard], output: int, stream: Stream) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Wait, Work
+from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Trace, Work
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shards import Shard, split_parameters
@@ -58,7 +58,6 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
         writer.phase = "optimizer"
         num_bytes = sum(event.num_bytes for event in update if type(event) is Work)
         writer.work("memory", num_bytes, "offload", dtype_bytes=4)
-        writer.wait_on_host(writer.record("offload"))
         writer.phase = "forward"
     else:
         writer.extend_renumbered(update)
@@ -116,7 +115,6 @@ def _write_micro_steps(
     # gradients that may stay until the end of the step, and where they are taken
     staying = {event.block for event in events if type(event) is Gradient and event.parameter in lasting}
     taken = {at: event.block for at, event in enumerate(events) if type(event) is Alloc and event.block in staying}
-    copied = 0  # the event behind the latest copy of a block's input
     for number in range(setup.gradient_accumulation_steps):
         is_last = number == setup.gradient_accumulation_steps - 1
         renamed = {} if is_last else {block: writer.new_block() for block in taken.values()}
@@ -132,20 +130,7 @@ def _write_micro_steps(
                     replicated.gradient(event.parameter, block)
                 continue
             is_renamed = at in taken and not is_last
-            is_exchange = type(event) is Work and event.stream == "exchange"
-            if type(event) is Wait:
-                writer.wait(copied, "compute")
-                continue
-            if type(event) is Work and event.stream == "activations":
-                writer.wait_stream("activations", "compute")
-                writer.events.append(event)
-                copied = writer.record("activations")
-                continue
-            if is_exchange:
-                writer.wait_stream("exchange", "compute")
             writer.events.append(replace(event, block=renamed[event.block]) if is_renamed else event)
-            if is_exchange:
-                writer.wait_stream("compute", "exchange")
             if type(event) is Mark and schedule is not None:
                 schedule.mark(event)
         writer.phase = "backward"
@@ -274,17 +259,14 @@ class _BucketedGradients(_Gradients):
         self._missing[bucket] -= 1
         if not self._missing[bucket] and self.reduces:
             num_bytes = self._bytes_of(self._buckets[bucket])
-            writer.wait_stream("all_reduce", "compute")
             size = kept // self._parameters[name].numel
             writer.work("all_reduce", num_bytes, "all_reduce", dtype_bytes=size, ranks=self._ranks, axis="all")
 
     def end_backward(self) -> None:
-        """The compute stream waits for the reductions; copies of frozen parameters are freed."""
+        """Copies of frozen parameters are freed."""
         self._writer.free(*self._copies.values())
         self._copies.clear()
-        if self._missing:
-            self._writer.wait_stream("compute", "all_reduce")
-            self._missing = []
+        self._missing = []
 
     def _bytes_of(self, bucket: Sequence[Parameter]) -> int:
         return sum(self._kept[each.fqn] for each in bucket)

@@ -252,9 +252,9 @@ class Durations:
             rate *= work.size / (work.size + half) if work.size else 1.0
         return max(_KERNEL_SECONDS, work.flops / rate, num_bytes / self._memory)
 
-    def memory_share(self, work: Work, seconds: float) -> float:
-        """The share of the GPU's memory bandwidth that a collective takes while it runs."""
-        return work.num_bytes * _COLLECTIVE_TRAFFIC[work.operation] / self._memory / seconds if seconds else 0.0
+    def traffic_seconds(self, work: Work) -> float:
+        """Seconds in which the GPU's memory moves what passes it in a collective."""
+        return work.num_bytes * _COLLECTIVE_TRAFFIC[work.operation] / self._memory
 
     def group(self, work: Work) -> Group:
         """Who takes part in a collective."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Wait, Work
+from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
@@ -120,10 +120,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """A copy of a block's input, beside the computation."""
         unit = self._passes[-1].unit
         self.events.append(Work(operation, 0.0, float(num_bytes), unit, self.phase, "activations"))
-
-    def wait_for_input(self) -> None:
-        """The computation waits for the latest such copy."""
-        self.events.append(Wait(0, "compute"))
 
     @contextmanager
     def chunks_once(self) -> Iterator[None]:

@@ -1,0 +1,114 @@
+"""A step in time: each pass takes as long as the slowest of those who work at it, and what all wait for besides.
+
+In a pass (forward, backward, the optimizer) the GPU computes while the host issues the next kernels, collectives run on
+streams of their own and bytes go to the host and back; FSDP2 prefetches far enough that the slowest of these hides the
+others. Collectives between layers, copies of one GPU and an optimizer on the CPU are waited for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_fsdp_tools.foresight.events import COLLECTIVES, COPIES, Event, Work
+from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.timing.efficiency import Durations, Efficiency, efficiency_of
+from hf_fsdp_tools.foresight.timing.hardware import gpu_named
+
+_HOST_SECONDS = 15e-6
+"""Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
+of a decoder layer of transformers, which has 30 to 40)"""
+_AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
+_HOST_COLLECTIVE_SECONDS = 150e-6  # Of a collective with FSDP2's Python around it. (assumed)
+_COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
+
+_PASSES = {"loss": "forward", "clip": "optimizer"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a step takes on one rank, and why."""
+
+    seconds: float
+    parts: dict[str, float]
+    """What the GPU does in these seconds: `matmul`, `attention`, `memory` (kernels that the GPU's memory bounds), or it
+    has nothing to do: `communication` (exposed), `offload` (bytes move between GPU and host, or the optimizer runs on
+    the CPU), `allocator` (it gives memory back), `host` (launches are late)."""
+    communication: float  # Seconds of all collectives, hidden or exposed
+
+
+class _Pass:
+    """Seconds of one pass by what takes them."""
+
+    def __init__(self) -> None:
+        self.communication = 0.0
+        self.kernels = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
+        self.waited = dict.fromkeys(("communication", "offload", "allocator", "host"), 0.0)  # Nothing runs beside it
+        self.beside = dict.fromkeys(("host", "node", "network", *COPIES), 0.0)  # Runs while kernels do
+        self.traffic = 0.0  # Of the GPU's memory, for collectives
+
+    def parts(self) -> dict[str, float]:
+        """What the GPU does in the pass; collectives slow those kernels that its memory bounds."""
+        beside, total = self.beside, sum(self.kernels.values())
+        slower = self.traffic * self.kernels["memory"] / total if total else 0.0
+        others = {"host": beside["host"], "communication": max(beside["node"], beside["network"])}
+        others["offload"] = max(beside[copy] for copy in COPIES)
+        slowest = max(others, key=others.__getitem__)
+        rest = max(0.0, others[slowest] - total - slower)
+        kernels = self.kernels | {"memory": self.kernels["memory"] + slower}
+        return kernels | self.waited | {slowest: self.waited[slowest] + rest}
+
+
+def step_time(
+    events: Sequence[Event],
+    setup: TrainingSetup,
+    *,
+    efficiency: Efficiency | None = None,
+    stalls: Mapping[int, float] | None = None,
+) -> Timing:
+    """The timing of a step (`Forecast.step.events`) on the setup's GPUs and links.
+
+    `stalls`: by index of an event, before which the GPU stands still for so many seconds.
+    """
+    gpu, stalls = gpu_named(setup.gpu), stalls or {}
+    durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
+    host_factor = _COMPILED_HOST if setup.compile else 1.0
+    passes, name = [_Pass()], ""
+    for index, event in enumerate(events):
+        now = passes[-1]
+        now.waited["allocator"] += stalls.get(index, 0.0)
+        if isinstance(event, Work):
+            phase = _PASSES.get(event.phase, event.phase)
+            if name and phase != name:
+                passes.append(now := _Pass())
+            name = phase
+            _add(now, event, durations, host_factor)
+    steps = setup.gradient_accumulation_steps
+    if steps > 3:  # of which three are in the events: all others are like the second
+        passes += passes[2:4] * (steps - 3)
+    rows = [each.parts() for each in passes]
+    parts = {part: sum(row[part] for row in rows) for part in rows[0]}
+    return Timing(sum(parts.values()), parts, sum(each.communication for each in passes))
+
+
+def _add(now: _Pass, work: Work, durations: Durations, host_factor: float) -> None:
+    """Add one piece of work to a pass."""
+    seconds = durations.seconds(work)
+    if work.stream == "offload":
+        now.waited["offload"] += seconds
+    elif work.operation in COLLECTIVES:
+        now.beside["host"] += _HOST_COLLECTIVE_SECONDS
+        now.communication += seconds
+        if work.stream in ("compute", "exchange"):
+            now.waited["communication"] += seconds
+        else:
+            link = "network" if durations.group(work).nodes > 1 else "node"
+            now.beside[link] += seconds
+            now.traffic += durations.traffic_seconds(work) if seconds else 0.0
+    elif work.operation in COPIES:
+        if work.stream == "compute":
+            now.waited["offload"] += seconds
+        else:
+            now.beside[work.operation] += seconds
+    else:
+        now.kernels[work.operation] += seconds
+        is_autograd = work.phase == "backward" and not work.again and work.stream == "compute"
+        now.beside["host"] += (_AUTOGRAD_SECONDS if is_autograd else _HOST_SECONDS) * host_factor
