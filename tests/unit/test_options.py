@@ -12,24 +12,28 @@ pytest.importorskip("trl")
 
 from transformers import LlamaConfig
 
+import hf_fsdp_tools
 from hf_fsdp_tools import accelerator
 from hf_fsdp_tools.cli import estimate
 from hf_fsdp_tools.cli.launch import recipes
 from hf_fsdp_tools.cli.main import _parser
 from hf_fsdp_tools.diagnostics import environment
 from hf_fsdp_tools.foresight import recommend
+from hf_fsdp_tools.proof import run as proof_run
+from hf_fsdp_tools.proof.run import Proof
+from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.scripting import arguments
 from tests._dist import imitate_gpus
 from tests.unit.test_cli import run
 
 VALUES = {
     "--activation-checkpointing-save-ops": "matmul", "--attn-implementation": "eager", "--block-types": "LlamaMLP",
-    "--auto-class": "AutoModelForSequenceClassification", "--config-file": "8x80gb", "--dequantize": "false",
+    "--auto-class": "AutoModelForSequenceClassification", "--config-file": "qwen3-14b", "--dequantize": "false",
     "--dtype": "bfloat16", "--frozen-models": "other", "--gpu": "a100-40gb", "--gpu-ids": "0,1", "--image-size": "64",
     "--images": "0", "--lora-dropout": "0.1", "--loss": "full", "--lora-target-modules": "q_proj", "--margin": "0.3",
     "--master-dtype": "bf16", "--mixed-precision": "fp16", "--main-process-ip": "10.0.0.1", "--machine-rank": "1",
     "--optimizer": "sgd", "--recipe": "dpo", "--reduce-dtype": "bf16", "--state-dict-type": "FULL_STATE_DICT",
-    "--wrapping": "root", "--price": "2", "--tokens": "1e9",
+    "--wrapping": "root", "--price": "2", "--tokens": "1e9", "--fsdp-version": "1",
 }  # fmt: skip
 """Values for options that take no number."""
 
@@ -62,6 +66,8 @@ BASES = {
     "doctor": "doctor",
     "doctor NAME": "doctor {llama}",
     "plan": "plan {llama}",
+    "export": "export {llama} {llama}",
+    "prove": "prove {llama}",
 }
 
 
@@ -73,7 +79,7 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
     def noted(of, make):
         def once(*words, **options):
             seen.append(repr((words[1:], {name: value for name, value in options.items() if name != "say"})))
-            kept[of] = (of != "doctor" and kept.get(of)) or make(*words, **options)
+            kept[of] = (of in ("config", "estimate") and kept.get(of)) or make(*words, **options)
             return kept[of]
 
         return once
@@ -81,6 +87,18 @@ def test_no_option_is_taken_and_ignored(base, llama, capsys, tmp_path, monkeypat
     monkeypatch.setattr(recommend, "recommend_config", noted("config", recommend.recommend_config))
     monkeypatch.setattr(estimate, "_estimated", noted("estimate", estimate._estimated))
     monkeypatch.setattr(environment, "rehearse", noted("doctor", environment.rehearse))
+
+    def proved(config, *words, **options):
+        seen.append(config._attn_implementation)
+        model, layout = {"class": "Llama", "parameters": 1, "inputs": ""}, dict.fromkeys(("fsdp_version", "adapter"), 2)
+        layout["num_processes"] = 2
+        row = {"check": "loss", "rows": "rows", "precision": "fp32", "difference": None, "problem": ""}
+        return Proof(model=model, layout=layout, checks=[row], left_out={}, first_module="", versions={})
+
+    monkeypatch.setattr(
+        hf_fsdp_tools, "export_checkpoint", noted("export", lambda *_, **__: SaveReport(folder=f"{llama}"))
+    )
+    monkeypatch.setattr(proof_run, "prove", noted("prove", proved))
     monkeypatch.setattr(accelerator, "device_title", lambda device: "NVIDIA H100 80GB HBM3")
 
     @cache
