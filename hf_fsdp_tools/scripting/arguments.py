@@ -211,6 +211,10 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             raise ConfigError(
                 "--mixed_precision is an option of the launcher: give it before the script, or the script --bf16 true."
             )
+        if any(word.partition("=")[0] == "--deepspeed" for word in words):
+            raise ConfigError(
+                "--deepspeed: FSDP2 shards here. Leave it out; `hf-fsdp config --from FILE` translates its JSON."
+            )
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
         self.given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words} | {*file}
@@ -355,6 +359,7 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
     "learning_rate": 0,
+    "lora_r": 1,
 }
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
@@ -441,5 +446,4 @@ def _check_reports(get: Callable[[str], Any]) -> None:
         try:
             INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError) as error:
-            install = f"pip install {name}, or leave {option} out"
-            raise ConfigError(f"{option} {name}: {first_line(error)}. Run {install}.") from error
+            raise ConfigError(f"{option} {name}: {first_line(error)}. Install it, or leave {option} out.") from error
