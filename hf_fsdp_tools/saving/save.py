@@ -210,7 +210,7 @@ def begin_save(
             _refuse_unready(model, dtype)
             layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
             held = dict(parts_of(layout.places, saved_tensors(model)))
-            scattered_here = {key for key, parts in held.items() if copies.is_scattered(layout.transfers(parts))}
+            scattered_here = [key for key, parts in held.items() if copies.is_scattered(layout.transfers(parts))]
             names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
         # A tensor is gathered by all ranks or by none.
         keys = {key for key in layout.places if key not in held}.union(*scattered)
@@ -380,13 +380,16 @@ def _gather(
     """
     state: Mapping[str, torch.Tensor] = saved_tensors(model)
     failure: Exception | None = None
+    saved_from: dict[tuple[str, ...], list[str]] = {}  # of fused experts, each of which is saved, once for all
     for key in keys:
-        place = layout.places[key]
-        whole = {n: gather_to_first(state[n], staging_bytes=staging_bytes) for n in sorted(place.symbol.sources)}
+        saved_from.setdefault(tuple(sorted(layout.places[key].symbol.sources)), []).append(key)
+    for sources, saved in saved_from.items():
+        whole = {name: gather_to_first(state[name], staging_bytes=staging_bytes) for name in sources}
         try:
             if failure is None and rank_and_size()[0] == 0:
-                result = revert_whole(model, {name: t for name, t in whole.items() if t is not None})[key]
-                use(replace(place.transfer(result), file=folder / place.file))
+                result = revert_whole(model, {name: t for name, t in whole.items() if t is not None})
+                for key in saved:
+                    use(replace(layout.places[key].transfer(result[key]), file=folder / layout.places[key].file))
         except Exception as error:  # the other ranks go on sending
             failure = error
     with agreed("converting what is gathered"):
