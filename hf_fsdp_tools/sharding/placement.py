@@ -1,6 +1,7 @@
 """Choose the dimension along which a parameter is sharded: 0, unless it has too few indices for the ranks."""
 
 import math
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,6 +11,8 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import units_by_node
+from hf_fsdp_tools.planning.steps import SHARED_EXPERTS
+from hf_fsdp_tools.text import show_bytes
 
 _MOST_PADDING = 1.25
 """Padded bytes over bytes up to which a parameter is split along dimension 0. Padding costs bandwidth between ranks;
@@ -24,6 +27,9 @@ _LEAST_RUN, _FEW_RUNS = 4096, 8
 """Bytes that stand together in a file, in a shard along another dimension, of more than so many such runs. Shorter ones
 mean reads of a few bytes: 503 times the share of DeepSeek-V3's down projections on 2,048 ranks, or 394,503 requests for
 1.8 MB. (a page; what is above is a few disk requests or one of a store for each expert)"""
+
+
+_MOST_HELD, _MOST_HELD_BYTES = 1.5, 2**30  # Times the share of a rank, and bytes above it, from which it is said
 
 
 def choose_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
@@ -60,6 +66,24 @@ def is_much_padding(num_bytes: int, ratio: float) -> bool:
 def padded_ratio(size: int, ranks: int) -> float:
     """The number of indices that FSDP2, which pads every shard to the longest, stores for a dimension over its size."""
     return -(-size // ranks) * ranks / size if size else 1.0
+
+
+def warn_of_padding(tree: ModuleTree, plan: WrapPlan, ranks: int, ranks_of_experts: int) -> None:
+    """Say where padding makes the first rank hold much more than its share of the model."""
+    unit_of, share, held = units_by_node(tree, plan), 0.0, 0.0
+    for weight in tree.weights:
+        is_dispatched = plan.units[unit_of[weight.owners[0]]].reason == SHARED_EXPERTS
+        over = ranks_of_experts if is_dispatched else ranks
+        is_even = not weight.shape or split_dim(weight.shape, weight.nbytes, over)
+        share += weight.nbytes / over
+        held += weight.nbytes / over * (1.0 if is_even else padded_ratio(weight.shape[0], over))
+    if held > _MOST_HELD * share and held - share > _MOST_HELD_BYTES:
+        warnings.warn(
+            f"The first of {ranks} ranks holds {show_bytes(round(held))} of weights, where its share is "
+            f"{show_bytes(round(share))}: some weights have too few rows for so many ranks, and FSDP2 pads all "
+            "shards to the longest. Shard over fewer ranks (dp_replicate_size), or divide experts first (ep_size).",
+            stacklevel=2,
+        )
 
 
 def check_partial_resharding(tree: ModuleTree, plan: WrapPlan, ranks: int) -> None:

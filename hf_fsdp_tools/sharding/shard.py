@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.agreement import agreed_steps, same_on_all_ranks
+from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
@@ -49,7 +49,7 @@ from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cach
 from hf_fsdp_tools.sharding.hooks import add_hooks, share_buffers
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
-from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement
+from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, warn_of_padding
 from hf_fsdp_tools.sharding.recompute import (
     Recompute,
     as_recompute,
@@ -195,6 +195,8 @@ def checked_sharding(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is sharded already. Build a new model, or use this one as it is.")
     check_partial_resharding(tree, plan, mesh.size(-1))
+    if rank_and_size()[0] == 0:
+        warn_of_padding(tree, plan, mesh.size(-1), (axes.expert_shards or mesh).size(-1))
     offload_policy = as_offload_policy(offload_policy) or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         offload_policy = CPUOffloadPolicy(pin_memory=False)

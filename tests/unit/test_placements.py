@@ -12,7 +12,13 @@ from torch.distributed.tensor import Shard
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, padded_ratio, split_dim
+from hf_fsdp_tools.sharding.placement import (
+    check_partial_resharding,
+    choose_placement,
+    padded_ratio,
+    split_dim,
+    warn_of_padding,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,18 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Parameter(torch.empty(8, 640, 128, device="meta"))
+
+
+def test_much_padding_is_said(recwarn):
+    model = nn.Sequential(nn.Linear(640, 640, device="meta"), Experts())
+    model[1].down = nn.Parameter(torch.empty(8, 28671 * 8, 4096, device="meta"))  # 30 GB
+    rest = {"reshard_after_forward": True, "num_params": 1, "num_bytes": 4, "reason": ""}
+    plan = WrapPlan(units=(WrapUnit(modules=("",), **rest),), replicated=(), model_class="Sequential", num_params=1)
+    tree = ModuleTree(model)
+    for ranks in (8, 64):
+        warn_of_padding(tree, plan, ranks, ranks)
+    (said,) = recwarn
+    assert "The first of 64 ranks holds 3.8 GB of weights, where its share is 469.8 MB" in str(said.message)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None, 8])
