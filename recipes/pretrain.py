@@ -6,7 +6,7 @@ rank reads rows of its own, and `--max_steps` says when the run ends. Without st
 before training, and `--num_train_epochs` counts.
 
 On data made on the spot, with a small Llama: about two minutes on 2 CPU cores, 0.7 GB for each process; the evaluation
-loss falls from 7.6 to below 5.0 (`hf-fsdp pretrain`). A model and text of your own, on eight GPUs:
+loss falls from 7.6 to 5.3 (`hf-fsdp pretrain`). A model and text of your own, on eight GPUs:
 
     accelerate launch --config_file accelerate_configs/8x80gb.yaml recipes/pretrain.py \
         --model_name_or_path NAME --dataset_name TEXT --dataset_streaming --max_steps 10000 \

@@ -151,7 +151,10 @@ def notes_of(model: nn.Module) -> Iterator[str]:
             "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
         )
     if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
-        yield f"{type(model).__name__} has eager attention alone in transformers, whose scores take memory."
+        yield (
+            f"{type(model).__name__} attends by the eager function of transformers, as where no flash kernel for it is "
+            "installed: its scores take memory."
+        )
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
         yield "Scratch memory of convolutions, which cuDNN chooses, is not foreseen."
 
