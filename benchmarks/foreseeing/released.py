@@ -7,8 +7,7 @@ from typing import Any
 import transformers as hf
 from transformers import PreTrainedConfig
 
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.recommend import MARGIN
+from hf_fsdp_tools.foresight.memory import MARGIN, estimate_memory
 from hf_fsdp_tools.foresight.throughput import throughput_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

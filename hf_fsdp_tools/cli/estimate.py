@@ -106,7 +106,7 @@ def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs
 
 def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: list[str] | None) -> Iterator[str]:
     """Lines below an estimate of memory: how far it may be off, the other kind of loss, and what fits."""
-    from hf_fsdp_tools.foresight.recommend import MARGIN
+    from hf_fsdp_tools.foresight.memory import MARGIN
 
     most = show_bytes(round(memory.total * (1 + MARGIN)))
     yield f"up to {most} on a real GPU: `hf-fsdp config` leaves {100 * MARGIN:.0f} % free for that"

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Source, step_of
-from hf_fsdp_tools.foresight.memory import WASTED, memory_of
+from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
 from hf_fsdp_tools.foresight.search import (
     DEGREES,
     EVERY,
@@ -35,10 +35,6 @@ from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.modeling.configs import max_positions
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import show_bytes
-
-MARGIN = 0.1
-"""Part of a GPU's memory that a recommended setting leaves free: of 66 published peaks on real GPUs 62 stood within it
-above what is foreseen (`docs/foresight.md`)."""
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 """The variable with which segments of the allocator grow."""

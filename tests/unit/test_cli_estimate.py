@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from hf_fsdp_tools import accelerator
 from hf_fsdp_tools.foresight.forecast import step_of
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.recommend import MARGIN, recommend_config
+from hf_fsdp_tools.foresight.memory import MARGIN, estimate_memory
+from hf_fsdp_tools.foresight.recommend import recommend_config
 from hf_fsdp_tools.foresight.search import SEARCHED
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import throughput_of

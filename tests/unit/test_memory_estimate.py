@@ -66,6 +66,7 @@ def test_a_full_gpu_is_slow_and_a_fuller_one_stops(
     outside = estimate.total - estimate.peak_reserved
     exact = sized(config, monkeypatch, estimate.total)
     assert exact.fits and not exact.retried and exact.spare_bytes == 0
+    assert "fits barely: 0 B of the GPU" in str(exact)
     tight = sized(config, monkeypatch, estimate.total - 24 * 2**20)
     assert tight.fits and tight.retried
     assert tight.peak_reserved <= estimate.peak_reserved - 24 * 2**20
