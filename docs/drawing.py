@@ -1,9 +1,9 @@
-"""The pictures of the README and the documentation: memory of a step, units of a plan, speed over GPUs."""
+"""The pictures of the README and the documentation: memory of a step, units of a plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import accumulate, chain, groupby, repeat
+from itertools import accumulate, groupby
 from typing import Any
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Work, states
@@ -146,7 +146,7 @@ def _finish_axes(axes: Any, timeline: Timeline, x: Sequence[float], highest: int
             axes.text((start + end) / 2, 0.985 * top, phase, fontsize=8, ha="center", va="top")
 
 
-# ---- units of a plan, and speed over GPUs ----
+# ---- units of a plan ----
 
 
 @styled
@@ -166,54 +166,3 @@ def draw_units(plan: WrapPlan) -> Any:
     axes.set_xlim(right=2.2 * max(sizes))
     axes.spines["bottom"].set_visible(False)
     return figure
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingCurve:
-    """Throughput of one model on one kind of GPU over the number of GPUs."""
-
-    name: str
-    num_gpus: tuple[int, ...]
-    values: tuple[float | None, ...]  # Per GPU at each number; None where the model does not fit
-    published: tuple[tuple[int, float], ...] = ()  # (number of GPUs, value) that others measured, drawn as open circles
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        return [(n, value) for n, value in zip(self.num_gpus, self.values, strict=True) if value is not None]
-
-
-@styled
-def draw_scaling(curves: Sequence[ScalingCurve], *, setting: str, quantity: str = "TFLOP/s per GPU") -> Any:
-    """Throughput per GPU over the number of GPUs."""
-    curves = [curve for curve in curves if curve.points]
-    figure = new_figure(_finding(curves, quantity), 4.8)
-    axes = figure.add_subplot(xscale="log", xlabel="GPUs (circles: published)", ylabel=quantity)
-    axes.set_title(setting, wrap=True)
-    for curve, color in zip(curves, chain(LINES, repeat(LINES[-1])), strict=False):
-        axes.plot(*zip(*curve.points, strict=True), "o-", color=color, markersize=4.5, label=curve.name)
-        if curve.published:
-            axes.plot(*zip(*curve.published, strict=True), "o", color=color, markersize=10, fillstyle="none")
-    numbers = sorted({n for curve in curves for n, _ in (*curve.points, *curve.published)})
-    axes.set_xticks(numbers, [f"{n:,}" for n in numbers])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    figure.legend(loc="outside right center")
-    return figure
-
-
-def _finding(curves: Sequence[ScalingCurve], quantity: str) -> str:
-    """The throughput at the end of each curve, and how far published points lie from the curves."""
-    if len(curves) > 2:
-        most = max(curve.points[-1][0] for curve in curves)
-        kept = [100 * curve.points[-1][1] / curve.points[0][1] for curve in curves]
-        finding = f"At {most:,} GPUs each keeps {min(kept):.0f} to {max(kept):.0f} % of its throughput per GPU"
-    else:
-        ends = (f"{curve.name}: {curve.points[-1][1]:,.0f} at {curve.points[-1][0]:,} GPUs" for curve in curves)
-        finding = f"{quantity.partition(',')[0]} of {'; '.join(ends)}"
-    off = [
-        100 * (value / known - 1)
-        for curve in curves
-        for n, value in curve.published
-        if (known := dict(curve.points).get(n))
-    ]
-    return finding + (f"; published figures differ by {min(off):+.0f} to {max(off):+.0f} %" if off else "")

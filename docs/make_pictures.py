@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import (
-    ScalingCurve,
     draw_comparison,
-    draw_scaling,
     draw_units,
     memory_timeline,
 )
@@ -33,43 +31,15 @@ from hf_fsdp_tools.plots import draw_losses, save
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 RUN = ROOT / "docs" / "records" / "finetune.json"
-NUM_GPUS = (8, 16, 32, 64, 128, 256, 512)
-SCALING = (
-    ScalingCurve(
-        name="GPT-175B, A100 40 GB",
-        num_gpus=NUM_GPUS,
-        values=(196.7, 181.6, 183.4, 183.7, 183.2, 181.8, 179.7),
-        published=((128, 159.0),),
-    ),
-    ScalingCurve(
-        name="GPT-175B, A100 80 GB",
-        num_gpus=NUM_GPUS,
-        values=(203.0, 186.4, 188.2, 188.5, 188.0, 186.6, 184.3),
-        published=(),
-    ),
-    ScalingCurve(
-        name="GPT-1T, A100 40 GB",
-        num_gpus=NUM_GPUS,
-        values=(None, None, None, 171.2, 171.2, 170.6, 169.7),
-        published=((128, 84.0), (512, 81.0)),
-    ),
-    ScalingCurve(
-        name="GPT-1T, A100 80 GB",
-        num_gpus=NUM_GPUS,
-        values=(None, None, None, 178.0, 177.9, 177.4, 176.4),
-        published=(),
-    ),
-)
-"""As an earlier version of `benchmarks/foresight.py` estimated them."""
 
 
 def main() -> None:
     """Make all pictures, or those whose names are given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="plan, loss, wrapping, scaling; all without a name")
+    parser.add_argument("names", nargs="*", help="plan, loss, wrapping; all without a name")
     wanted = parser.parse_args().names
     FOLDER.mkdir(exist_ok=True)
-    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step(), pictures_of_scaling()):
+    for name, figure in chain(pictures_of_a_plan(), pictures_of_a_run(), pictures_of_a_step()):
         if not wanted or name in wanted:
             path = FOLDER / f"{name}.svg"
             save(figure, path)
@@ -117,16 +87,6 @@ def durations(setup: TrainingSetup) -> Durations:
     """The time of each kernel."""
     gpu = gpu_named(setup.gpu)
     return Durations(setup, gpu, efficiency_of(gpu))
-
-
-def pictures_of_scaling() -> Iterator[tuple[str, Any]]:
-    """Yield the name and the picture of throughput per GPU over the number of GPUs."""
-    setting = (
-        "fp16, SGD, activation checkpointing, parameters (GPT-1T: checkpoints too) in host memory, "
-        "linear layers as units, 8 GPUs and 400 Gbit/s per machine; "
-        "per GPU 20 x 512 tokens (GPT-175B) and 4 x 2,048 (GPT-1T)"
-    )
-    yield "scaling", draw_scaling(SCALING, setting=setting, quantity="TFLOP/s per GPU, recomputation counted")
 
 
 if __name__ == "__main__":

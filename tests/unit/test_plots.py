@@ -61,15 +61,8 @@ HELD = a_step(units=12, held=30 * GB)
 OTHER = drawing.memory_timeline(*HELD)
 UNIT = WrapUnit(modules=("layers.0",), reshard_after_forward=True, num_params=10, num_bytes=40, reason="block X")
 PLAN = WrapPlan(units=(UNIT,), replicated=(), model_class="ModelForX", num_params=10)
-GPUS = (8, 64, 512)
-CURVES = [
-    drawing.ScalingCurve(name="A, gpu one", num_gpus=GPUS, values=(None, 100.0, 99.0), published=((64, 104.0),)),
-    drawing.ScalingCurve(name="B, gpu two", num_gpus=GPUS, values=(200.0, 101.0, 98.0)),
-    drawing.ScalingCurve(name="C, on nothing", num_gpus=GPUS, values=(None, None, None)),
-]
 PICTURES = {
     "wrapping": lambda: drawing.draw_comparison({"root-only": OTHER, "hybrid": STEP}, model="m", limit_bytes=80 * GB),
-    "scaling": lambda: drawing.draw_scaling(CURVES, setting="fp16"),
     "plan": lambda: drawing.draw_units(PLAN),
     "loss": lambda: draw_losses({"one": [(0, 8.0), (9, 2.0)], "two": [(0, 8.1), (9, 2.01)]}, setting="s"),
 }
@@ -103,7 +96,6 @@ def test_few_points_keep_the_peak_and_the_phases():
     ("name", "finding"),
     [
         ("wrapping", f"root-only at {OTHER.peak_bytes / 1e9:,.1f} GB"),
-        ("scaling", "A, gpu one: 99 at 512 GPUs; B, gpu two: 98 at 512 GPUs; published figures differ by +4"),
         ("plan", "1 units; the largest gathers 40 B of 40 B"),
         ("loss", "Loss of one: 8 at step 0, 2 at 9"),
     ],

@@ -1,5 +1,5 @@
 """The throughput of real models: from one dry run, over micro-steps, networks and full memory; and as published in
-`benchmarks/results/foresight_throughput.md`."""
+`benchmarks/results/foresight_fit.md`."""
 
 import dataclasses
 import re
@@ -77,7 +77,7 @@ def test_a_full_allocator_stops_the_gpu() -> None:
 
 # ---- as published ----
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_throughput.md"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/foresight_fit.md"
 
 
 def row(start: str, **setup: object) -> Row:

@@ -36,7 +36,7 @@ class Efficiency:
     source: str
 
 
-_SOURCE = "fitted on published trainings (benchmarks/results/foresight_throughput.md)"
+_SOURCE = "fitted on published trainings (benchmarks/results/foresight_fit.md)"
 
 _A100 = Efficiency(
     matmul=0.778,
