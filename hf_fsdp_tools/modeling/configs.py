@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,7 +288,8 @@ def _reads_the_same(kind: type[PreTrainedConfig], now: dict[str, Any], keys: dic
     """Whether a class reads the same configuration with older keys, and from them instead of `rope_parameters`."""
     alone = {key: value for key, value in now.items() if key != "rope_parameters"} | keys
     try:
-        read = [kind.from_dict(copy.deepcopy(each)).to_dict() for each in (now, now | keys, alone)]
+        with warnings.catch_warnings(action="ignore"):
+            read = [kind.from_dict(copy.deepcopy(each)).to_dict() for each in (now, now | keys, alone)]
     except Exception:  # of its checks of values: it does not know these keys
         return False
     is_taken = not any("theta" in key or "base" in key for key in (read[-1].keys() - read[0].keys()) & keys.keys())
