@@ -223,13 +223,19 @@ class CheckpointIndex:
         """Read every header; check them against each other and against the index file; report all problems at once."""
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
+        nested: dict[SavedPath, StoredTensor | ChunkedTensor] = {}
         problems: list[str] = []
         header_bytes = listing.stat().st_size if listing else 0
         states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = stamp(file)
-                stored, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
+                if is_pickled(file):
+                    located, num_bytes = parse_pickled(file)
+                    nested |= {path: tensor for path, tensor in located if len(path) > 1}
+                    stored = [tensor for _, tensor in located]
+                else:
+                    stored, num_bytes = parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -250,13 +256,14 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))
-        is_model_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        is_model_state = bool(nested) or any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
         return cls(
             name=name,
             tensors=MappingProxyType(tensors),
             header_bytes=header_bytes,
             is_model_state=is_model_state,
-            _saved={(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {},
+            _saved=nested
+            or ({(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {}),
             _states=states,
         )
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.formats.safetensors import OF_GGUF
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import stored_object
@@ -30,9 +31,31 @@ _SHARD = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 """What transformers and huggingface_hub name the files of one checkpoint."""
 
 
+_OF_DEEPSPEED = (
+    "This is a state of DeepSpeed. Write its model once, in the folder with zero_to_fp32.py: "
+    "python zero_to_fp32.py . OUT --safe_serialization; and copy config.json to OUT."
+)
+_OF_LIGHTNING = "This is a folder of Lightning or Fabric. Give the path of one file, and allow_pickle=True."
+_OF_NEMO = "This is a step of NeMo AutoModel, whose weights are in its folder 'model'. Give that."
+_CURES = {
+    "*.distcp": f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last.",
+    "*.gguf": OF_GGUF,
+    "model_world_size_*_rank_*.pt": "These are shards of verl. Merge them once: "
+    "python -m verl.model_merger merge --backend fsdp --local_dir FOLDER --target_dir OUT.",
+    "zero_to_fp32.py": _OF_DEEPSPEED,
+    "mp_rank_*_model_states.pt": _OF_DEEPSPEED,
+    "*.ckpt": _OF_LIGHTNING,
+    "lit_model.pth": _OF_LIGHTNING,
+    "model/*.safetensors": _OF_NEMO,
+    "model/.metadata": _OF_NEMO,
+    "*": "Give the folder that save_pretrained wrote.",
+}
+"""What to do with a folder that holds such files, and no weights that can be read; the first that fits."""
+
+
 def is_pickled(file: Path) -> bool:
     """Whether a weight file is one of `torch.save`, by its name."""
-    return file.suffix in (".bin", ".pt", ".pth")
+    return file.suffix in (".bin", ".pt", ".pth", ".ckpt")
 
 
 def refuse_pickled(files: Iterable[Path]) -> None:
@@ -74,14 +97,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [of_accelerate], None
     if (folder / PICKLED_INDEX).is_file():
         return [], folder / PICKLED_INDEX
-    cure = "Give the folder that save_pretrained wrote."
-    if any(folder.glob("*.distcp")):
-        cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
-    if any(folder.glob("*.gguf")):
-        cure = (
-            "Make a plain checkpoint of GGUF files once: "
-            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
-        )
+    cure = next((cure for pattern, cure in _CURES.items() if any(folder.glob(pattern))), _CURES["*"])
     names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "

@@ -43,6 +43,10 @@ left out: torch cannot slice them."""
 _DCP_INFO = "DCP_SHARDING_INFO"
 """Entry of a header's metadata with each tensor's place in a larger one (torch 2.9 to 2.14: `_hf_utils.py` of DCP)."""
 
+OF_GGUF = (
+    "Make a plain checkpoint of GGUF files once: "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
+)
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
@@ -55,6 +59,8 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     with watched(file), storage_errors("read", file), open(file, "rb") as stream:
         prefix = stream.read(8)
         refuse_pointer(file, prefix)
+        if prefix.startswith(b"GGUF"):
+            raise CheckpointError(f"{file}: is a file of GGUF, not safetensors. {OF_GGUF}")
         with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
             text = stream.read(int.from_bytes(prefix, "little"))
     entries = parse_json_object(file, text)  # safetensors takes the last of equal keys, this none
