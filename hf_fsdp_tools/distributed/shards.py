@@ -134,6 +134,12 @@ class LocalBoxes(Protocol):
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
 
+    def whole(self) -> torch.Tensor:
+        """The whole tensor; every rank must call."""
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor like this of a whole one."""
+
 
 def refuse_ended(model: nn.Module) -> None:
     """Refuse shards whose ranks cannot meet any more: each would take itself for the only one."""
@@ -268,10 +274,10 @@ def cut(
 
 
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor on the mesh's device, also where the shards are on the CPU; any other tensor as it is.
-    Every rank of the mesh must call."""
+    """The whole of a sharded tensor, on the mesh's device, also where the shards are on the CPU; any other tensor as it
+    is. Every rank of the mesh must call."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor.whole() if isinstance(tensor, LocalBoxes) else tensor.detach()
     moved: Any = tensor.detach().to(tensor.device_mesh.device_type)
     whole: torch.Tensor = moved.full_tensor()
     return whole

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.shards import cut, gather_on_device
+from hf_fsdp_tools.distributed.shards import LocalBoxes, cut, gather_on_device
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parameters
@@ -66,10 +66,13 @@ class Merging:
         Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
         """
         twins = whole_copies(group, lambda p: gather_on_device(p).clone())
-        return {
-            old: nn.Parameter(cut(whole, old.data) if isinstance(old.data, DTensor) else whole, requires_grad=False)
-            for old, whole in merge(twins, self._adapted).items()
-        }
+        merged = {}
+        for old, whole in merge(twins, self._adapted).items():
+            sharded = old.cut(whole) if isinstance(old, LocalBoxes) else None
+            if isinstance(old.data, DTensor):
+                sharded = cut(whole, old.data)
+            merged[old] = nn.Parameter(whole if sharded is None else sharded, requires_grad=False)
+        return merged
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:
