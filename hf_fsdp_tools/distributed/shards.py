@@ -134,12 +134,6 @@ class LocalBoxes(Protocol):
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """As `local_boxes_of`; `as_strided` of the tensor must then give real memory for these boxes."""
 
-    def whole(self) -> torch.Tensor:
-        """The whole tensor; every rank must call."""
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """A tensor like this of a whole one."""
-
 
 def refuse_ended(model: nn.Module) -> None:
     """Refuse shards whose ranks cannot meet any more: each would take itself for the only one."""
@@ -276,8 +270,14 @@ def cut(
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, on the mesh's device, also where the shards are on the CPU; any other tensor as it
     is. Every rank of the mesh must call."""
+    if isinstance(tensor, LocalBoxes):
+        flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        for box, start in tensor.local_boxes() if tensor.is_first_replica else ():
+            memory_view(flat.view(tensor.shape), box.start, box.length).copy_(memory_view(tensor, start, box.length))
+        dist.all_reduce(flat.view(torch.uint8))  # bytes, to which all others add zeros
+        return flat.view(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return tensor.whole() if isinstance(tensor, LocalBoxes) else tensor.detach()
+        return tensor.detach()
     moved: Any = tensor.detach().to(tensor.device_mesh.device_type)
     whole: torch.Tensor = moved.full_tensor()
     return whole

@@ -46,30 +46,15 @@ class FlatShare(torch.Tensor):
         boxes = flat_boxes(self.shape, self.start, self.start + self.memory.numel())
         return tuple((box, box.start) for box in boxes)
 
-    def whole(self) -> torch.Tensor:
-        """The whole parameter: the bytes of all runs, to which the other ranks add zeros."""
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if self.is_first_replica:
-            whole.view(-1)[self.start : self.start + self.memory.numel()] = self.memory
-        dist.all_reduce(whole.view(-1).view(torch.uint8))
-        return whole
-
-    def cut(self, whole: torch.Tensor) -> "FlatShare":
-        """This rank's run of another whole tensor, in new memory."""
-        run = whole.contiguous().view(-1)[self.start : self.start + self.memory.numel()].clone()
-        is_first = self.is_first_replica
-        part: FlatShare = FlatShare(self.shape, run, self.start, requires_grad=False, is_first_replica=is_first)
-        return part
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the supported operations; refuse all others, which would need elements of other ranks."""
         share = args[0]
-        if func is torch.ops.aten.detach.default:
-            first = share.is_first_replica
-            return FlatShare(share.shape, share.memory, share.start, requires_grad=False, is_first_replica=first)
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            memory, first = func(share.memory), share.is_first_replica
+            return FlatShare(share.shape, memory, share.start, requires_grad=False, is_first_replica=first)
         if func is torch.ops.aten.as_strided.default:
             _, size, stride, offset = args
             return share.memory.as_strided(size, stride, share.memory.storage_offset() + offset - share.start)

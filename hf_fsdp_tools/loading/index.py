@@ -223,24 +223,20 @@ class CheckpointIndex:
         """Read every header; check them against each other and against the index file; report all problems at once."""
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
-        nested: dict[SavedPath, StoredTensor | ChunkedTensor] = {}
+        keys: dict[SavedPath, str] = {}
         problems: list[str] = []
         header_bytes = listing.stat().st_size if listing else 0
         states: dict[Path, tuple[int, int]] = {}
         for file in files:
             try:
                 states[file] = stamp(file)
-                if is_pickled(file):
-                    located, num_bytes = parse_pickled(file)
-                    nested |= {path: tensor for path, tensor in located if len(path) > 1}
-                    stored = [tensor for _, tensor in located]
-                else:
-                    stored, num_bytes = parse_header(file)
+                stored, num_bytes = parse_pickled(file) if is_pickled(file) else parse_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             header_bytes += num_bytes
-            for tensor in stored:
+            for path, tensor in stored:
+                keys[path] = tensor.key
                 parts.setdefault(tensor.key, []).append(tensor)
         for key, several in parts.items():
             try:
@@ -256,14 +252,15 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))
-        is_model_state = bool(nested) or any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        is_model_state = any(len(path) > 1 for path in keys) or any(
+            fnmatch(file.name, ACCELERATE_PICKLED) for file in states
+        )
         return cls(
             name=name,
             tensors=MappingProxyType(tensors),
             header_bytes=header_bytes,
             is_model_state=is_model_state,
-            _saved=nested
-            or ({(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {}),
+            _saved={path: tensors[key] for path, key in keys.items()} if is_model_state or is_wrapped(tensors) else {},
             _states=states,
         )
 

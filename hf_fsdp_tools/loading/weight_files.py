@@ -31,23 +31,15 @@ _SHARD = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 """What transformers and huggingface_hub name the files of one checkpoint."""
 
 
-_OF_DEEPSPEED = (
-    "This is a state of DeepSpeed. Write its model once, in the folder with zero_to_fp32.py: "
-    "python zero_to_fp32.py . OUT --safe_serialization; and copy config.json to OUT."
-)
-_OF_LIGHTNING = "This is a folder of Lightning or Fabric. Give the path of one file, and allow_pickle=True."
-_OF_NEMO = "This is a step of NeMo AutoModel, whose weights are in its folder 'model'. Give that."
 _CURES = {
     "*.distcp": f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last.",
     "*.gguf": OF_GGUF,
-    "model_world_size_*_rank_*.pt": "These are shards of verl. Merge them once: "
+    "model_world_size_*_rank_*.pt": "verl wrote these shards. Merge them once: "
     "python -m verl.model_merger merge --backend fsdp --local_dir FOLDER --target_dir OUT.",
-    "zero_to_fp32.py": _OF_DEEPSPEED,
-    "mp_rank_*_model_states.pt": _OF_DEEPSPEED,
-    "*.ckpt": _OF_LIGHTNING,
-    "lit_model.pth": _OF_LIGHTNING,
-    "model/*.safetensors": _OF_NEMO,
-    "model/.metadata": _OF_NEMO,
+    "zero_to_fp32.py": "DeepSpeed wrote this state. Make a checkpoint of it once, and copy config.json there: "
+    "python zero_to_fp32.py . OUT --safe_serialization.",
+    "*.ckpt": "Lightning wrote these files. Give the path of one, and allow_pickle=True.",
+    "model/*": "NeMo AutoModel's weights are in its folder 'model'. Give that.",
     "*": "Give the folder that save_pretrained wrote.",
 }
 """What to do with a folder that holds such files, and no weights that can be read; the first that fits."""

@@ -137,9 +137,7 @@ def _save_pretrained(
             return None
         with original_classes(model), with_cache_as_found(model):
             plain(save_directory, state_dict=state_dict, **kwargs)
-        if isinstance(model, PreTrainedModel):
-            write_older_keys(model.config, Path(save_directory))
-        return None
+            return write_older_keys(model.config, Path(save_directory)) if isinstance(model, PreTrainedModel) else None
     options = {name: value for name, value in kwargs.items() if name in _HONOURED}
     if kwargs.get("push_to_hub"):
         options |= {name: kwargs[name] for name in ("push_to_hub", "token") if name in kwargs}

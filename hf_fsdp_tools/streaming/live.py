@@ -202,15 +202,14 @@ class LiveWeights:
 
     def spread(self) -> Callable[[str], Holders]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
-        state = saved_tensors(self._model)
-        real = {key: self._standing_for.get(id(t), t) for key, t in state.items()}
-        own = {key: [box for box, _ in local_boxes_of(t)] for key, t in real.items() if isinstance(t, LocalBoxes)}
+        state = {key: self._standing_for.get(id(t), t) for key, t in saved_tensors(self._model).items()}
+        own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
         every = all_ranks(own, "planning what is sent")
 
         @cache
         def holders(key: str) -> Holders:
             boxes = [each[key] for each in every] if key in own else None
-            return holders_of(real[key], len(every), boxes)
+            return holders_of(state[key], len(every), boxes)
 
         def spread(name: str) -> Holders:
             tensor = self.tensors[name]

@@ -66,13 +66,16 @@ class Merging:
         Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
         """
         twins = whole_copies(group, lambda p: gather_on_device(p).clone())
-        merged = {}
-        for old, whole in merge(twins, self._adapted).items():
-            sharded = old.cut(whole) if isinstance(old, LocalBoxes) else None
-            if isinstance(old.data, DTensor):
-                sharded = cut(whole, old.data)
-            merged[old] = nn.Parameter(whole if sharded is None else sharded, requires_grad=False)
-        return merged
+        return {
+            old: nn.Parameter(_cut_like(old, whole), requires_grad=False)
+            for old, whole in merge(twins, self._adapted).items()
+        }
+
+
+def _cut_like(old: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    if isinstance(old, LocalBoxes):
+        return old.detach().clone().copy_(whole)
+    return cut(whole, old.data) if isinstance(old.data, DTensor) else whole
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:

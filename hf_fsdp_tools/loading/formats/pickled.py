@@ -37,9 +37,8 @@ def parse_pickled(file: Path) -> tuple[list[tuple[SavedPath, StoredTensor]], int
 
 
 def _is_state(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and bool(value) and all(isinstance(k, str) and torch.is_tensor(value[k]) for k in value)
-    )
+    named = value.items() if isinstance(value, dict) else ()
+    return bool(named) and all(isinstance(name, str) and torch.is_tensor(tensor) for name, tensor in named)
 
 
 def locate_chunk(archive: StoredTensor) -> StoredTensor:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
+from hf_fsdp_tools.loading.formats.dcp import SavedPath
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
 from hf_fsdp_tools.modeling.pickles import parse_json_object, refuse_pointer, refuse_special
 from hf_fsdp_tools.text import dtype_name, listed, quoted
@@ -50,8 +51,8 @@ OF_GGUF = (
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
-def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of one safetensors file, in file order; and the number of bytes read to locate them.
+def parse_header(file: Path) -> tuple[list[tuple[SavedPath, StoredTensor]], int]:
+    """The tensors of one safetensors file, in file order, with their paths; and the number of bytes read.
 
     safetensors itself checks lengths, shapes and byte ranges, which must cover the data without holes or overlaps.
     """
@@ -84,7 +85,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
             start=_start(file, key, entry["shape"], places[key]) if key in places else None,
         )
         tensors.append(tensor)
-    return sorted(tensors, key=lambda t: (t.offset, t.num_bytes)), data_start
+    return [((t.key,), t) for t in sorted(tensors, key=lambda t: (t.offset, t.num_bytes))], data_start
 
 
 def _start(file: Path, key: str, shape: list[int], info: Any) -> tuple[int, ...]:
