@@ -249,23 +249,22 @@ def write_older_keys(config: PreTrainedConfig, folder: Path) -> None:
     transformers 4 and mlx-lm know no `rope_parameters` and compute with defaults instead, without an error.
     """
     file = folder / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = json.loads(file.read_text())
     _add_older_keys(config, content)
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _add_older_keys(config: PreTrainedConfig, content: dict[str, Any]) -> None:
-    for name, part in vars(config).items():
-        if isinstance(part, PreTrainedConfig) and isinstance(content.get(name), dict):
-            _add_older_keys(part, content[name])
     now = config.to_dict()
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig) and name in content:
+            _add_older_keys(part, content[name])
     if config.attribute_map.get("num_experts") == "num_local_experts":
         content["num_experts"] = now["num_local_experts"]
-    if isinstance(rope := now.get("rope_parameters"), dict):
-        content |= next((keys for keys in _older_ropes(rope, now) if _reads_the_same(type(config), now, keys)), {})
+    content |= next((keys for keys in _older_ropes(now) if _reads_the_same(type(config), now, keys)), {})
 
 
-def _older_ropes(rope: dict[str, Any], now: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _older_ropes(now: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What `rope_parameters` was in transformers 4, in turn: in most classes, GPT-NeoX, Gemma 3, OLMo 3, ModernBERT."""
 
     def base_and_scaling(of: dict[str, Any], base: str = "rope_theta") -> dict[str, Any]:
@@ -274,11 +273,12 @@ def _older_ropes(rope: dict[str, Any], now: dict[str, Any]) -> Iterator[dict[str
         kept = {key: value for key, value in of.items() if key not in other}
         return {base: of["rope_theta"], "rope_scaling": None if kept == {"rope_type": "default"} else kept}
 
+    rope = now.get("rope_parameters") or {}
     part, whole, near = (rope.get(key) for key in ("partial_rotary_factor", "full_attention", "sliding_attention"))
     if "rope_theta" in rope:
         yield base_and_scaling(rope) | ({} if part is None else {"partial_rotary_factor": part})
         yield base_and_scaling(rope, "rotary_emb_base") | {"rotary_pct": part}
-    elif isinstance(whole, dict) and isinstance(near, dict) and "rope_theta" in whole.keys() & near.keys():
+    elif whole and near and "rope_theta" in whole.keys() & near.keys():
         yield base_and_scaling(whole) | {"rope_local_base_freq": near["rope_theta"]}
         yield base_and_scaling(whole)
         yield {"global_rope_theta": whole["rope_theta"], "local_rope_theta": near["rope_theta"]}
@@ -292,6 +292,6 @@ def _reads_the_same(kind: type[PreTrainedConfig], now: dict[str, Any], keys: dic
             read = [kind.from_dict(copy.deepcopy(each)).to_dict() for each in (now, now | keys, alone)]
     except Exception:  # of its checks of values: it does not know these keys
         return False
-    is_taken = not any("theta" in key or "base" in key for key in (read[-1].keys() - read[0].keys()) & keys.keys())
+    is_left = any("theta" in key or "base" in key for key in (read[-1].keys() - read[0].keys()) & keys.keys())
     plain, *others = [{key: value for key, value in each.items() if key not in keys} for each in read]
-    return is_taken and all(other == plain for other in others)
+    return not is_left and others == [plain, plain]

@@ -66,16 +66,10 @@ class Merging:
         Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
         """
         twins = whole_copies(group, lambda p: gather_on_device(p).clone())
-        return {
-            old: nn.Parameter(_cut_like(old, whole), requires_grad=False)
-            for old, whole in merge(twins, self._adapted).items()
-        }
-
-
-def _cut_like(old: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    if isinstance(old, LocalBoxes):
-        return old.detach().clone().copy_(whole)
-    return cut(whole, old.data) if isinstance(old.data, DTensor) else whole
+        merged = merge(twins, self._adapted).items()
+        shards = {old: cut(whole, old.data) if isinstance(old.data, DTensor) else whole for old, whole in merged}
+        shards |= {old: old.detach().clone().copy_(whole) for old, whole in merged if isinstance(old, LocalBoxes)}
+        return {old: nn.Parameter(shard, requires_grad=False) for old, shard in shards.items()}
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:
