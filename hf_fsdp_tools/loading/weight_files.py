@@ -39,7 +39,7 @@ _CURES = {
     "zero_to_fp32.py": "DeepSpeed wrote this state. Make a checkpoint of it once, and copy config.json there: "
     "python zero_to_fp32.py . OUT --safe_serialization.",
     "*.ckpt": "Lightning wrote these files. Give the path of one, and allow_pickle=True.",
-    "model/*": "NeMo AutoModel's weights are in its folder 'model'. Give that.",
+    "model/*": "The weights may be in the folder 'model' inside, as NeMo AutoModel's are. Give that.",
     "*": "Give the folder that save_pretrained wrote.",
 }
 """What to do with a folder that holds such files, and no weights that can be read; the first that fits."""

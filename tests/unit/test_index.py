@@ -292,8 +292,8 @@ def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: byte
     [
         (["model_world_size_2_rank_0.pt", "fsdp_config.json", "huggingface/config.json"], "verl.model_merger merge"),
         (["latest", "zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt"], r"zero_to_fp32\.py \. OUT"),
-        (["model/model.safetensors", "optim/.metadata"], "NeMo AutoModel's weights are in its folder 'model'"),
-        (["model/.metadata", "model/__0_0.distcp"], "NeMo AutoModel's weights are in its folder 'model'"),
+        (["model/model.safetensors", "optim/.metadata"], "folder 'model' inside, as NeMo AutoModel's are"),
+        (["model/.metadata", "model/__0_0.distcp"], "folder 'model' inside, as NeMo AutoModel's are"),
         (["model.gguf"], "gguf_file=name"),
         (["last.ckpt"], r"Lightning wrote these files.*allow_pickle=True"),
         (["rng_state.pth", "optimizer.pt"], "Give the folder that save_pretrained wrote"),

@@ -96,6 +96,11 @@ def test_older_readers_find_their_keys(
         assert content["rope_parameters"].items() >= rope.items(), "the newer keys stay"
 
 
+def test_models_inside_have_keys_of_their_own(tmp_path: Path) -> None:
+    content = refuse_change(tiny_config("gemma3"), tmp_path)
+    assert {"rope_theta", "rope_local_base_freq"} <= content["text_config"].keys() and "rope_theta" not in content
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("rope", [{}, *(rope for kind, rope, _ in ROPES[1:5])], ids=str)
 def test_no_type_reads_its_file_otherwise(tmp_path: Path, rope: dict[str, Any]) -> None:
