@@ -268,8 +268,14 @@ def cut(
 
 
 def gather_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor on the mesh's device, also where the shards are on the CPU; any other tensor as it is.
-    Every rank of the mesh must call."""
+    """The whole of a sharded tensor, on the mesh's device, also where the shards are on the CPU; any other tensor as it
+    is. Every rank of the mesh must call."""
+    if isinstance(tensor, LocalBoxes):
+        flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        for box, start in tensor.local_boxes() if tensor.is_first_replica else ():
+            memory_view(flat.view(tensor.shape), box.start, box.length).copy_(memory_view(tensor, start, box.length))
+        dist.all_reduce(flat.view(torch.uint8))  # bytes, to which all others add zeros
+        return flat.view(tensor.shape)
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     moved: Any = tensor.detach().to(tensor.device_mesh.device_type)

@@ -52,9 +52,9 @@ class FlatShare(torch.Tensor):
     ) -> Any:
         """Run the supported operations; refuse all others, which would need elements of other ranks."""
         share = args[0]
-        if func is torch.ops.aten.detach.default:
-            first = share.is_first_replica
-            return FlatShare(share.shape, share.memory, share.start, requires_grad=False, is_first_replica=first)
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            memory, first = func(share.memory), share.is_first_replica
+            return FlatShare(share.shape, memory, share.start, requires_grad=False, is_first_replica=first)
         if func is torch.ops.aten.as_strided.default:
             _, size, stride, offset = args
             return share.memory.as_strided(size, stride, share.memory.storage_offset() + offset - share.start)

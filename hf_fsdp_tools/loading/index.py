@@ -223,6 +223,7 @@ class CheckpointIndex:
         """Read every header; check them against each other and against the index file; report all problems at once."""
         parts: dict[str, list[StoredTensor]] = {}
         tensors: dict[str, StoredTensor | ChunkedTensor] = {}
+        keys: dict[SavedPath, str] = {}
         problems: list[str] = []
         header_bytes = listing.stat().st_size if listing else 0
         states: dict[Path, tuple[int, int]] = {}
@@ -234,7 +235,8 @@ class CheckpointIndex:
                 problems.append(str(error))
                 continue
             header_bytes += num_bytes
-            for tensor in stored:
+            for path, tensor in stored:
+                keys[path] = tensor.key
                 parts.setdefault(tensor.key, []).append(tensor)
         for key, several in parts.items():
             try:
@@ -250,13 +252,15 @@ class CheckpointIndex:
             ]
         if problems:
             raise CheckpointError(as_one_message(problems))
-        is_model_state = any(fnmatch(file.name, ACCELERATE_PICKLED) for file in states)
+        is_model_state = any(len(path) > 1 for path in keys) or any(
+            fnmatch(file.name, ACCELERATE_PICKLED) for file in states
+        )
         return cls(
             name=name,
             tensors=MappingProxyType(tensors),
             header_bytes=header_bytes,
             is_model_state=is_model_state,
-            _saved={(key,): t for key, t in tensors.items()} if is_model_state or is_wrapped(tensors) else {},
+            _saved={path: tensors[key] for path, key in keys.items()} if is_model_state or is_wrapped(tensors) else {},
             _states=states,
         )
 

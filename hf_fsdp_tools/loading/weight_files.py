@@ -10,6 +10,7 @@ from typing import TypeVar
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import METADATA
+from hf_fsdp_tools.loading.formats.safetensors import OF_GGUF
 from hf_fsdp_tools.loading.formats.stored import leaves_folder
 from hf_fsdp_tools.modeling.pickles import read_json_object
 from hf_fsdp_tools.stores import stored_object
@@ -30,9 +31,23 @@ _SHARD = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 """What transformers and huggingface_hub name the files of one checkpoint."""
 
 
+_CURES = {
+    "*.distcp": f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last.",
+    "*.gguf": OF_GGUF,
+    "model_world_size_*_rank_*.pt": "verl wrote these shards. Merge them once: "
+    "python -m verl.model_merger merge --backend fsdp --local_dir FOLDER --target_dir OUT.",
+    "zero_to_fp32.py": "DeepSpeed wrote this state. Make a checkpoint of it once, and copy config.json there: "
+    "python zero_to_fp32.py . OUT --safe_serialization.",
+    "*.ckpt": "Lightning wrote these files. Give the path of one, and allow_pickle=True.",
+    "model/*": "The weights may be in the folder 'model' inside, as NeMo AutoModel's are. Give that.",
+    "*": "Give the folder that save_pretrained wrote.",
+}
+"""What to do with a folder that holds such files, and no weights that can be read; the first that fits."""
+
+
 def is_pickled(file: Path) -> bool:
     """Whether a weight file is one of `torch.save`, by its name."""
-    return file.suffix in (".bin", ".pt", ".pth")
+    return file.suffix in (".bin", ".pt", ".pth", ".ckpt")
 
 
 def refuse_pickled(files: Iterable[Path]) -> None:
@@ -74,14 +89,7 @@ def weight_files(folder: Path, named: str | None, allow_pickle: bool) -> tuple[l
         return [of_accelerate], None
     if (folder / PICKLED_INDEX).is_file():
         return [], folder / PICKLED_INDEX
-    cure = "Give the folder that save_pretrained wrote."
-    if any(folder.glob("*.distcp")):
-        cure = f"Its {METADATA} is missing: copy it too (its name is hidden), or save again; it is written last."
-    if any(folder.glob("*.gguf")):
-        cure = (
-            "Make a plain checkpoint of GGUF files once: "
-            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
-        )
+    cure = next((cure for pattern, cure in _CURES.items() if any(folder.glob(pattern))), _CURES["*"])
     names = listed(sorted(f.name for f in folder.iterdir()), 10) or "nothing"
     raise CheckpointError(
         f"No weights in {str(folder)!r}: expected {WEIGHTS}, {WEIGHTS_INDEX}, *.safetensors or {METADATA} (and, with "

@@ -2,8 +2,11 @@
 
 import copy
 import inspect
+import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -235,3 +238,60 @@ def _is_of_bitsandbytes(content: Mapping[str, Any]) -> bool:
         "bitsandbytes_4bit",
         "bitsandbytes_8bit",
     )
+
+
+# ---- the keys of transformers 4 ----
+
+
+def write_older_keys(config: PreTrainedConfig, folder: Path) -> None:
+    """Put the keys of transformers 4 beside those of 5 in the `config.json` that transformers wrote to a folder.
+
+    transformers 4 and mlx-lm know no `rope_parameters` and compute with defaults instead, without an error.
+    """
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    _add_older_keys(config, content)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _add_older_keys(config: PreTrainedConfig, content: dict[str, Any]) -> None:
+    now = config.to_dict()
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig) and name in content:
+            _add_older_keys(part, content[name])
+    if config.attribute_map.get("num_experts") == "num_local_experts":
+        content["num_experts"] = now["num_local_experts"]
+    content |= next((keys for keys in _older_ropes(now) if _reads_the_same(type(config), now, keys)), {})
+
+
+def _older_ropes(now: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What `rope_parameters` was in transformers 4, in turn: in most classes, GPT-NeoX, Gemma 3, OLMo 3, ModernBERT."""
+
+    def base_and_scaling(of: dict[str, Any], base: str = "rope_theta") -> dict[str, Any]:
+        other = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if "type" in of else set())
+        other |= {"original_max_position_embeddings"} & now.keys()
+        kept = {key: value for key, value in of.items() if key not in other}
+        return {base: of["rope_theta"], "rope_scaling": None if kept == {"rope_type": "default"} else kept}
+
+    rope = now.get("rope_parameters") or {}
+    part, whole, near = (rope.get(key) for key in ("partial_rotary_factor", "full_attention", "sliding_attention"))
+    if "rope_theta" in rope:
+        yield base_and_scaling(rope) | ({} if part is None else {"partial_rotary_factor": part})
+        yield base_and_scaling(rope, "rotary_emb_base") | {"rotary_pct": part}
+    elif whole and near and "rope_theta" in whole.keys() & near.keys():
+        yield base_and_scaling(whole) | {"rope_local_base_freq": near["rope_theta"]}
+        yield base_and_scaling(whole)
+        yield {"global_rope_theta": whole["rope_theta"], "local_rope_theta": near["rope_theta"]}
+
+
+def _reads_the_same(kind: type[PreTrainedConfig], now: dict[str, Any], keys: dict[str, Any]) -> bool:
+    """Whether a class reads the same configuration with older keys, and from them instead of `rope_parameters`."""
+    alone = {key: value for key, value in now.items() if key != "rope_parameters"} | keys
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            read = [kind.from_dict(copy.deepcopy(each)).to_dict() for each in (now, now | keys, alone)]
+    except Exception:  # of its checks of values: it does not know these keys
+        return False
+    is_left = any("theta" in key or "base" in key for key in (read[-1].keys() - read[0].keys()) & keys.keys())
+    plain, *others = [{key: value for key, value in each.items() if key not in keys} for each in read]
+    return not is_left and others == [plain, plain]

@@ -25,7 +25,7 @@ from hf_fsdp_tools.loading.io.files import STAGING_BYTES, TransferStats, Writer,
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.arguments import as_dtype
-from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization
+from hf_fsdp_tools.modeling.configs import whole_generation_config, with_stored_quantization, write_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
@@ -355,6 +355,7 @@ def _stage_configs(
                     custom_object_save(model, new, config=model.config)
             with with_cache_as_found(model), with_stored_quantization(model):
                 model.config.save_pretrained(new)
+            write_older_keys(model.config, new)
             if model.can_generate():
                 whole_generation_config(model).save_pretrained(new)
         if tokenizer is not None:

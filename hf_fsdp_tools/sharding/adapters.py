@@ -72,6 +72,11 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
         if not file.is_file():
             return None
     written = read_json_object(file)
+    if "fine_tune_type" in written and "peft_type" not in written:
+        raise CheckpointError(
+            f"{str(folder)!r} is an adapter of MLX-LM, which PEFT cannot read. Merge it into its base once: "
+            f"mlx_lm.fuse --model BASE --adapter-path {folder} --save-path OUT."
+        )
     for key in ("base_model_name_or_path", "revision"):
         if not isinstance(written.get(key), (str, type(None))):
             raise CheckpointError(

@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
@@ -71,6 +73,8 @@ class LiveWeights:
         with agreed(doing):
             refuse_ended(model)
             reshard_units(model)
+            if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+                model = import_module("hf_fsdp_tools.fsdp1.flat_shards").plain_view(model)
             self._model, self._merging = model, Merging(model) if merge_adapters else None
             self._standing_for: dict[int, nn.Parameter] = {}
             """Parameters of the base by what stands for them until they are merged, by its identity."""
@@ -198,14 +202,14 @@ class LiveWeights:
 
     def spread(self) -> Callable[[str], Holders]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
-        state = saved_tensors(self._model)
+        state = {key: self._standing_for.get(id(t), t) for key, t in saved_tensors(self._model).items()}
         own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
         every = all_ranks(own, "planning what is sent")
 
         @cache
         def holders(key: str) -> Holders:
             boxes = [each[key] for each in every] if key in own else None
-            return holders_of(self._standing_for.get(id(state[key]), state[key]), len(every), boxes)
+            return holders_of(state[key], len(every), boxes)
 
         def spread(name: str) -> Holders:
             tensor = self.tensors[name]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.shards import cut, gather_on_device
+from hf_fsdp_tools.distributed.shards import LocalBoxes, cut, gather_on_device
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parameters
@@ -66,10 +66,10 @@ class Merging:
         Every rank must call: the group's modules are gathered whole, one copy on each rank, and PEFT merges them.
         """
         twins = whole_copies(group, lambda p: gather_on_device(p).clone())
-        return {
-            old: nn.Parameter(cut(whole, old.data) if isinstance(old.data, DTensor) else whole, requires_grad=False)
-            for old, whole in merge(twins, self._adapted).items()
-        }
+        merged = merge(twins, self._adapted).items()
+        shards = {old: cut(whole, old.data) if isinstance(old.data, DTensor) else whole for old, whole in merged}
+        shards |= {old: old.detach().clone().copy_(whole) for old, whole in merged if isinstance(old, LocalBoxes)}
+        return {old: nn.Parameter(shard, requires_grad=False) for old, shard in shards.items()}
 
 
 def connected(groups: Iterable[Iterable[T]]) -> dict[T, set[T]]:

@@ -28,6 +28,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.allocate import allocate
+from hf_fsdp_tools.streaming.live import live_weights
 from tests._checkpoints import KINDS as CHECKPOINTS
 from tests._checkpoints import assert_same_tensors, make_checkpoint, make_model
 from tests._dist import run_cases, run_ranks
@@ -189,6 +190,7 @@ def lora_trains_adapters_beside_frozen_weights():
     with pytest.raises(ValueError, match=r"uniform `requires_grad` when `use_orig_params=False`"):  # torch's own
         wrap_fsdp1(adapted(), plan, use_orig_params=False)
     wrapped = wrap_fsdp1(model, plan)
+    streams = [live_weights(wrapped, merge_adapters=merged) for merged in (True, False)]
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.3) for m in (plain, wrapped)]
     for _ in range(STEPS):
         expected = _step(plain, optimizers[0], _batches(2))
@@ -198,6 +200,10 @@ def lora_trains_adapters_beside_frozen_weights():
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(whole[name], parameter, rtol=1e-3, atol=2e-5)
         assert torch.equal(whole[name], start[name]) != parameter.requires_grad, name
+    plain.load_state_dict(whole)
+    adapters = {name.replace(".default", ""): tensor for name, tensor in whole.items() if "lora_" in name}
+    for weights, expected in zip(streams, (plain.merge_and_unload().state_dict(), adapters), strict=True):
+        assert_same_tensors({k: t.clone() for bucket in weights.buckets(to=None) for k, t in bucket.items()}, expected)
 
 
 def refusals_name_the_cure_on_every_rank_alike():

@@ -69,6 +69,7 @@ def the_last_line_of_an_example_saves(folder: Path) -> None:
     for name in ("example", "gathered", "without_main", "parts"):
         again = plain_model(folder / name)
         assert apart(full_parameters(again), full_parameters(expected)) < 1e-6, name
+        assert "rope_theta" in json.loads((folder / name / "config.json").read_text()), "the key of transformers 4"
     for asked in ({"safe_serialization": False}, {"variant": "fp16"}, {"misspelt": 1}):
         with pytest.raises(ConfigError, match=rf"cannot honour {next(iter(asked))}=.*on shards"):
             unwrapped.save_pretrained(folder / "refused", **asked)

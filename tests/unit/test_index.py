@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading import opening
@@ -277,9 +278,41 @@ entries = st.fixed_dictionaries(
 def test_no_header_does_anything_but_parse_or_raise(tmp_path: Path, header: bytes, data: bytes) -> None:
     file = write(tmp_path / "fuzz.safetensors", header, data)
     try:
-        tensors, start = parse_header(file)
+        located, start = parse_header(file)
+        tensors = [tensor for _, tensor in located]
     except CheckpointError as error:
         assert str(file) in str(error)
         return
     assert start == 8 + len(header)
     assert sum(t.num_bytes for t in tensors) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("files", "cure"),
+    [
+        (["model_world_size_2_rank_0.pt", "fsdp_config.json", "huggingface/config.json"], "verl.model_merger merge"),
+        (["latest", "zero_to_fp32.py", "global_step3/mp_rank_00_model_states.pt"], r"zero_to_fp32\.py \. OUT"),
+        (["model/model.safetensors", "optim/.metadata"], "folder 'model' inside, as NeMo AutoModel's are"),
+        (["model/.metadata", "model/__0_0.distcp"], "folder 'model' inside, as NeMo AutoModel's are"),
+        (["model.gguf"], "gguf_file=name"),
+        (["last.ckpt"], r"Lightning wrote these files.*allow_pickle=True"),
+        (["rng_state.pth", "optimizer.pt"], "Give the folder that save_pretrained wrote"),
+    ],
+)
+def test_folders_of_other_tools_are_refused_by_name(tmp_path: Path, files: list[str], cure: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for allow_pickle in (False, True):
+        with pytest.raises(CheckpointError, match=rf"No weights in .*{cure}"):
+            CheckpointIndex.open(tmp_path, allow_pickle=allow_pickle)
+
+
+def test_a_file_of_gguf_and_an_adapter_of_mlx_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(CheckpointError, match=r"is a file of GGUF.*gguf_file=name"):
+        CheckpointIndex.open(tmp_path / "model.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "model": "base", "num_layers": 2}')
+    (tmp_path / "adapters.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"adapter of MLX-LM.*mlx_lm\.fuse --model BASE"):
+        from_pretrained(tmp_path)

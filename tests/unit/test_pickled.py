@@ -16,6 +16,7 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import refuse_damage
 from hf_fsdp_tools.loading import index as index_module
@@ -23,7 +24,7 @@ from hf_fsdp_tools.loading.formats.pickled import parse_pickled
 from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.modeling.pickles import load_pickled
-from tests._checkpoints import Runs, make_checkpoint, pickled_copy
+from tests._checkpoints import Runs, make_checkpoint, pickled_copy, plain_model
 
 
 def state_dict() -> dict[str, Any]:
@@ -58,8 +59,9 @@ def test_every_tensor_is_where_the_index_says(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     expected = state_dict()
     torch.save(expected, file)
-    stored, num_bytes = parse_pickled(file)
-    assert [t.key for t in stored] == list(expected)
+    located, num_bytes = parse_pickled(file)
+    stored = [tensor for _, tensor in located]
+    assert [path for path, _ in located] == [(key,) for key in expected] and [t.key for t in stored] == list(expected)
     for tensor in stored:
         want = expected[tensor.key].detach()
         assert tensor.dtype == want.dtype and tensor.shape == want.shape
@@ -179,7 +181,7 @@ def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) ->
     torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, file)
     rewritten = rezipped(file, tmp_path / "y.bin", zipfile.ZIP_STORED)  # no padding, no data descriptors
     try:
-        stored, _ = parse_pickled(rewritten)
+        stored = [tensor for _, tensor in parse_pickled(rewritten)[0]]
     except CheckpointError as error:
         assert "uncompressed record" in str(error)
     else:
@@ -196,7 +198,7 @@ def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: in
     content[position % len(content)] = value
     file.write_bytes(content)
     try:
-        stored, _ = parse_pickled(file)
+        stored = [tensor for _, tensor in parse_pickled(file)[0]]
     except CheckpointError:
         return
     assert all(0 <= t.offset <= t.offset + t.num_bytes <= len(content) for t in stored)
@@ -217,6 +219,23 @@ def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_pat
     assert CheckpointIndex.open(file, allow_pickle=True).num_bytes == index.num_bytes
     shutil.copy(file, folder)
     assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "lit_model.pth"])
+def test_a_state_dict_inside_a_checkpoint_of_lightning_is_found(tmp_path: Path, name: str) -> None:
+    """Lightning's names begin with the attribute of the module that holds the model; optimizer states stay out."""
+    folder = make_checkpoint("llama", tmp_path / "st")
+    model = plain_model("llama", folder)
+    is_lightning = name == "last.ckpt"
+    state = {f"net.{key}" if is_lightning else key: tensor for key, tensor in model.state_dict().items()}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+    content = {"state_dict": state, "optimizer_states": [optimizer]} if is_lightning else {"model": state}
+    (tmp_path / name).mkdir()
+    shutil.copy(folder / "config.json", tmp_path / name)
+    torch.save(content | {"optimizer": optimizer, "epoch": 3}, file := tmp_path / name / name)
+    loaded = from_pretrained(file, allow_pickle=True, load_kwargs={"progress": False})
+    found: dict[str, Any] = loaded.state_dict()
+    assert all(torch.equal(tensor, found[key].full_tensor()) for key, tensor in model.state_dict().items())
 
 
 def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

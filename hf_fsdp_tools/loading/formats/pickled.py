@@ -4,29 +4,41 @@ torch's restricted unpickler (`weights_only=True`) puts them on meta, and notes 
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.loading.formats.dcp import SavedPath
 from hf_fsdp_tools.loading.formats.stored import StoredTensor
 from hf_fsdp_tools.loading.regions import row_major_strides
 from hf_fsdp_tools.modeling.pickles import damaged, load_pickled
 from hf_fsdp_tools.text import listed, quoted
 
 
-def parse_pickled(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of a state dict saved by `torch.save`, in its order; and the number of bytes read to locate them."""
+def parse_pickled(file: Path) -> tuple[list[tuple[SavedPath, StoredTensor]], int]:
+    """The tensors of a state dict saved by `torch.save`, in its order, with their paths; and the number of bytes read.
+
+    Lightning and Fabric save a dict in which the state dict of the model is one value of several.
+    """
     content, records, num_bytes = load_pickled(file)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise damaged(file, f"holds a {type(content).__name__}, expected a dict from names to tensors")
     no_tensors = [
         f"{quoted(key)} ({type(value).__name__})" for key, value in content.items() if not torch.is_tensor(value)
     ]
-    if no_tensors:
+    parts = {(key,): value for key, value in content.items() if _is_state(value)} if no_tensors else {(): content}
+    if not parts:
         raise damaged(
             file, f"holds values that are no tensors: {listed(no_tensors)}; expected the state dict of a model alone"
         )
-    return [_locate_tensor(file, key, tensor, records, 0) for key, tensor in content.items()], num_bytes
+    named = [((*part, name), tensor) for part, state in parts.items() for name, tensor in state.items()]
+    return [(path, _locate_tensor(file, ".".join(path), tensor, records, 0)) for path, tensor in named], num_bytes
+
+
+def _is_state(value: Any) -> bool:
+    named = value.items() if isinstance(value, dict) else ()
+    return bool(named) and all(isinstance(name, str) and torch.is_tensor(tensor) for name, tensor in named)
 
 
 def locate_chunk(archive: StoredTensor) -> StoredTensor:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
+from hf_fsdp_tools.loading.formats.dcp import SavedPath
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover
 from hf_fsdp_tools.modeling.pickles import parse_json_object, refuse_pointer, refuse_special
 from hf_fsdp_tools.text import dtype_name, listed, quoted
@@ -43,11 +44,15 @@ left out: torch cannot slice them."""
 _DCP_INFO = "DCP_SHARDING_INFO"
 """Entry of a header's metadata with each tensor's place in a larger one (torch 2.9 to 2.14: `_hf_utils.py` of DCP)."""
 
+OF_GGUF = (
+    "Make a plain checkpoint of GGUF files once: "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)."
+)
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
-def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
-    """The tensors of one safetensors file, in file order; and the number of bytes read to locate them.
+def parse_header(file: Path) -> tuple[list[tuple[SavedPath, StoredTensor]], int]:
+    """The tensors of one safetensors file, in file order, with their paths; and the number of bytes read.
 
     safetensors itself checks lengths, shapes and byte ranges, which must cover the data without holes or overlaps.
     """
@@ -55,6 +60,8 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     with watched(file), storage_errors("read", file), open(file, "rb") as stream:
         prefix = stream.read(8)
         refuse_pointer(file, prefix)
+        if prefix.startswith(b"GGUF"):
+            raise CheckpointError(f"{file}: is a file of GGUF, not safetensors. {OF_GGUF}")
         with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
             text = stream.read(int.from_bytes(prefix, "little"))
     entries = parse_json_object(file, text)  # safetensors takes the last of equal keys, this none
@@ -78,7 +85,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
             start=_start(file, key, entry["shape"], places[key]) if key in places else None,
         )
         tensors.append(tensor)
-    return sorted(tensors, key=lambda t: (t.offset, t.num_bytes)), data_start
+    return [((t.key,), t) for t in sorted(tensors, key=lambda t: (t.offset, t.num_bytes))], data_start
 
 
 def _start(file: Path, key: str, shape: list[int], info: Any) -> tuple[int, ...]:
