@@ -178,14 +178,15 @@ def load_weights(
                 in_flight=requests_in_flight,
                 progress=progress,
             )
-        with agreed_steps(f"initialising what is in no file ({after})"), _timed(seconds, "initialize"):
-            with agreed(doing):
-                remember_heads(model, match, carry=carry_heads)
-                index.refuse_changed()
-            initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
-            set_conversions(model, match.load_map)
-            if not packed_parameters(model):
-                forget_quantization(model)
+        with _timed(seconds, "initialize"):
+            with agreed_steps(f"initialising what is in no file ({after})"):
+                with agreed(doing):
+                    remember_heads(model, match, carry=carry_heads)
+                    index.refuse_changed()
+                initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
+                set_conversions(model, match.load_map)
+                if not packed_parameters(model):
+                    forget_quantization(model)
             if added_tokens is not None:
                 fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, replace(filled, stats=filled.stats + checked), watch, seconds)

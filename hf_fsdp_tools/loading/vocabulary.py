@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
+from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.shards import (
     Box,
     gather_on_device,
@@ -220,18 +222,20 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
     """Fill the added part of each tensor, in place, with values that do not depend on the number of ranks.
 
     "mean": each new row is the mean of the old rows, summed in float64. "random", and buffers in any case: the model's
-    own initialisation, from a generator seeded by `seed` and the module's name. Every rank must call; each gathers one
-    row per tensor from the others.
+    own initialisation, from a generator seeded by `seed` and the module's name. Every rank must call, outside of
+    `agreed` blocks: one row per tensor is summed over all ranks.
     """
     if not added:
         return
     state = persistent_tensors(model)
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
     values = draw_values(model, {key: added[key].length for key in sorted(added.keys() - by_mean)}, seed=seed)
-    sums = {key: _sum_of_old(state[key], added[key]) for key in sorted(by_mean)}
-    of_ranks = all_ranks(sums, "averaging the rows of a vocabulary")
-    for key in sums:
-        mean = torch.stack([sums_of_rank[key] for sums_of_rank in of_ranks]).sum(0) / max(added[key].start)
+    for key in sorted(by_mean):
+        total = _sum_of_old(state[key], added[key])
+        if dist.is_initialized():
+            total = total if has_cpu_backend() else total.to(local_tensor(state[key]).device)
+            dist.all_reduce(total)
+        mean = total.cpu() / max(added[key].start)
         if not mean.isfinite().all():
             raise CheckpointError(
                 f"{key!r} holds values that are not finite, so its rows have no mean. "

@@ -5,6 +5,7 @@ have names that no save before had, and every checkpoint in a store has an index
 the weights, those that differ are put right before it; if that fails, the former ones are put back.
 """
 
+import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,17 +20,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import Upload, files_at, open_store, store_errors
+from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Bucket, joined
@@ -124,7 +125,7 @@ def begin_in_store(
         return save
     num_bytes = sum(upload.size for upload in uploads.values())
     with agreed("copying what is saved"):
-        copies.refuse_too_large(num_bytes)
+        refuse_too_large(num_bytes, *COPIED)
     copied = {file: _Held() for file in uploads}
     stream(copied.__getitem__)
     return replace(
@@ -399,6 +400,23 @@ def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveRepor
         report = write(Path(own))
         with agreed("writing the adapter", url):
             if is_first:
-                files = _contents(Path(own))
+                files, there = _contents(Path(own)), files_at(url)
+                if ADAPTER_CONFIG in there and any(name.startswith("adapter_model.") for name in there):
+                    _refuse_other_config(url, there[ADAPTER_CONFIG], files[ADAPTER_CONFIG])
+                if CARD in there:
+                    del files[CARD]
                 _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
     return replace(report, folder=url)
+
+
+def _refuse_other_config(url: str, former: StoredObject, config: bytes) -> None:
+    """Refuse to replace an adapter by one of another configuration, of which a reader could get one file of each."""
+    known, new = (
+        {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+        for text in (former.read(0, former.size), config)  # PEFT writes sets as lists, in any order
+    )
+    if other := [key for key in known | new if known.get(key) != new.get(key)]:
+        raise CheckpointError(
+            f"{url!r} holds an adapter of another configuration ({listed(other)}), and no store replaces two files at "
+            "once. Save to another place, or remove that adapter first."
+        )

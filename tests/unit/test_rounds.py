@@ -1,11 +1,13 @@
 """Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
 
 import json
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.distributed.liveness import Lookout
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
+from hf_fsdp_tools.distributed.shards import Box
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -56,6 +59,26 @@ def ranks_of(size: int) -> list[Rounds]:
 @pytest.fixture
 def two() -> list[Rounds]:
     return ranks_of(2)
+
+
+def test_a_round_carries_values_as_they_are_and_no_code(two: list[Rounds], tmp_path: Path) -> None:
+    """Whoever reaches the port of the store may set what ranks read."""
+    box = Box(start=(0, 1), length=(2, 3))
+    value = {"n": [1, 2.5, None, True, "a"], ("tie", 3): (box, [box]), 4: {}}
+    assert together(*(lambda each=each: each.exchange(value, "saving") for each in two)) == [[value, value]] * 2
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    strange = {"class": ["subprocess", "Popen", [["args", ["touch", str(tmp_path / "ran")]]]]}
+    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange])):
+        one, other = ranks_of(2)
+        other._store.set("round.0/1", content)
+        other._store.add("round.0/count", 1)
+        with pytest.raises((ValueError, RanksError)):
+            one.exchange("a", "saving")
+        assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("last_is_first", [False, True])
