@@ -93,6 +93,8 @@ class _Passes:
         if is_parallel(self._model):  # within a unit, these ranks would wait for the others
             return [begin(_eager(self._begin), prepend=True, with_kwargs=True)]
         handles: list[Any] = [self._model.register_forward_hook(self._end, prepend=True)]
+        failed = _eager(lambda *_: self._forget())  # a pass that raised, of which nothing is left for units beside it
+        handles.append(self._model.register_forward_hook(failed, always_call=True))
         for step, owner in self._owners.items():
             handles.append(owner.register_forward_pre_hook(_eager(lambda *_, step=step: self._opened(step))))
             close = _eager(lambda _, __, output, step=step: self._closed(step, output))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import save
 
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading import index as index_module
@@ -256,6 +257,15 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path)
         load_weights(fresh, index)
     assert all(parameter.is_meta for parameter in fresh.parameters())
     load_weights(fresh, folder)
+
+
+def test_a_dcp_folder_that_is_written_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    save({"weight": torch.zeros(2)}, checkpoint_id=tmp_path)
+    index = CheckpointIndex.open(tmp_path)
+    index.refuse_changed()
+    save({"weight": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
+        index.refuse_changed()
 
 
 json_values = st.recursive(
