@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
-from hf_fsdp_tools.text import first_lines, listed
+from hf_fsdp_tools.text import first_lines, listed, printable
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
 
@@ -96,7 +96,7 @@ def store_errors(doing: str, url: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = first_lines(error) or type(error).__name__
-        raise CheckpointError(f"Cannot {doing} {url!r}: {type(error).__name__}: {said}. {_CURE}") from error
+        raise CheckpointError(f"Cannot {doing} {url!r}: {type(error).__name__}: {said}. {_CURE}") from None
 
 
 def open_store(url: str) -> tuple[Any, str]:
@@ -118,7 +118,7 @@ def open_store(url: str) -> tuple[Any, str]:
         known = listed(sorted(known_implementations), 8)
         raise ConfigError(f"{url!r} cannot be opened: {first_lines(error)}. fsspec knows {known}, …") from None
     except Exception as error:
-        raise CheckpointError(f"Cannot open {url!r}: {type(error).__name__}: {first_lines(error)}. {_CURE}") from error
+        raise CheckpointError(f"Cannot open {url!r}: {type(error).__name__}: {first_lines(error)}. {_CURE}") from None
 
 
 @dataclass
@@ -257,10 +257,10 @@ def pinned() -> Iterator[None]:
 
 
 def told(text: str) -> str:
-    """A text with URLs in place of their stubs."""
+    """A text with URLs in place of their stubs, as it may leave the program."""
     for url, (_, stub) in _stubs.items():
         text = text.replace(str(stub), url)
-    return text
+    return printable(text)
 
 
 def stub_of(url: str) -> Path:

@@ -30,6 +30,7 @@ from hf_fsdp_tools.cli.options import (
 )
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import printable, quoted
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
@@ -120,6 +121,12 @@ def _config(options: argparse.Namespace) -> None:
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
     memory = [] if best is None or not best.expandable_bytes else [EXPANDABLE]
     start += ["--config_file", str(options.output or "FILE")]
+    for word in (*start, *address_words(config), *script, options.model or ""):
+        if printable(word) != word or "\n" in word:
+            raise ConfigError(
+                f"{quoted(word)} would be written into a file that shells read, and has a line break, another control "
+                "character, or the password or query of a URL. Take another name; stores have settings of their own."
+            )
     notes = [f"Start it with: {shlex.join([*memory, *start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
     launch, texts = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script]), {}

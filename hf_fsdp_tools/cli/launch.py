@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,15 +155,19 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
 
 
 def _run(command: list[str]) -> int:
-    """The exit code of a command, which is ended with this process."""
+    """The exit code of a command, which is ended with this process: signals of a terminal, which come to this process
+    alone, go to all that the command has started, and SIGTERM to the command."""
     print(f"accelerate launch {shlex.join(command[3:])}", file=sys.stderr, flush=True)
-    process = subprocess.Popen(command)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def forward(number: int, frame: object) -> None:
+        with suppress(ProcessLookupError):
+            (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
+
+    heard = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:  # a terminal sends it to the launcher too, which ends its processes
-                continue
+        return process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -23,6 +23,7 @@ from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifes
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
 from hf_fsdp_tools.saving.state_in_store import put_state, take_name
+from hf_fsdp_tools.stores import told
 
 
 class StateSave:
@@ -135,7 +136,7 @@ class StoredStateSave(StateSave):
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state."""
-        return SaveReport(folder=self.url, **values)
+        return SaveReport(folder=told(self.url), **values)
 
     def finish(self, doing: str, *, checksums: bool) -> SaveReport:
         """Put all files, and declare the state complete. Every rank must call."""

@@ -30,7 +30,7 @@ from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors
+from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, told
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Bucket, joined
@@ -56,7 +56,7 @@ class StoreSave:
     def report(self) -> SaveReport:
         """What is known before anything is written."""
         return SaveReport(
-            folder=self.url,
+            folder=told(self.url),
             total_bytes=self.layout.num_bytes,
             copied_bytes=self.copied_bytes,
         )
@@ -351,7 +351,7 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
     except CheckpointError as error:
         if WEIGHTS in outdated and WEIGHTS in files_at(url):
             raise
-        warnings.warn(f"{url!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
+        warnings.warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
 
 
 def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
@@ -406,7 +406,7 @@ def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveRepor
                 if CARD in there:
                     del files[CARD]
                 _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
-    return replace(report, folder=url)
+    return replace(report, folder=told(url))
 
 
 def _refuse_other_config(url: str, former: StoredObject, config: bytes) -> None:

@@ -3,10 +3,12 @@
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.liveness import Lookout
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
 from hf_fsdp_tools.distributed.shards import Box
@@ -79,6 +81,27 @@ def test_a_round_carries_values_as_they_are_and_no_code(two: list[Rounds], tmp_p
         with pytest.raises((ValueError, RanksError)):
             one.exchange("a", "saving")
         assert not (tmp_path / "ran").exists()
+
+
+def test_rank_0_which_may_end_the_store_with_itself_leaves_last(two: list[Rounds]) -> None:
+    left = []
+
+    def slow(own: Callable[..., bytes], key: str) -> bytes:
+        if key.endswith("/outcome"):
+            time.sleep(0.3)
+            left.append("read")
+        return own(key)
+
+    def leave(rank: int) -> None:
+        rounds_of_thread.set(two[rank])
+        while rank == 0 and not two[0]._store.check(["round.0/1"]):
+            time.sleep(0.001)
+        wait_for_all_ranks()
+        left.append(rank)
+
+    two[1]._store = Store(two[1]._store, get=slow)
+    together(partial(leave, 0), partial(leave, 1))
+    assert left[0] == "read" and len(left) == 3
 
 
 @pytest.mark.parametrize("last_is_first", [False, True])

@@ -69,6 +69,33 @@ def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.Ca
         from_pretrained("memory://run", **QUIET)
 
 
+def test_no_password_of_a_url_is_written_or_shown(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    url = "memory://me:hunter2@host/run"
+    store.put(str(folders["llama"]), "/me:hunter2@host/run", recursive=True)
+    model = from_pretrained(url, peft_config={"peft_type": "LORA", "target_modules": ["q_proj"]}, **QUIET)
+    save_pretrained(model, tmp_path)
+    assert save_pretrained(model, "memory://me:hunter2@host/new").folder == "memory://host/new"
+    with pytest.raises(CheckpointError, match="'memory://host/run' holds a model") as caught:
+        save_pretrained(model, url)
+    store.pipe_file("/me:hunter2@host/run/config.json", b"{")
+    with pytest.raises(CheckpointError, match=r"memory://host/run/config.json") as opened:
+        from_pretrained(url, **QUIET)
+    written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
+    assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value}"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"name": "/run/a\0.bin", "size": 1}, {"name": f"/run/{'a' * 300}.bin", "size": 1}, {"name": "/run/b.bin"}]
+    + [{"name": "/run/b.bin", "size": size} for size in (-1, 2**62, "x", [1])],
+)
+def test_a_store_that_lies_is_one_error(store: Any, entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    files = store.ls("/run", detail=True)
+    monkeypatch.setattr(store, "ls", lambda *args, **options: [*files, {"type": "file", **entry}])
+    with pytest.raises(CheckpointError, match=r"Cannot (list|open) 'memory://run'"):
+        stores.stub_of("memory://run")
+
+
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> None:
     index, model = CheckpointIndex.open("memory://run"), build_meta_model("memory://run")
     for name in [name for name in store.store if name.endswith(".safetensors")]:
