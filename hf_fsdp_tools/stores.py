@@ -88,7 +88,8 @@ def local_folder(name: str | PathLike[str], what: str) -> Path:
 def store_errors(doing: str, url: str) -> Iterator[None]:
     """Turn any error of fsspec, or of the package of a protocol, into one error that names the place.
 
-    They fail with errors of many kinds, of HTTP libraries and of their own. So a block holds their calls alone.
+    They fail with errors of many kinds, of HTTP libraries and of their own, and may answer what is no name or size of a
+    file. So a block holds their calls, and what takes the answers, alone.
     """
     try:
         yield
@@ -211,21 +212,17 @@ def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject
     With `below`, also those of folders whose names begin with one of these, by their paths.
     """
     fs, path = open_store(url)
-    with store_errors("list", url):
-        try:
-            fs.invalidate_cache(path)
-            entries = fs.ls(path, detail=True)
-        except FileNotFoundError:
-            return {}
     found: dict[str, StoredObject] = {}
-    for entry in entries:
-        name = str(entry["name"]).rstrip("/")
-        last = name.rpartition("/")[2]
-        place = url if name == path.rstrip("/") else f"{url}/{last}"
-        if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
-            found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
-        elif last.startswith(below) and place != url:
-            found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
+    with store_errors("list", url), suppress(FileNotFoundError):
+        fs.invalidate_cache(path)
+        for entry in fs.ls(path, detail=True):
+            name = str(entry["name"]).rstrip("/")
+            last = name.rpartition("/")[2]
+            place = url if name == path.rstrip("/") else f"{url}/{last}"
+            if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
+                found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
+            elif last.startswith(below) and place != url:
+                found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
     return found
 
 
@@ -279,7 +276,8 @@ def stub_of(url: str) -> Path:
         if not files:
             raise CheckpointError(f"No checkpoint at {url!r}: there are no files of that name. {_CURE}")
         try:
-            made = _make_stub(url, files)
+            with store_errors("open", url):
+                made = _make_stub(url, files)
         except CheckpointError:
             if _same(files, files_at(url, below=BELOW)):
                 raise

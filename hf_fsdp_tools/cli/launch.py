@@ -117,7 +117,7 @@ def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
         raise ConfigError(f"--config {name}: no such file, and no model of the package{near} It has {', '.join(own)}.")
     if launch["config_file"] is None and not launch["cpu"]:
         file = own[key].with_name(f"{key}.yaml")
-        made_for = load_yaml(file.read_text(encoding="utf-8"))["num_processes"]
+        made_for = load_yaml(file)["num_processes"]
         if launch["num_processes"] not in (None, made_for):
             raise ConfigError(
                 f"--config {name} is estimated for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
@@ -142,7 +142,7 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     for each in findings:
         if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
             print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
-    file = load_yaml(path.read_text(encoding="utf-8"))
+    file = load_yaml(path)
     if file.get("use_cpu"):
         return
     if launch["cpu"]:

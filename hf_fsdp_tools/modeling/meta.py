@@ -74,8 +74,8 @@ def _check_config_file(file: Path) -> None:
         if is_dtype and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
             raise CheckpointError(f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}")
         most = _MOST_LABELS if key == "num_labels" else _MOST_LAYERS if key.endswith(_COUNTS_OF_LAYERS) else math.inf
-        if type(value) is int and value > most:
-            raise CheckpointError(f"{file}: {quoted(key)} is {quoted(value)}, expected at most {most:,}. {_CURE}")
+        if type(value) is int and (value > most or (value < 0 and most < math.inf)):
+            raise CheckpointError(f"{file}: {quoted(key)} is {quoted(value)}, expected 0 to {most:,}. {_CURE}")
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:

@@ -99,6 +99,7 @@ BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     ),
     "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "SafetensorError"),
     "git-lfs": (None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs.*Run `git lfs pull`"),
+    "a long name": ({"." * 10**5: entry()}, bytes(8), "names a tensor by 100,000 characters"),
     "endless": (None, (2**63).to_bytes(8, "little"), "cannot be read as safetensors"),
 }
 """Header (None: the file is the second alone), data, and what the error says."""

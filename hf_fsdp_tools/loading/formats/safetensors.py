@@ -43,6 +43,9 @@ left out: torch cannot slice them."""
 _DCP_INFO = "DCP_SHARDING_INFO"
 """Entry of a header's metadata with each tensor's place in a larger one (torch 2.9 to 2.14: `_hf_utils.py` of DCP)."""
 
+_MOST_CHARACTERS = 1000
+"""Of a tensor's name; names are compared part by part. (assumed)"""
+
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
@@ -55,13 +58,18 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     with watched(file), storage_errors("read", file), open(file, "rb") as stream:
         prefix = stream.read(8)
         refuse_pointer(file, prefix)
-        with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
-            text = stream.read(int.from_bytes(prefix, "little"))
+        try:
+            with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
+                text = stream.read(int.from_bytes(prefix, "little"))
+        except MemoryError as error:  # of the address space, into which safetensors maps the file
+            raise CheckpointError(f"{file}: cannot be mapped into memory: {error}. {_DAMAGED}") from None
     entries = parse_json_object(file, text)  # safetensors takes the last of equal keys, this none
     places = parse_json_object(file, entries.pop("__metadata__", {}).get(_DCP_INFO, "{}").encode())
     data_start = 8 + len(text)
     tensors = []
     for key, entry in entries.items():
+        if len(key) > _MOST_CHARACTERS:
+            raise CheckpointError(f"{file}: names a tensor by {len(key):,} characters. {_DAMAGED}")
         begin, end = entry["data_offsets"]
         if (dtype := DTYPES.get(entry["dtype"])) is None:
             raise CheckpointError(
