@@ -8,12 +8,16 @@ package.
 """
 
 import io
+import os
 import re
+import shutil
+import socket
 import tempfile
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,6 +27,11 @@ from typing import Any, BinaryIO, cast
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, listed, printable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
 
@@ -43,6 +52,9 @@ _MOST_HEADER_BYTES = 10**8
 
 BELOW = ("pytorch_model_fsdp_", "optimizer_")
 """How names of folders begin that hold models and optimizers of a training state."""
+
+_LOCKED_S = 60.0
+"""Seconds after which a temporary folder is locked by the process that has made it. (assumed)"""
 
 _GAP_BYTES = 4096
 """Unwanted bytes up to which ranges of a file are one request."""
@@ -226,9 +238,56 @@ def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject
     return found
 
 
+# ---- folders of this process ----
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
+    process holds the lock, None where the system or the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def this_boot() -> str:
+    """What is the same for all processes that share the locks of one running system, and no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in the system's place for temporary files, locked until the block or this process ends. Those that
+    killed processes have left are removed."""
+    start = f"hf-fsdp-{zlib.crc32(this_boot().encode()):08x}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{start}*"):
+        with suppress(OSError):  # another user's, or removed by another rank
+            is_old = time.time() - left.lstat().st_mtime > _LOCKED_S
+            descriptor = os.open(left, os.O_RDONLY)
+            if is_old and try_lock(descriptor):
+                shutil.rmtree(left, ignore_errors=True)
+            os.close(descriptor)
+    with tempfile.TemporaryDirectory(prefix=start, ignore_cleanup_errors=True) as made:
+        descriptor = os.open(made, os.O_RDONLY)
+        try_lock(descriptor)
+        try:
+            yield Path(made)
+        finally:
+            os.close(descriptor)
+
+
 # ---- a stub of it ----
 
-_root: list[tempfile.TemporaryDirectory[str]] = []
+_root = ExitStack()
+_folders: list[Path] = []
 _stubs: dict[str, tuple[dict[str, StoredObject], Path]] = {}
 """By URL: what was there, and the folder (or file) that stands for it."""
 
@@ -368,10 +427,10 @@ def _same(one: Mapping[str, StoredObject], other: Mapping[str, StoredObject]) ->
 
 
 def _make_stub(url: str, files: Mapping[str, StoredObject]) -> Path:
-    if not _root:
-        _root.append(tempfile.TemporaryDirectory(prefix="checkpoint-stubs-", ignore_cleanup_errors=True))
+    if not _folders:
+        _folders.append(_root.enter_context(temporary_folder()))
     # Two folders above belong to it: a config may lie there.
-    base = Path(tempfile.mkdtemp(dir=_root[0].name)) / "above" / "near"
+    base = Path(tempfile.mkdtemp(dir=_folders[0])) / "above" / "near"
     folder = base / (url.rpartition("/")[2] or "root")
     if len(files) == 1 and next(iter(files.values())).url == url:
         folder = base

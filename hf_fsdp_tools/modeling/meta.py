@@ -74,8 +74,10 @@ def _check_config_file(file: Path) -> None:
         if is_dtype and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
             raise CheckpointError(f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}")
         most = _MOST_LABELS if key == "num_labels" else _MOST_LAYERS if key.endswith(_COUNTS_OF_LAYERS) else math.inf
-        if type(value) is int and (value > most or (value < 0 and most < math.inf)):
-            raise CheckpointError(f"{file}: {quoted(key)} is {quoted(value)}, expected 0 to {most:,}. {_CURE}")
+        least = 0 if key in ("num_labels", "num_hidden_layers") else -math.inf  # others count from the last layer
+        if type(value) is int and not least <= value <= most:
+            fact = f"{quoted(key)} is {quoted(value)}, expected at most {most:,} and none below 0"
+            raise CheckpointError(f"{file}: {fact}. {_CURE}")
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:

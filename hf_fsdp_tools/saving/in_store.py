@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, told
+from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, temporary_folder, told
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Bucket, joined
@@ -102,9 +101,9 @@ def begin_in_store(
                 raise CheckpointError(
                     f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
                 )
-            with TemporaryDirectory() as folder:
-                stage(Path(folder))
-                beside = _contents(Path(folder))
+            with temporary_folder() as folder:
+                stage(folder)
+                beside = _contents(folder)
             if CARD in there:
                 beside.pop(CARD, None)
             shared = (secrets.token_hex(4), (*beside, WEIGHTS_INDEX))
@@ -390,17 +389,17 @@ def _read(fs: Any, path: str) -> bytes | None:
 
 def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveReport:
     """Save an adapter by a function that writes a folder, and put its files, the weights last. Every rank must call."""
-    with TemporaryDirectory() as own:
+    with temporary_folder() as own:
         is_first = rank_and_size()[0] == 0
         with agreed("preparing the save", url):
             if is_first and CONFIG in files_at(url):
                 raise CheckpointError(
                     f"{url!r} holds a model, which the adapter would be put on. Save to another place."
                 )
-        report = write(Path(own))
+        report = write(own)
         with agreed("writing the adapter", url):
             if is_first:
-                files, there = _contents(Path(own)), files_at(url)
+                files, there = _contents(own), files_at(url)
                 if ADAPTER_CONFIG in there and any(name.startswith("adapter_model.") for name in there):
                     _refuse_other_config(url, there[ADAPTER_CONFIG], files[ADAPTER_CONFIG])
                 if CARD in there:
