@@ -20,9 +20,6 @@ from pathlib import Path
 
 from hf_fsdp_tools.text import cut, first_lines, printable
 
-_MOST_CHARACTERS = 10_000
-"""Of a message: lists are cut to ten where they arise, so that only names in files make longer ones. (assumed)"""
-
 
 class FSDPToolsError(Exception):
     """The base of every error that this package raises on purpose: catch this one to catch them all.
@@ -36,7 +33,7 @@ class FSDPToolsError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(cut(printable(message), _MOST_CHARACTERS))
+        super().__init__(cut(printable(message), 10_000))  # lists are cut to ten where they arise
 
 
 class BlockDetectionError(FSDPToolsError, ValueError):

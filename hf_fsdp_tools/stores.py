@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from operator import itemgetter
 from os import PathLike, fspath
 from pathlib import Path
@@ -108,8 +109,8 @@ def store_errors(doing: str, url: str) -> Iterator[None]:
     except (FSDPToolsError, MemoryError):
         raise
     except Exception as error:
-        said = first_lines(error) or type(error).__name__
-        raise CheckpointError(f"Cannot {doing} {url!r}: {type(error).__name__}: {said}. {_CURE}") from None
+        said = f"{type(error).__name__}: {first_lines(error)}"
+        raise CheckpointError(f"Cannot {doing} {url!r}: {said}. {_CURE}") from None
 
 
 def open_store(url: str) -> tuple[Any, str]:
@@ -118,20 +119,19 @@ def open_store(url: str) -> tuple[Any, str]:
     from fsspec.registry import known_implementations
 
     protocol = url.partition("://")[0].partition("::")[0]
-    try:
-        return cast(tuple[Any, str], url_to_fs(url))
-    except ImportError as error:
-        package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
-        package = protocol if package in ("", "fsspec") else package
-        raise ConfigError(
-            f"{url!r} needs a package for {protocol}://, which is not installed ({first_lines(error)}): "
-            f"pip install {package}"
-        ) from None
-    except ValueError as error:
-        known = listed(sorted(known_implementations), 8)
-        raise ConfigError(f"{url!r} cannot be opened: {first_lines(error)}. fsspec knows {known}, …") from None
-    except Exception as error:
-        raise CheckpointError(f"Cannot open {url!r}: {type(error).__name__}: {first_lines(error)}. {_CURE}") from None
+    with store_errors("open", url):
+        try:
+            return cast(tuple[Any, str], url_to_fs(url))
+        except ImportError as error:
+            package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+            package = protocol if package in ("", "fsspec") else package
+            raise ConfigError(
+                f"{url!r} needs a package for {protocol}://, which is not installed ({first_lines(error)}): "
+                f"pip install {package}"
+            ) from None
+        except ValueError as error:
+            known = listed(sorted(known_implementations), 8)
+            raise ConfigError(f"{url!r} cannot be opened: {first_lines(error)}. fsspec knows {known}, …") from None
 
 
 @dataclass
@@ -286,8 +286,8 @@ def temporary_folder() -> Iterator[Path]:
 
 # ---- a stub of it ----
 
-_root = ExitStack()
-_folders: list[Path] = []
+_held = ExitStack()
+_root = cache(lambda: _held.enter_context(temporary_folder()))
 _stubs: dict[str, tuple[dict[str, StoredObject], Path]] = {}
 """By URL: what was there, and the folder (or file) that stands for it."""
 
@@ -427,10 +427,8 @@ def _same(one: Mapping[str, StoredObject], other: Mapping[str, StoredObject]) ->
 
 
 def _make_stub(url: str, files: Mapping[str, StoredObject]) -> Path:
-    if not _folders:
-        _folders.append(_root.enter_context(temporary_folder()))
     # Two folders above belong to it: a config may lie there.
-    base = Path(tempfile.mkdtemp(dir=_folders[0])) / "above" / "near"
+    base = Path(tempfile.mkdtemp(dir=_root())) / "above" / "near"
     folder = base / (url.rpartition("/")[2] or "root")
     if len(files) == 1 and next(iter(files.values())).url == url:
         folder = base

@@ -73,6 +73,7 @@ def add_config(commands: Any) -> None:
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting import setups
 
     template = TEMPLATES.get(options.template)
@@ -132,7 +133,9 @@ def _config(options: argparse.Namespace) -> None:
     launch, texts = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script]), {}
     if template is not None:
         path = template.path(options.output)
-        job = _job(options, config, [*memory, *start, *script], text)
+        gpu = None if config.use_cpu or (name := _gpu_name(options)) is None else gpu_named(name).name
+        words, command = [*memory, *start, *script], options.command_line
+        job = Job(config=config, launch=words, path=options.output, text=text, command=command, gpu=gpu)
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
     if best is not None and run_path is not None:
         about = {"recipe": recipe, "command": options.command_line, "launch": launch}
@@ -157,21 +160,6 @@ def _config(options: argparse.Namespace) -> None:
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
     print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-def _job(options: argparse.Namespace, config: "FSDPConfig", launch: Sequence[str], text: str) -> Job:
-    """What a template starts: the launch command with a config that is written as this text."""
-    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-
-    name = None if config.use_cpu else _gpu_name(options)
-    return Job(
-        config=config,
-        launch=launch,
-        path=options.output,
-        text=text,
-        command=options.command_line,
-        gpu=None if name is None else gpu_named(name).name,
-    )
 
 
 def _write(texts: dict[Path, str], *, force: bool) -> list[str]:

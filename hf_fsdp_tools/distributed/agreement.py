@@ -248,8 +248,7 @@ def refuse_too_large(
 
 
 def wait_for_all_ranks() -> None:
-    """Return once every rank has called this, on rank 0 last. A rank that has ended is named within seconds. No backend
-    is used."""
+    """Return once every rank has called this, on rank 0 last, without a backend. A rank that has ended is named."""
     all_ranks(None, "waiting for every rank")
     if (rounds := rounds_of()) is not None:
         rounds.wait_for_readers()

@@ -19,15 +19,7 @@ from hf_fsdp_tools.distributed.agreement import by_rank, compare_at_end, rank_an
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.hub import fetch, local_path
-from hf_fsdp_tools.loading.formats.dcp import (
-    METADATA,
-    SavedPath,
-    find_dcp_folder,
-    is_wrapped,
-    model_part,
-    parse_dcp,
-    peft_part,
-)
+from hf_fsdp_tools.loading.formats.dcp import SavedPath, find_dcp_folder, is_wrapped, model_part, parse_dcp, peft_part
 from hf_fsdp_tools.loading.formats.pickled import locate_chunk, parse_pickled
 from hf_fsdp_tools.loading.formats.safetensors import join_parts, parse_header
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, QuantizedTensor, Stored, StoredTensor, TensorChunk
@@ -215,7 +207,7 @@ class CheckpointIndex:
         with watched(folder):
             saved = None if has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:  # `of_model` picks the model's tensors later
-            states = {file: stamp(file) for file in (saved / METADATA, *saved.glob("*.distcp"))}
+            states = {file: stamp(file) for file in saved.glob("*.distcp")}
             stored, num_bytes = parse_dcp(saved)
             tensors = MappingProxyType({tensor.key: tensor for _, tensor in stored})
             own: dict[str, Any] = {"header_bytes": num_bytes, "_saved": dict(stored), "_states": states}

@@ -160,7 +160,11 @@ def build_meta_model(
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
     layers = layers_of(model, quantizer) if quantizer is not None else {}
-    _keep_in_fp32(model, dtype)
+    for module, key, tensor in [*kept_in_fp32(model, dtype)]:
+        if key in module._parameters:
+            tensor.data = tensor.data.to(torch.float32)
+        elif key not in module._non_persistent_buffers_set:
+            module._buffers[key] = tensor.to(torch.float32)
     if layers:
         pack_4bit(model, layers)
     model.eval()
@@ -235,15 +239,6 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     _check_config_file(folder / "config.json")
     # Remote code may come from another repository, so only without it is everything in the cache.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
-
-
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make modules fp32 that transformers loads in fp32 whatever dtype is asked for."""
-    for module, key, tensor in [*kept_in_fp32(model, dtype)]:
-        if key in module._parameters:
-            tensor.data = tensor.data.to(torch.float32)
-        elif key not in module._non_persistent_buffers_set:
-            module._buffers[key] = tensor.to(torch.float32)
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

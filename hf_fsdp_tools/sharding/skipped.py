@@ -114,7 +114,8 @@ class _Passes:
         self._runs = True
         if self._media:
             given = dict(zip(self._taken, args, strict=False)) | kwargs
-            present = sorted(name for name in self._media if _is_there(given.get(name)))
+            there = (name for name in self._media if given.get(name) is not None)
+            present = sorted(name for name in there if not isinstance(given[name], torch.Tensor) or given[name].numel())
             self._count = len(present)
             everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=self._ranks)
             self._meets = any(other != present for other in everywhere)
@@ -242,10 +243,6 @@ class _Passes:
 
 def _eager(hook: Any) -> Any:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _is_there(value: Any) -> bool:
-    return value is not None and not (isinstance(value, torch.Tensor) and not value.numel())
 
 
 def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:

@@ -31,9 +31,6 @@ from hf_fsdp_tools.streaming.owners import (
 from hf_fsdp_tools.streaming.routes import holders_of
 from hf_fsdp_tools.text import did_you_mean, first_line
 
-_MOST_PLANS = 8
-"""Sets of matrices whose plans are kept: where experts or adapters take turns, there are many. (assumed)"""
-
 
 class Muon(torch.optim.Optimizer):
     """Muon for the hidden matrices of a sharded model, AdamW for all else, as one optimizer.
@@ -170,7 +167,7 @@ class Muon(torch.optim.Optimizer):
         chosen = list(self._pieces) if matrices is None else list(matrices)
         key = tuple(map(id, chosen))
         if key not in self._planned:
-            if len(self._planned) == _MOST_PLANS:
+            if len(self._planned) == 8:  # where experts or adapters take turns, there are ever new sets
                 del self._planned[next(iter(self._planned))]
             size = rank_and_size()[1] if any(isinstance(p, DTensor) for p in chosen) else 1
             self._planned[key] = assign_owners(

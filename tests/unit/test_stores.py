@@ -1,6 +1,8 @@
 """Stores of fsspec in one process: what is a name of one, what its stub is, and which rank writes which slab."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,24 @@ def test_no_password_of_a_url_is_written_or_shown(store: Any, folders: dict[str,
         from_pretrained(url, **QUIET)
     written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
     assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value}"
+
+
+def test_folders_of_killed_runs_are_removed_and_those_of_others_that_run_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    with stores.temporary_folder() as running, stores.temporary_folder() as other:
+        left = tmp_path / f"{running.name[:-4]}left"
+        link = tmp_path / f"{running.name[:-4]}link"
+        link.symlink_to(tmp_path / "mine")
+        for folder in (left, tmp_path / f"{running.name[:-4]}new"):
+            (folder / "state").mkdir(parents=True)
+        for folder in (left, running):
+            os.utime(folder, (0, 0))
+        with stores.temporary_folder():
+            names = {path.name for path in tmp_path.iterdir()}
+    assert not left.exists() and {running.name, other.name, f"{running.name[:-4]}new", "mine", link.name} < names
 
 
 @pytest.mark.parametrize(

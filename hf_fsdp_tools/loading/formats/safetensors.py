@@ -43,9 +43,6 @@ left out: torch cannot slice them."""
 _DCP_INFO = "DCP_SHARDING_INFO"
 """Entry of a header's metadata with each tensor's place in a larger one (torch 2.9 to 2.14: `_hf_utils.py` of DCP)."""
 
-_MOST_CHARACTERS = 1000
-"""Of a tensor's name; names are compared part by part. (assumed)"""
-
 _DAMAGED = "The file is damaged or not safetensors; download or save it again."
 
 
@@ -68,7 +65,7 @@ def parse_header(file: Path) -> tuple[list[StoredTensor], int]:
     data_start = 8 + len(text)
     tensors = []
     for key, entry in entries.items():
-        if len(key) > _MOST_CHARACTERS:
+        if len(key) > 1000:  # names are compared part by part
             raise CheckpointError(f"{file}: names a tensor by {len(key):,} characters. {_DAMAGED}")
         begin, end = entry["data_offsets"]
         if (dtype := DTYPES.get(entry["dtype"])) is None:
