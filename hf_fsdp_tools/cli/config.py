@@ -159,7 +159,7 @@ def _config(options: argparse.Namespace) -> None:
     report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
-    print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
+    print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
 
 
 def _write(texts: dict[Path, str], *, force: bool) -> list[str]:
