@@ -109,7 +109,8 @@ def store_errors(doing: str, url: str) -> Iterator[None]:
     except (FSDPToolsError, MemoryError):
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {first_lines(error)}"
+        user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]  # which the error may name on its own
+        said = f"{type(error).__name__}: {first_lines(error)}".replace(f"{user}@", "" if user else "@")
         raise CheckpointError(f"Cannot {doing} {url!r}: {said}. {_CURE}") from None
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -71,7 +72,9 @@ def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.Ca
         from_pretrained("memory://run", **QUIET)
 
 
-def test_no_password_of_a_url_is_written_or_shown(store: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_no_password_of_a_url_is_written_or_shown(
+    store: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "memory://me:hunter2@host/run"
     store.put(str(folders["llama"]), "/me:hunter2@host/run", recursive=True)
     model = from_pretrained(url, peft_config={"peft_type": "LORA", "target_modules": ["q_proj"]}, **QUIET)
@@ -82,8 +85,14 @@ def test_no_password_of_a_url_is_written_or_shown(store: Any, folders: dict[str,
     store.pipe_file("/me:hunter2@host/run/config.json", b"{")
     with pytest.raises(CheckpointError, match=r"memory://host/run/config.json") as opened:
         from_pretrained(url, **QUIET)
+    said = "'me:hunter2@host' is no bucket: memory://me:hunter2@host/?signature=hunter2"
+    monkeypatch.setattr(store, "ls", Mock(side_effect=OSError(said)))
+    with pytest.raises(
+        CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no bucket"
+    ) as listed:
+        from_pretrained(url, **QUIET)
     written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
-    assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value}"
+    assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value} {listed.value}"
 
 
 def test_folders_of_killed_runs_are_removed_and_those_of_others_that_run_stay(
