@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import replace
 from functools import cache
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -140,6 +141,9 @@ def _count_steps() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Count a step; or raise the error of a save in its place, on all ranks in place of the same one."""
     global _steps
+    caller = sys._getframe(1)
+    if any(frame.f_code is caller.f_code for frame, _ in walk_stack(caller.f_back)):
+        return  # a part of another optimizer's step, as AdamW's of `Muon`'s
     with _changed:
         save, step = _running, _steps + 1
         while save is not None and save.has_failed and save.stops_at is None:

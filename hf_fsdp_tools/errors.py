@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fsdp_tools.text import first_lines
+from hf_fsdp_tools.text import cut, first_lines, printable
 
 
 class FSDPToolsError(Exception):
@@ -31,6 +31,9 @@ class FSDPToolsError(Exception):
         ...     print(f"{type(error).__name__}: {error}")
         ConfigError: auto_class 'AutoModelForCausalML' is no model class of transformers: did you mean...
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(cut(printable(message), 10_000))  # lists are cut to ten where they arise
 
 
 class BlockDetectionError(FSDPToolsError, ValueError):

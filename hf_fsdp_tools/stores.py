@@ -8,21 +8,31 @@ package.
 """
 
 import io
+import os
 import re
+import shutil
+import socket
 import tempfile
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from operator import itemgetter
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
-from hf_fsdp_tools.text import first_lines, listed
+from hf_fsdp_tools.text import first_lines, listed, printable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
 
@@ -43,6 +53,9 @@ _MOST_HEADER_BYTES = 10**8
 
 BELOW = ("pytorch_model_fsdp_", "optimizer_")
 """How names of folders begin that hold models and optimizers of a training state."""
+
+_LOCKED_S = 60.0
+"""Seconds after which a temporary folder is locked by the process that has made it. (assumed)"""
 
 _GAP_BYTES = 4096
 """Unwanted bytes up to which ranges of a file are one request."""
@@ -88,15 +101,17 @@ def local_folder(name: str | PathLike[str], what: str) -> Path:
 def store_errors(doing: str, url: str) -> Iterator[None]:
     """Turn any error of fsspec, or of the package of a protocol, into one error that names the place.
 
-    They fail with errors of many kinds, of HTTP libraries and of their own. So a block holds their calls alone.
+    They fail with errors of many kinds, of HTTP libraries and of their own, and may answer what is no name or size of a
+    file. So a block holds their calls, and what takes the answers, alone.
     """
     try:
         yield
     except (FSDPToolsError, MemoryError):
         raise
     except Exception as error:
-        said = first_lines(error) or type(error).__name__
-        raise CheckpointError(f"Cannot {doing} {url!r}: {type(error).__name__}: {said}. {_CURE}") from error
+        user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]  # which the error may name on its own
+        said = f"{type(error).__name__}: {first_lines(error)}".replace(f"{user}@", "" if user else "@")
+        raise CheckpointError(f"Cannot {doing} {url!r}: {said}. {_CURE}") from None
 
 
 def open_store(url: str) -> tuple[Any, str]:
@@ -105,20 +120,19 @@ def open_store(url: str) -> tuple[Any, str]:
     from fsspec.registry import known_implementations
 
     protocol = url.partition("://")[0].partition("::")[0]
-    try:
-        return cast(tuple[Any, str], url_to_fs(url))
-    except ImportError as error:
-        package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
-        package = protocol if package in ("", "fsspec") else package
-        raise ConfigError(
-            f"{url!r} needs a package for {protocol}://, which is not installed ({first_lines(error)}): "
-            f"pip install {package}"
-        ) from None
-    except ValueError as error:
-        known = listed(sorted(known_implementations), 8)
-        raise ConfigError(f"{url!r} cannot be opened: {first_lines(error)}. fsspec knows {known}, …") from None
-    except Exception as error:
-        raise CheckpointError(f"Cannot open {url!r}: {type(error).__name__}: {first_lines(error)}. {_CURE}") from error
+    with store_errors("open", url):
+        try:
+            return cast(tuple[Any, str], url_to_fs(url))
+        except ImportError as error:
+            package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+            package = protocol if package in ("", "fsspec") else package
+            raise ConfigError(
+                f"{url!r} needs a package for {protocol}://, which is not installed ({first_lines(error)}): "
+                f"pip install {package}"
+            ) from None
+        except ValueError as error:
+            known = listed(sorted(known_implementations), 8)
+            raise ConfigError(f"{url!r} cannot be opened: {first_lines(error)}. fsspec knows {known}, …") from None
 
 
 @dataclass
@@ -211,27 +225,70 @@ def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject
     With `below`, also those of folders whose names begin with one of these, by their paths.
     """
     fs, path = open_store(url)
-    with store_errors("list", url):
-        try:
-            fs.invalidate_cache(path)
-            entries = fs.ls(path, detail=True)
-        except FileNotFoundError:
-            return {}
     found: dict[str, StoredObject] = {}
-    for entry in entries:
-        name = str(entry["name"]).rstrip("/")
-        last = name.rpartition("/")[2]
-        place = url if name == path.rstrip("/") else f"{url}/{last}"
-        if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
-            found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
-        elif last.startswith(below) and place != url:
-            found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
+    with store_errors("list", url), suppress(FileNotFoundError):
+        fs.invalidate_cache(path)
+        for entry in fs.ls(path, detail=True):
+            name = str(entry["name"]).rstrip("/")
+            last = name.rpartition("/")[2]
+            place = url if name == path.rstrip("/") else f"{url}/{last}"
+            if entry["type"] == "file" and not str(entry["name"]).endswith("/"):
+                found[last] = StoredObject(fs, name, place, int(entry["size"] or 0), _version(entry))
+            elif last.startswith(below) and place != url:
+                found |= {f"{last}/{file}": there for file, there in files_at(place).items()}
     return found
+
+
+# ---- folders of this process ----
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
+    process holds the lock, None where the system or the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def this_boot() -> str:
+    """What is the same for all processes that share the locks of one running system, and no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in the system's place for temporary files, locked until the block or this process ends. Those that
+    killed processes have left are removed."""
+    start = f"hf-fsdp-{zlib.crc32(this_boot().encode()):08x}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{start}*"):
+        with suppress(OSError):  # another user's, or removed by another rank
+            is_old = time.time() - left.lstat().st_mtime > _LOCKED_S
+            descriptor = os.open(left, os.O_RDONLY)
+            if is_old and try_lock(descriptor):
+                shutil.rmtree(left, ignore_errors=True)
+            os.close(descriptor)
+    with tempfile.TemporaryDirectory(prefix=start, ignore_cleanup_errors=True) as made:
+        descriptor = os.open(made, os.O_RDONLY)
+        try_lock(descriptor)
+        try:
+            yield Path(made)
+        finally:
+            os.close(descriptor)
 
 
 # ---- a stub of it ----
 
-_root: list[tempfile.TemporaryDirectory[str]] = []
+_held = ExitStack()
+_root = cache(lambda: _held.enter_context(temporary_folder()))
 _stubs: dict[str, tuple[dict[str, StoredObject], Path]] = {}
 """By URL: what was there, and the folder (or file) that stands for it."""
 
@@ -257,10 +314,10 @@ def pinned() -> Iterator[None]:
 
 
 def told(text: str) -> str:
-    """A text with URLs in place of their stubs."""
+    """A text with URLs in place of their stubs, as it may leave the program."""
     for url, (_, stub) in _stubs.items():
         text = text.replace(str(stub), url)
-    return text
+    return printable(text)
 
 
 def stub_of(url: str) -> Path:
@@ -279,7 +336,8 @@ def stub_of(url: str) -> Path:
         if not files:
             raise CheckpointError(f"No checkpoint at {url!r}: there are no files of that name. {_CURE}")
         try:
-            made = _make_stub(url, files)
+            with store_errors("open", url):
+                made = _make_stub(url, files)
         except CheckpointError:
             if _same(files, files_at(url, below=BELOW)):
                 raise
@@ -370,10 +428,8 @@ def _same(one: Mapping[str, StoredObject], other: Mapping[str, StoredObject]) ->
 
 
 def _make_stub(url: str, files: Mapping[str, StoredObject]) -> Path:
-    if not _root:
-        _root.append(tempfile.TemporaryDirectory(prefix="checkpoint-stubs-", ignore_cleanup_errors=True))
     # Two folders above belong to it: a config may lie there.
-    base = Path(tempfile.mkdtemp(dir=_root[0].name)) / "above" / "near"
+    base = Path(tempfile.mkdtemp(dir=_root())) / "above" / "near"
     folder = base / (url.rpartition("/")[2] or "root")
     if len(files) == 1 and next(iter(files.values())).url == url:
         folder = base

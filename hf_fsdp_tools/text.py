@@ -23,6 +23,21 @@ def cut(text: str, most: int) -> str:
     return text[: kept - kept // 3] + note + text[-(kept // 3) :]
 
 
+_URL = re.compile(r"://(?:[^\s/'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?")
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text as it may leave the program: URLs without user, password and query, and what controls terminals, orders
+    characters or ends lines, but for "\\n", as escapes."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], _URL.sub(r"://\1", text))
+
+
+def comment(text: str) -> str:
+    """A comment of one line in a YAML file or a shell script."""
+    return f"# {cut(printable(text).replace(chr(10), ' '), 2000)}".rstrip()
+
+
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """The end of a sentence about an unknown name: ": did you mean X or Y?"; where nothing is near, `otherwise`, or all
     known names."""

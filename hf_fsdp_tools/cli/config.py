@@ -30,6 +30,7 @@ from hf_fsdp_tools.cli.options import (
 )
 from hf_fsdp_tools.cli.templates import TEMPLATES, Job
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import printable, quoted
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
@@ -72,6 +73,7 @@ def add_config(commands: Any) -> None:
 def _config(options: argparse.Namespace) -> None:
     from hf_fsdp_tools import FSDPConfig
     from hf_fsdp_tools.foresight.recommend import EXPANDABLE
+    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
     from hf_fsdp_tools.scripting import setups
 
     template = TEMPLATES.get(options.template)
@@ -120,12 +122,20 @@ def _config(options: argparse.Namespace) -> None:
         config = replace(config, **{name: getattr(best.setup, field) for name, field in searched_names.items()})
     memory = [] if best is None or not best.expandable_bytes else [EXPANDABLE]
     start += ["--config_file", str(options.output or "FILE")]
+    for word in (*start, *address_words(config), *script, options.model or ""):
+        if printable(word) != word or "\n" in word:
+            raise ConfigError(
+                f"{quoted(word)} would be written into a file that shells read, and has a line break, another control "
+                "character, or the password or query of a URL. Take another name; stores have settings of their own."
+            )
     notes = [f"Start it with: {shlex.join([*memory, *start, *address_words(config), *script])}", "", *reason_lines]
     text = config.to_accelerate_yaml(command=options.command_line, notes=notes)
     launch, texts = shlex.join([*memory, *start, *address_words(config), *cpu_words(config), *script]), {}
     if template is not None:
         path = template.path(options.output)
-        job = _job(options, config, [*memory, *start, *script], text)
+        gpu = None if config.use_cpu or (name := _gpu_name(options)) is None else gpu_named(name).name
+        words, command = [*memory, *start, *script], options.command_line
+        job = Job(config=config, launch=words, path=options.output, text=text, command=command, gpu=gpu)
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
     if best is not None and run_path is not None:
         about = {"recipe": recipe, "command": options.command_line, "launch": launch}
@@ -149,22 +159,7 @@ def _config(options: argparse.Namespace) -> None:
     report = [*rows, *reason_lines, *[""] * (best is not None), *written, f"launch  {launch}"]
     if not options.output:  # stdout has the YAML alone, so that it can be redirected into a file
         print(text, end="")
-    print("\n".join(report), file=sys.stdout if options.output else sys.stderr)
-
-
-def _job(options: argparse.Namespace, config: "FSDPConfig", launch: Sequence[str], text: str) -> Job:
-    """What a template starts: the launch command with a config that is written as this text."""
-    from hf_fsdp_tools.foresight.timing.hardware import gpu_named
-
-    name = None if config.use_cpu else _gpu_name(options)
-    return Job(
-        config=config,
-        launch=launch,
-        path=options.output,
-        text=text,
-        command=options.command_line,
-        gpu=None if name is None else gpu_named(name).name,
-    )
+    print(printable("\n".join(report)), file=sys.stdout if options.output else sys.stderr)
 
 
 def _write(texts: dict[Path, str], *, force: bool) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def _with_shipped_run(words: list[str], launch: dict[str, Any]) -> list[str]:
         raise ConfigError(f"--config {name}: no such file, and no model of the package{near} It has {', '.join(own)}.")
     if launch["config_file"] is None and not launch["cpu"]:
         file = own[key].with_name(f"{key}.yaml")
-        made_for = load_yaml(file.read_text(encoding="utf-8"))["num_processes"]
+        made_for = load_yaml(file)["num_processes"]
         if launch["num_processes"] not in (None, made_for):
             raise ConfigError(
                 f"--config {name} is estimated for {made_for} GPUs, not for --num_processes {launch['num_processes']}: "
@@ -141,7 +142,7 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
     for each in findings:
         if each.severity == "warning" and not (each.code == "num-processes" and launch["num_processes"]):
             print(f"warning: {path}: {each.fact} {each.cure}", file=sys.stderr)
-    file = load_yaml(path.read_text(encoding="utf-8"))
+    file = load_yaml(path)
     if file.get("use_cpu"):
         return
     if launch["cpu"]:
@@ -154,15 +155,19 @@ def _check_file(path: Path, launch: dict[str, Any]) -> None:
 
 
 def _run(command: list[str]) -> int:
-    """The exit code of a command, which is ended with this process."""
+    """The exit code of a command, which is ended with this process: signals of a terminal, which come to this process
+    alone, go to all that the command has started, and SIGTERM to the command."""
     print(f"accelerate launch {shlex.join(command[3:])}", file=sys.stderr, flush=True)
-    process = subprocess.Popen(command)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def forward(number: int, frame: object) -> None:
+        with suppress(ProcessLookupError):
+            (os.kill if number == signal.SIGTERM else os.killpg)(process.pid, number)
+
+    heard = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:  # a terminal sends it to the launcher too, which ends its processes
-                continue
+        return process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import comment
 
 if TYPE_CHECKING:
     from hf_fsdp_tools import FSDPConfig
@@ -99,7 +100,7 @@ class Template:
             lstrip_blocks=True,
             keep_trailing_newline=True,
         )
-        environment.filters["quote"] = shlex.quote
+        environment.filters |= {"quote": shlex.quote, "comment": comment}
         return environment.get_template(self.file).render(job=job, file=file, rented=_rented(self, job))
 
 

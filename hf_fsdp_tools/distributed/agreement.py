@@ -10,6 +10,7 @@ from enum import Enum
 from functools import partial
 from os import PathLike
 from pathlib import Path, PurePath
+from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
@@ -17,15 +18,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_fsdp_tools import errors
+from hf_fsdp_tools.accelerator import available_bytes
+from hf_fsdp_tools.distributed.liveness import processes_in_sight
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.rounds import StoppedElsewhere, patience_for_collectives, rounds_of, rounds_of_thread
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import listed, listed_lines
+from hf_fsdp_tools.text import listed, listed_lines, show_bytes
 
 T = TypeVar("T")
+
+_FILLED = 0.9
+"""Share of the host memory available that may be taken: data that waits to be written to the disk takes some, too.
+(assumed)"""
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -39,7 +46,7 @@ def rank_and_size() -> tuple[int, int]:
 
 def all_ranks(value: T, doing: str = "exchanging values", *, ranks: Sequence[int] | None = None) -> list[T]:
     """Every rank's value, in rank order, through the store of the process group; only this rank's where there is nobody
-    else to ask (see `rounds_of`). The value is pickled: keep it small.
+    else to ask (see `rounds_of`). The value travels as JSON (`rounds._as_json`): keep it small.
 
     All of `ranks` must call, by default every rank: a `RanksError` names one that does not come, is lost, or is `doing`
     something else.
@@ -54,9 +61,8 @@ def shared_rng_state() -> torch.Tensor:
     Every rank must call.
     """
     is_first = rounds_of() is None or rank_and_size()[0] == 0
-    shared = all_ranks(torch.get_rng_state() if is_first else None, "sharing the random state")[0]
-    assert shared is not None
-    return shared
+    shared = all_ranks(torch.get_rng_state().tolist() if is_first else [], "sharing the random state")[0]
+    return torch.tensor(shared, dtype=torch.uint8)
 
 
 def own_seed(seed: int | None) -> int:
@@ -225,9 +231,27 @@ def announced(doing: str) -> Iterator[None]:
         yield
 
 
+def refuse_too_large(
+    num_bytes: int, kind: type[FSDPToolsError], what: str, cure: str, *, ranks: Sequence[int] | None = None
+) -> None:
+    """Refuse what the host memory of some machine, or container, does not hold. All of `ranks` must call."""
+    own = (processes_in_sight() or gethostname(), gethostname(), num_bytes, available_bytes())
+    every = all_ranks(own, "comparing host memory", ranks=ranks)
+    for machine, host in dict.fromkeys((machine, host) for machine, host, *_ in every):
+        sizes = [(wanted, left) for other, _, wanted, left in every if other == machine]
+        needed, available = sum(wanted for wanted, _ in sizes), min(left for _, left in sizes)
+        if needed > _FILLED * available:
+            raise kind(
+                f"{what}: {show_bytes(needed)} of host memory for the {len(sizes)} ranks on {host}, where "
+                f"{show_bytes(available)} are available. {cure}"
+            )
+
+
 def wait_for_all_ranks() -> None:
-    """Return once every rank has called this. A rank that has ended is named within seconds. No backend is used."""
+    """Return once every rank has called this, on rank 0 last, without a backend. A rank that has ended is named."""
     all_ranks(None, "waiting for every rank")
+    if (rounds := rounds_of()) is not None:
+        rounds.wait_for_readers()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.storage import progress_made, waited_for
 from hf_fsdp_tools.errors import frames_of_package
+from hf_fsdp_tools.stores import this_boot
 from hf_fsdp_tools.text import listed
 
 SILENT_S = 60
@@ -212,8 +213,7 @@ def processes_in_sight() -> str:
     """A text that is the same for processes that see each other by their numbers, unlike the name of the host, which
     machines and containers share; "" where the system has none."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{this_boot()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

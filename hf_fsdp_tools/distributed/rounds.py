@@ -12,13 +12,13 @@ The first ranks to arrive look at those that are missing (`liveness`), and give 
 
 import json
 import os
-import pickle
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -162,17 +162,17 @@ class Rounds:
     def give_up(self, scope: Scope, error: RanksError) -> RanksError:
         """Tell those that come to the scope's end later why nobody waits there; the error of the first rank to tell."""
         with suppress(RuntimeError):  # the store is gone, as they will see
-            reason, _ = pickle.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))
+            reason = json.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))[0]
             return error if reason == str(error) else RanksError(reason)
         return error
 
     def exchange(self, value: Any, doing: str, *, ends: Scope | None = None) -> list[Any]:
-        """Every rank's value, in the order of the ranks. All must call; values are pickled."""
+        """Every rank's value, in the order of the ranks. All must call, with values of `_as_json`."""
         path = f"{ends.path}/end" if ends is not None else self._scopes[-1].next_path()
         around = [scope for scope in self._scopes[1:] if scope is not ends]
         former, self._former = self._former, ""
         with _store_errors(), self._store.telling(doing, path):
-            self._store.set(f"{path}/{self.rank}", pickle.dumps((doing, value)))
+            self._store.set(f"{path}/{self.rank}", json.dumps([doing, _as_json(value)]))
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
                 values = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
@@ -182,13 +182,13 @@ class Rounds:
             else:
                 self._wait(path, place, doing, around)
                 outcome = self._store.get(f"{path}/outcome")
-            problem, values = pickle.loads(outcome)
+            problem, texts, of_ranks = json.loads(outcome)
             if problem:  # the value stays: whoever comes last waits for the values of all
                 raise RanksError(problem)
             with suppress(dist.DistError):  # rank 0 has ended, and with it the store
                 self._store.delete_key(f"{path}/{self.rank}")
         self._former = path
-        answers = [pickle.loads(value) for value in values]
+        answers = [json.loads(texts[i], object_hook=_from_json) for i in of_ranks]
         if len({text for text, _ in answers}) > 1:
             raise RanksError(different_calls(zip(self.ranks, (text for text, _ in answers), strict=True)))
         return [value for _, value in answers]
@@ -213,10 +213,34 @@ class Rounds:
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
 
 
-def _outcome(values: list[bytes], problem: str = "") -> bytes:
-    """The outcome of a round: why it was given up, or the values. Equal ones, as most rounds have, are pickled once."""
-    same = {value: value for value in values}
-    return pickle.dumps((problem, [same[value] for value in values]))
+def _outcome(values: list[bytes], problem: str = "") -> str:
+    """The outcome of a round: why it was given up, or the values. Equal ones, as most rounds have, are there once."""
+    places = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return json.dumps([problem, [value.decode() for value in places], [places[value] for value in values]])
+
+
+def _as_json(value: Any) -> Any:
+    """Texts, numbers, lists, tuples, mappings and data classes of this package as JSON, in which no code can hide."""
+    if is_dataclass(value) and not isinstance(value, type):
+        content = [[each.name, _as_json(getattr(value, each.name))] for each in fields(value)]
+        return {"class": [type(value).__module__, type(value).__qualname__, content]}
+    if isinstance(value, dict):
+        return {"dict": [[_as_json(key), _as_json(each)] for key, each in value.items()]}
+    if isinstance(value, tuple | list):
+        content = [_as_json(each) for each in value]
+        return {"tuple": content} if isinstance(value, tuple) else content
+    return value
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    ((kind, content),) = value.items()
+    if kind != "class":
+        return {"tuple": tuple, "dict": dict}[kind](content)
+    module, name, content = content
+    made, package = getattr(sys.modules.get(module), name, None), __package__.partition(".")[0]
+    if not (module.startswith(f"{package}.") and isinstance(made, type) and is_dataclass(made)):
+        raise RanksError(f"The key-value store holds a value of {name!r}, which no rank has sent. Look who reaches it.")
+    return made(**dict(content))
 
 
 @contextmanager

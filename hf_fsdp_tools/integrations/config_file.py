@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.interpret import DEEPSPEED, Translation, general_keys, interpret
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions
 from hf_fsdp_tools.modeling.pickles import load_yaml
-from hf_fsdp_tools.text import quoted, reason_of
+from hf_fsdp_tools.text import quoted
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -50,9 +50,9 @@ def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) ->
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}; `hf-fsdp config` makes a file") from None
+        data = load_yaml(path)  # JSON is YAML
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error} `hf-fsdp config` makes a file.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

@@ -15,9 +15,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
 from hf_fsdp_tools.diagnostics.findings import Finding
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.settings import Setting, read_strategies, read_value
-from hf_fsdp_tools.text import did_you_mean, quoted, reason_of
+from hf_fsdp_tools.modeling.pickles import read_json_object
+from hf_fsdp_tools.text import did_you_mean, quoted
 
 
 @dataclass(kw_only=True)
@@ -338,13 +339,11 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    """DeepSpeed's JSON, which names no further file."""
     path = folder / name if (folder / name).is_file() else Path(name)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return {key: value for key, value in read_json_object(path).items() if key != "deepspeed_config_file"}
+    except CheckpointError as error:
         raise ConfigError(
-            f"deepspeed_config_file {name} cannot be read: {reason_of(error)}; put it beside the file"
-        ) from error
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"deepspeed_config_file {name} holds no `key: value` pairs; name DeepSpeed's own JSON")
-    return data
+            f"deepspeed_config_file {name} cannot be read: {error} Put DeepSpeed's own JSON beside the file."
+        ) from None

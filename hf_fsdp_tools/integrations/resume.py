@@ -26,7 +26,7 @@ from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import first_line, listed
+from hf_fsdp_tools.text import first_line, listed, listed_lines
 
 _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
@@ -182,7 +182,8 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
         raise CheckpointError(
-            f"torch's distributed checkpoint failed on {len(lines)} rank(s).\n" + "\n".join(lines)
+            f"torch's distributed checkpoint failed on {len(lines)} rank(s). Check space and permissions of its folder "
+            f"(of TMPDIR, where it goes to a store).\n{listed_lines(lines, 4, head='')}"
         ) from error
     finally:
         for name, value in former.items():

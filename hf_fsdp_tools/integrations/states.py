@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -17,12 +17,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.loading.io.durable import exchange, sync, try_lock
+from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.save import BegunSave
 from hf_fsdp_tools.saving.state_in_store import put_state, take_name
+from hf_fsdp_tools.stores import temporary_folder, told, try_lock
 
 
 class StateSave:
@@ -127,7 +128,7 @@ class StoredStateSave(StateSave):
         """Make the private folder, in the system's place for temporary files. Every rank must call."""
         take_name(self.url, self.files)
         with agreed("making a folder for the state", self.url), storage_errors("write to", Path(gettempdir())):
-            self.staging = Path(self.held.enter_context(TemporaryDirectory(prefix="state-")))
+            self.staging = self.held.enter_context(temporary_folder())
 
     def write_dcp(self, values: Mapping[str, Any], folder: Path) -> None:
         """Write this rank's part of a DCP folder, rank 0 the metadata too. Every rank must call."""
@@ -135,7 +136,7 @@ class StoredStateSave(StateSave):
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state."""
-        return SaveReport(folder=self.url, **values)
+        return SaveReport(folder=told(self.url), **values)
 
     def finish(self, doing: str, *, checksums: bool) -> SaveReport:
         """Put all files, and declare the state complete. Every rank must call."""

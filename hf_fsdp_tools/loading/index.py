@@ -207,9 +207,11 @@ class CheckpointIndex:
         with watched(folder):
             saved = None if has_safetensors(folder) else find_dcp_folder(folder)
         if saved is not None:  # `of_model` picks the model's tensors later
+            states = {file: stamp(file) for file in saved.glob("*.distcp")}
             stored, num_bytes = parse_dcp(saved)
             tensors = MappingProxyType({tensor.key: tensor for _, tensor in stored})
-            return cls(name=name, tensors=tensors, header_bytes=num_bytes, is_model_state=True, _saved=dict(stored))
+            own: dict[str, Any] = {"header_bytes": num_bytes, "_saved": dict(stored), "_states": states}
+            return cls(name=name, tensors=tensors, is_model_state=True, **own)
         named = named_in_config(folder)
         with watched(folder):
             files, listing = weight_files(folder, named, allow_pickle)

@@ -147,8 +147,8 @@ def load_weights(
             index = path_or_repo
         else:
             wait_for_saves()  # perhaps of this checkpoint
-            open_it = partial(_open, path_or_repo)
-            index = opened("opening the checkpoint", path_or_repo, open_it, hub_kwargs)
+            open_it = partial(CheckpointIndex.open, path_or_repo)
+            index = opened("opening the checkpoint", path_or_repo, lambda hub: open_it(**hub), hub_kwargs)
         refuse_other_contents(index)
         with agreed("matching the checkpoint with the model"):
             reshard_units(model)
@@ -178,14 +178,15 @@ def load_weights(
                 in_flight=requests_in_flight,
                 progress=progress,
             )
-        with agreed_steps(f"initialising what is in no file ({after})"), _timed(seconds, "initialize"):
-            with agreed(doing):
-                remember_heads(model, match, carry=carry_heads)
-                index.refuse_changed()
-            initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
-            set_conversions(model, match.load_map)
-            if not packed_parameters(model):
-                forget_quantization(model)
+        with _timed(seconds, "initialize"):
+            with agreed_steps(f"initialising what is in no file ({after})"):
+                with agreed(doing):
+                    remember_heads(model, match, carry=carry_heads)
+                    index.refuse_changed()
+                initialize_missing(model, missing_keys=match.to_initialize, seed=seeds[0])
+                set_conversions(model, match.load_map)
+                if not packed_parameters(model):
+                    forget_quantization(model)
             if added_tokens is not None:
                 fill_added(model, match.added, added_tokens, seeds[0])
     report = _report(model, match, replace(filled, stats=filled.stats + checked), watch, seconds)
@@ -204,10 +205,6 @@ def _refuse_arguments(is_open: bool, staging_bytes: int, requests_in_flight: int
         end = did_you_mean(unknown[0], signature(load_weights).parameters.keys() | of_files)
         of = " for a checkpoint that is open" if is_open else ""
         raise ConfigError(f"load_weights has no argument {', '.join(unknown)}{of}{end}")
-
-
-def _open(path_or_repo: str | PathLike[str], hub_kwargs: dict[str, Any]) -> CheckpointIndex:
-    return CheckpointIndex.open(path_or_repo, **hub_kwargs)
 
 
 def _report(

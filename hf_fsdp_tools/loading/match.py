@@ -1,7 +1,8 @@
 """A checkpoint matched with a model: which key fills which tensor, what is left over, what is refused when packed."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -102,7 +103,7 @@ def _packed_tensors(
     for t in (t for t in stored.values() if used.isdisjoint(t.sources) and t.shape):
         # The same module, or one whose name differs in the prefix of a base model only.
         module = t.key.rpartition(".")[0]
-        same = (by_suffix.get(module), *(modules.get(name) for name in _suffixes(module)))
+        same = chain([by_suffix.get(module)], map(modules.get, _suffixes(module)))
         target = next(filter(None, same), None) if module else None
         is_packed = target in load_map.tensors or t.dtype.itemsize == 1 or not t.dtype.is_floating_point
         if target is not None and is_packed:
@@ -110,10 +111,11 @@ def _packed_tensors(
     return packed
 
 
-def _suffixes(name: str) -> list[str]:
-    """A dotted name, and what is left of it without its first part, its first two parts, …"""
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
+def _suffixes(name: str) -> Iterator[str]:
+    """Yield a dotted name, and what is left of it without its first part, its first two parts, …"""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 Mismatch = tuple[str, tuple[int, ...], tuple[int, ...]]

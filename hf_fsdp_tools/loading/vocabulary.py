@@ -223,8 +223,8 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
     """Fill the added part of each tensor, in place, with values that do not depend on the number of ranks.
 
     "mean": each new row is the mean of the old rows, summed in float64. "random", and buffers in any case: the model's
-    own initialisation, from a generator seeded by `seed` and the module's name. Every rank must call; each gathers one
-    row per tensor from the others.
+    own initialisation, from a generator seeded by `seed` and the module's name. Every rank must call, outside of
+    `agreed` blocks: one row per tensor is summed over all ranks.
     """
     if not added:
         return

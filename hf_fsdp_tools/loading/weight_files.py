@@ -161,7 +161,7 @@ def read_settled(folder: Path, read: Callable[[], T]) -> T:
     """The result of reading a folder; it is read once more where a save has replaced the checkpoint meanwhile."""
 
     def stamps() -> list[tuple[int, int]]:
-        return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, CONFIG)]
+        return [stamp(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, METADATA, CONFIG)]
 
     before = stamps()
     try:

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import pack, packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import PackedForm, PackedPart, part_name
+from hf_fsdp_tools.modeling.patterns import matched_in
 
 NESTED_BLOCKSIZE = 256
 """Scales per scale of their own under double quantisation (source: `functional.quantize_4bit` of bitsandbytes 0.50)."""
@@ -66,9 +67,10 @@ def layers_of(model: PreTrainedModel, quantizer: Any) -> dict[str, Any]:
     from bitsandbytes.nn import Linear4bit
 
     plain = dict(model.named_modules())
-    quantizer.preprocess_model(
-        model=model, dtype=model.dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
-    )
+    with matched_in("transformers.quantizers", model.config.name_or_path):
+        quantizer.preprocess_model(
+            model=model, dtype=model.dtype, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False
+        )
     layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, Linear4bit)}
     for fqn in layers:
         model.set_submodule(fqn, plain[fqn])

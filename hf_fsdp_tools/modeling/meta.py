@@ -74,8 +74,10 @@ def _check_config_file(file: Path) -> None:
         if is_dtype and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
             raise CheckpointError(f"{file}: names the dtype {quoted(value)}, which torch does not have. {_CURE}")
         most = _MOST_LABELS if key == "num_labels" else _MOST_LAYERS if key.endswith(_COUNTS_OF_LAYERS) else math.inf
-        if type(value) is int and value > most:
-            raise CheckpointError(f"{file}: {quoted(key)} is {quoted(value)}, expected at most {most:,}. {_CURE}")
+        least = 0 if key in ("num_labels", "num_hidden_layers") else -math.inf  # others count from the last layer
+        if type(value) is int and not least <= value <= most:
+            fact = f"{quoted(key)} is {quoted(value)}, expected at most {most:,} and none below 0"
+            raise CheckpointError(f"{file}: {fact}. {_CURE}")
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
@@ -158,7 +160,11 @@ def build_meta_model(
                 raise
             raise ConfigError(problem) from None  # it repeats the library's, at length
     layers = layers_of(model, quantizer) if quantizer is not None else {}
-    _keep_in_fp32(model, dtype)
+    for module, key, tensor in [*kept_in_fp32(model, dtype)]:
+        if key in module._parameters:
+            tensor.data = tensor.data.to(torch.float32)
+        elif key not in module._non_persistent_buffers_set:
+            module._buffers[key] = tensor.to(torch.float32)
     if layers:
         pack_4bit(model, layers)
     model.eval()
@@ -233,15 +239,6 @@ def _fetch_config(name: str, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
     _check_config_file(folder / "config.json")
     # Remote code may come from another repository, so only without it is everything in the cache.
     return hub_kwargs | pinned | {"local_files_only": not own_code or pinned["local_files_only"]}
-
-
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make modules fp32 that transformers loads in fp32 whatever dtype is asked for."""
-    for module, key, tensor in [*kept_in_fp32(model, dtype)]:
-        if key in module._parameters:
-            tensor.data = tensor.data.to(torch.float32)
-        elif key not in module._non_persistent_buffers_set:
-            module._buffers[key] = tensor.to(torch.float32)
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.float_rules import RULES, unpacked
@@ -219,8 +220,8 @@ class PackedWeight(torch.Tensor):
                 f"{args[0]!r} stays quantised, and nothing can be added to it ({name}). Leave adapters beside their "
                 "base; hf-fsdp export BASE OUT --adapter ADAPTER merges them into floats."
             )
-        plain = [each.floats() if isinstance(each, PackedWeight) else each for each in args]
-        return func(*plain, **{k: v.floats() if isinstance(v, PackedWeight) else v for k, v in kwargs.items()})
+        args, kwargs = tree_map_only(PackedWeight, PackedWeight.floats, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

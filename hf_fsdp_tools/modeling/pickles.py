@@ -29,14 +29,14 @@ from hf_fsdp_tools.text import first_line, listed, quoted
 MAX_PARSED_BYTES = 100_000_000
 """Bytes of the largest file that is parsed: the largest header of a safetensors file."""
 
-_MOST_NESTED_YAML = 50
-"""Levels of YAML; a launch file has 2. (assumed)"""
+_MOST_NESTED_YAML, _MOST_YAML_BYTES = 50, 10**6
+"""Levels and bytes of YAML; a launch file has 2 levels, and a second is needed for a megabyte. (assumed)"""
 
 
-def read_small(file: Path) -> bytes:
+def read_small(file: Path, most: int = MAX_PARSED_BYTES) -> bytes:
     """The bytes of a file that is parsed as a whole."""
-    if (size := refuse_special(file)) > MAX_PARSED_BYTES:
-        raise CheckpointError(f"{file}: is {size:,} bytes long, expected at most {MAX_PARSED_BYTES:,}. Save it again.")
+    if (size := refuse_special(file)) > most:
+        raise CheckpointError(f"{file}: is {size:,} bytes long, expected at most {most:,}. Save it again.")
     with watched(file), storage_errors("read", file):
         content = file.read_bytes()
     refuse_pointer(file, content)
@@ -74,9 +74,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(file: Path) -> Any:
     """The content of a YAML file without aliases: these, one in the other, make any amount of a few lines."""
-    depth = 0
+    text, depth = read_small(file, _MOST_YAML_BYTES).decode(), 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         line = event.start_mark.line + 1 if event.start_mark else 0

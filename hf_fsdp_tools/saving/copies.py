@@ -1,6 +1,5 @@
 """What a rank writes of a saved model, and copies of it in host memory, from which a background save writes."""
 
-import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.distributed.shards import (
@@ -40,9 +39,12 @@ _SLAB_BYTES = 16 * 2**20
 _THREADS = 8
 """Threads that copy within host memory: about what saturates the memory of one socket. (assumed)"""
 
-_FILLED = 0.9
-"""Share of the memory available that copies may take: data that waits to be written to the disk takes some, too.
-(assumed)"""
+COPIED = (
+    CheckpointError,
+    "Saving with blocking=False writes from a copy",
+    "Save with blocking=True, which needs no copy, or in a smaller dtype, or free memory.",
+)
+"""The error where host memory does not hold the copies: kind, fact and cure."""
 
 
 class HostCopies:
@@ -65,7 +67,7 @@ class HostCopies:
         """Bytes of host memory that the copies take, pinned or not."""
         try:
             with agreed("copying what is saved"):
-                refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes)
+                refuse_too_large(_missing_bytes(sizes, is_pinned=self._is_pinned) + beside_bytes, *COPIED)
                 self._blocks = _blocks(sizes, side)
                 self.tensors = [
                     self._blocks[block][start : start + size].view(dtype).view(tensor.shape)
@@ -160,21 +162,6 @@ def _missing_bytes(sizes: Sequence[int], *, is_pinned: bool) -> int:
     """Bytes of memory that is not kept yet."""
     kept = Counter(block.numel() for was_pinned, block in _kept if was_pinned == is_pinned)
     return sum((Counter(sizes) - kept).elements())
-
-
-def refuse_too_large(num_bytes: int) -> None:
-    """Refuse copies that the memory of some machine does not hold. Every rank must call."""
-    every = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "comparing memory")
-    for machine in dict.fromkeys(name for name, _, _ in every):
-        ranks = [(wanted, left) for name, wanted, left in every if name == machine]
-        needed = sum(wanted for wanted, _ in ranks)
-        available = min(left for _, left in ranks)
-        if needed > _FILLED * available:
-            raise CheckpointError(
-                f"Saving with blocking=False writes from a copy in host memory, of {show_bytes(needed)} for the "
-                f"{len(ranks)} ranks on {machine}, where {show_bytes(available)} are available. Save with "
-                "blocking=True, which needs no copy, or in a smaller dtype, or free memory."
-            )
 
 
 # ---- copying ----

@@ -41,7 +41,7 @@ from hf_fsdp_tools.saving.requantize import Requantizer, keep_format
 from hf_fsdp_tools.saving.save import BegunSave, prepare_save
 from hf_fsdp_tools.saving.save_adapter import save_adapter
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import local_folder
+from hf_fsdp_tools.stores import local_folder, told
 from hf_fsdp_tools.streaming.merging import connected, merge, whole_copies
 from hf_fsdp_tools.text import listed
 
@@ -172,7 +172,8 @@ def export_checkpoint(
     if source is own:  # at one commit now
         own = replace(own, hub=checkpoint.hub_kwargs)
     base = own.of(checkpoint.name, checkpoint.index.commit) if checkpoint.name != own.name else own
-    side_files = _SideFiles((own, base, Source(checkpoint.config.name_or_path, {})))
+    named = checkpoint.config.name_or_path
+    side_files = _SideFiles((own, base, Source("" if named == told(own.name) else named, {})))
     with agreed("looking at the folder", folder):
         _refuse_target(folder, side_files.homes)
     if checkpoint.adapter_state is not None:

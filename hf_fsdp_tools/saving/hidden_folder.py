@@ -17,8 +17,9 @@ from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
-from hf_fsdp_tools.loading.io.durable import sync, try_lock
+from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.saving.layout import Layout
+from hf_fsdp_tools.stores import this_boot, try_lock
 
 NEW = "beside"
 """Name of the folder of new files within the hidden folder."""
@@ -286,7 +287,7 @@ def _take_lock(file: Path) -> int:
     """A descriptor of a new file that is locked until the descriptor is closed, if the file system has locks."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try_lock(descriptor)  # where there are no locks, the next save looks at the time
-    owner = {"host": socket.gethostname(), "boot": _boot(), "process": os.getpid(), "since": time.strftime("%F %T")}
+    owner = {"host": socket.gethostname(), "boot": this_boot(), "process": os.getpid(), "since": time.strftime("%F %T")}
     os.write(descriptor, json.dumps(owner).encode())  # after the lock: what has no owner may be just about to lock
     return descriptor
 
@@ -309,7 +310,7 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
             f"since {owner.get('since')}. Give each job a folder of its own. If that job has ended, remove {path.name} "
             "there."
         )
-    if not (is_free and owner.get("boot") == _boot()):
+    if not (is_free and owner.get("boot") == this_boot()):
         try:
             changed_s = max(change.lstat().st_mtime for change in (path, *path.rglob("*")))
         except OSError:  # it changes just now
@@ -333,11 +334,3 @@ def _remove(path: Path) -> None:
             elif below.name != _OWNER:
                 below.unlink()
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _boot() -> str:
-    """What is the same for all processes that share the locks of one running system, and no others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

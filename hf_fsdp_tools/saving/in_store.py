@@ -5,6 +5,7 @@ have names that no save before had, and every checkpoint in a store has an index
 the weights, those that differ are put right before it; if that fails, the former ones are put back.
 """
 
+import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,23 +14,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.saving import copies
+from hf_fsdp_tools.saving.copies import COPIED
 from hf_fsdp_tools.saving.layout import Layout, Place
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SavedNames, SaveReport, index_text
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
-from hf_fsdp_tools.stores import Upload, files_at, open_store, store_errors
+from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, temporary_folder, told
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
 from hf_fsdp_tools.streaming.routes import Bucket, joined
@@ -55,7 +55,7 @@ class StoreSave:
     def report(self) -> SaveReport:
         """What is known before anything is written."""
         return SaveReport(
-            folder=self.url,
+            folder=told(self.url),
             total_bytes=self.layout.num_bytes,
             copied_bytes=self.copied_bytes,
         )
@@ -101,9 +101,9 @@ def begin_in_store(
                 raise CheckpointError(
                     f"{url!r} holds an adapter, which would be put on weights beside it. Save to another place."
                 )
-            with TemporaryDirectory() as folder:
-                stage(Path(folder))
-                beside = _contents(Path(folder))
+            with temporary_folder() as folder:
+                stage(folder)
+                beside = _contents(folder)
             if CARD in there:
                 beside.pop(CARD, None)
             shared = (secrets.token_hex(4), (*beside, WEIGHTS_INDEX))
@@ -124,7 +124,7 @@ def begin_in_store(
         return save
     num_bytes = sum(upload.size for upload in uploads.values())
     with agreed("copying what is saved"):
-        copies.refuse_too_large(num_bytes)
+        refuse_too_large(num_bytes, *COPIED)
     copied = {file: _Held() for file in uploads}
     stream(copied.__getitem__)
     return replace(
@@ -350,7 +350,7 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
     except CheckpointError as error:
         if WEIGHTS in outdated and WEIGHTS in files_at(url):
             raise
-        warnings.warn(f"{url!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
+        warnings.warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
 
 
 def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:
@@ -389,16 +389,33 @@ def _read(fs: Any, path: str) -> bytes | None:
 
 def adapter_to_store(write: Callable[[Path], SaveReport], url: str) -> SaveReport:
     """Save an adapter by a function that writes a folder, and put its files, the weights last. Every rank must call."""
-    with TemporaryDirectory() as own:
+    with temporary_folder() as own:
         is_first = rank_and_size()[0] == 0
         with agreed("preparing the save", url):
             if is_first and CONFIG in files_at(url):
                 raise CheckpointError(
                     f"{url!r} holds a model, which the adapter would be put on. Save to another place."
                 )
-        report = write(Path(own))
+        report = write(own)
         with agreed("writing the adapter", url):
             if is_first:
-                files = _contents(Path(own))
+                files, there = _contents(own), files_at(url)
+                if ADAPTER_CONFIG in there and any(name.startswith("adapter_model.") for name in there):
+                    _refuse_other_config(url, there[ADAPTER_CONFIG], files[ADAPTER_CONFIG])
+                if CARD in there:
+                    del files[CARD]
                 _put(url, files, (ADAPTER_WEIGHTS, files.pop(ADAPTER_WEIGHTS)))
-    return replace(report, folder=url)
+    return replace(report, folder=told(url))
+
+
+def _refuse_other_config(url: str, former: StoredObject, config: bytes) -> None:
+    """Refuse to replace an adapter by one of another configuration, of which a reader could get one file of each."""
+    known, new = (
+        {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+        for text in (former.read(0, former.size), config)  # PEFT writes sets as lists, in any order
+    )
+    if other := [key for key in known | new if known.get(key) != new.get(key)]:
+        raise CheckpointError(
+            f"{url!r} holds an adapter of another configuration ({listed(other)}), and no store replaces two files at "
+            "once. Save to another place, or remove that adapter first."
+        )

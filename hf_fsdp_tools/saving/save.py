@@ -97,7 +97,8 @@ def save_pretrained(
             of the file; pinned for an accelerator, and kept for the next such save), and a thread writes it while
             training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
             save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
-            optimizer, or by the next such call. Adapters are small, and always written before the call returns.
+            optimizer, or by the next such call. Adapters, which are small, and models of another library are always
+            written before the call returns.
         carry_heads: copy the heads that `load_weights` has remembered byte for byte from their files, each rank its
             part; where the model is plain and they are quantised, dequantised to its dtype. `dtype` casts them too.
         model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
@@ -186,7 +187,8 @@ def begin_save(
                 f"{type(model).__name__} saves itself, to a folder alone. Save it to one, then copy that to {folder!r} "
                 "(fsspec's put)."
             )
-        save = partial(save_pretrained, dtype=dtype, max_shard_size=max_shard_size, staging_bytes=staging_bytes)
+        sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
+        save = partial(save_pretrained, dtype=dtype, carry_heads=carry_heads, **sizes)
         return save_by_library(model, folder, save, tokenizer=tokenizer, staging_bytes=staging_bytes)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(

@@ -19,7 +19,7 @@ from trl import ModelConfig, TrlParser
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.mesh import gpus_are_hidden, rank_on_node
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.modeling.pickles import load_yaml
 from hf_fsdp_tools.scripting.columns import chosen_columns, column_options
 from hf_fsdp_tools.streaming.muon import MUON
@@ -295,9 +295,9 @@ _HELP = "; --help lists all."
 def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
     """The values of the file of `--config`, which must be a mapping of known options in YAML."""
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}. Give the path of a YAML file.") from error
+        content = load_yaml(path)
+    except CheckpointError as error:
+        raise ConfigError(f"--config: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors
 from hf_fsdp_tools.modeling.meta import load_config
 from hf_fsdp_tools.text import first_line, listed
 
@@ -36,17 +36,12 @@ def load_tokenizer(model_args: Any, training: Any) -> Any:
     name, hub = model_args.model_name_or_path, hub_options(model_args, training)
     with agreed("loading the tokenizer"):
         load_config(name, **hub)
-        try:
+        cure = "Copy the tokenizer's files of the base model into it."
+        with library_errors(f"{name} has a config and no tokenizer that can be loaded", cure):
             tokenizer = AutoTokenizer.from_pretrained(name, **hub)
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(
-                f"{name} has a config and no tokenizer that can be loaded: {first_line(error)}. Copy the tokenizer's "
-                "files of the base model into it."
-            ) from error
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # T5's has one word of its own
             raise CheckpointError(
-                f"{name} has no tokenizer files: its {type(tokenizer).__name__} knows special tokens alone. Copy the "
-                "tokenizer's files of the base model into it."
+                f"{name} has no tokenizer files: its {type(tokenizer).__name__} knows special tokens alone. {cure}"
             )
         _set_template(tokenizer, tokenizer, training)
     return tokenizer

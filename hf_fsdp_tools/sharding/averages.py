@@ -84,14 +84,7 @@ class ParameterEMA:
 
     def step(self) -> None:
         """Take the parameters into the averages, once after each step of the optimizer. Nothing is communicated."""
-        self._refuse_applied("step")
-        if self._gone():
-            reshard_units(self._model)  # of a unit that is gathered, the model has another parameter
-            if gone := self._gone():
-                raise ConfigError(
-                    f"{listed(gone)} of the averages are no parameters of {type(self._model).__name__} any more: it "
-                    "was resized or sharded since. Make ParameterEMA(model) after that."
-                )
+        self._check("step")
         for name, average in self._averages.items():  # one at a time: a cast takes the memory of one shard
             value = local_tensor(self._trained[name]).to(device=average.device, dtype=average.dtype)
             self._average([average], [value], 0)
@@ -108,7 +101,7 @@ class ParameterEMA:
         the averages; where the two differ in dtype, in further memory of one shard of the model, on the averages'
         device. Every rank must call, for units are resharded; nothing is communicated.
         """
-        self._refuse_applied("be applied")
+        self._check("be applied")
         reshard_units(self._model)
         kept: dict[str, torch.Tensor] = {}
         self._exchange(kept)
@@ -139,7 +132,7 @@ class ParameterEMA:
 
         `dcp.save({"ema": ema}, checkpoint_id=folder)` and `dcp.load` take the whole object, on any number of ranks.
         """
-        self._refuse_applied("be saved or loaded")
+        self._check("be saved or loaded")
         return {
             name: as_dtensor(average, like) if isinstance(like := self._trained[name].data, DTensor) else average
             for name, average in self._averages.items()
@@ -160,6 +153,13 @@ class ParameterEMA:
         for name, average in self._averages.items():
             average.copy_(local_tensor(state[name]))
 
-    def _refuse_applied(self, doing: str) -> None:
+    def _check(self, doing: str) -> None:
         if self._is_applied:
             raise ConfigError(f"The averages cannot {doing} while they are applied. Leave the block of applied().")
+        if self._gone():
+            reshard_units(self._model)  # of a unit that is gathered, the model has another parameter
+            if gone := self._gone():
+                raise ConfigError(
+                    f"{listed(gone)} of the averages are no parameters of {type(self._model).__name__} any more: it "
+                    "was resized or sharded since. Make ParameterEMA(model) after that."
+                )

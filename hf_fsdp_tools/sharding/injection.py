@@ -179,7 +179,7 @@ def errors_of_peft(config: Any) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, FSDPToolsError):
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {error}") from None
+        raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {first_lines(error)}.") from None
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
             raise

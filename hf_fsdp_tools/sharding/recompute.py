@@ -6,7 +6,6 @@ forward pass until its backward pass: they are copied on a stream of their own w
 back while the block behind it goes backward.
 """
 
-import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,16 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_fsdp_tools.accelerator import SideStream, available_bytes, side_stream_for
-from hf_fsdp_tools.distributed.agreement import all_ranks
+from hf_fsdp_tools.accelerator import SideStream, side_stream_for
+from hf_fsdp_tools.distributed.agreement import refuse_too_large
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.reached import first_float
 from hf_fsdp_tools.text import did_you_mean, first_line, quoted, show_bytes
-
-_FILLED = 0.9
-"""Share of the available host memory that hidden states may take; data loaders take some, too. (assumed)"""
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -396,19 +392,8 @@ def check_host(model: nn.Module, ranks: Sequence[int], *, dtype: torch.dtype | N
         tokens = rows.shape[0] * rows.shape[1] if isinstance(rows, torch.Tensor) and rows.dim() > 1 else 0
         num_bytes = -(-tokens // ranks_per_row) * each
         taken = num_bytes if weight.device.type == "cpu" else pinned_bytes(num_bytes)
-        _refuse_too_large(blocks * taken, ranks)
+        fact = "The inputs of checkpointed blocks are offloaded"
+        refuse_too_large(blocks * taken, ConfigError, fact, _CURE, ranks=ranks)
 
     handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True, with_kwargs=True)  # type: ignore[no-untyped-call]
     return [handle]
-
-
-def _refuse_too_large(num_bytes: int, ranks: Sequence[int]) -> None:
-    every = all_ranks((socket.gethostname(), num_bytes, available_bytes()), "comparing host memory", ranks=ranks)
-    for machine in dict.fromkeys(name for name, _, _ in every):
-        sizes = [(wanted, left) for name, wanted, left in every if name == machine]
-        needed, available = sum(wanted for wanted, _ in sizes), min(left for _, left in sizes)
-        if needed > _FILLED * available:
-            raise ConfigError(
-                f"The inputs of checkpointed blocks are offloaded: {show_bytes(needed)} of host memory for the "
-                f"{len(sizes)} ranks on {machine}, where {show_bytes(available)} are available. {_CURE}"
-            )

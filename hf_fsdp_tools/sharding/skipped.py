@@ -93,6 +93,8 @@ class _Passes:
         if is_parallel(self._model):  # within a unit, these ranks would wait for the others
             return [begin(_eager(self._begin), prepend=True, with_kwargs=True)]
         handles: list[Any] = [self._model.register_forward_hook(self._end, prepend=True)]
+        failed = _eager(lambda *_: self._forget())  # a pass that raised, of which nothing is left for units beside it
+        handles.append(self._model.register_forward_hook(failed, always_call=True))
         for step, owner in self._owners.items():
             handles.append(owner.register_forward_pre_hook(_eager(lambda *_, step=step: self._opened(step))))
             close = _eager(lambda _, __, output, step=step: self._closed(step, output))
@@ -112,7 +114,8 @@ class _Passes:
         self._runs = True
         if self._media:
             given = dict(zip(self._taken, args, strict=False)) | kwargs
-            present = sorted(name for name in self._media if _is_there(given.get(name)))
+            there = (name for name in self._media if given.get(name) is not None)
+            present = sorted(name for name in there if not isinstance(given[name], torch.Tensor) or given[name].numel())
             self._count = len(present)
             everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=self._ranks)
             self._meets = any(other != present for other in everywhere)
@@ -240,10 +243,6 @@ class _Passes:
 
 def _eager(hook: Any) -> Any:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _is_there(value: Any) -> bool:
-    return value is not None and not (isinstance(value, torch.Tensor) and not value.numel())
 
 
 def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:

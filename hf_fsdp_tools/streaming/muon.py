@@ -167,6 +167,8 @@ class Muon(torch.optim.Optimizer):
         chosen = list(self._pieces) if matrices is None else list(matrices)
         key = tuple(map(id, chosen))
         if key not in self._planned:
+            if len(self._planned) == 8:  # where experts or adapters take turns, there are ever new sets
+                del self._planned[next(iter(self._planned))]
             size = rank_and_size()[1] if any(isinstance(p, DTensor) for p in chosen) else 1
             self._planned[key] = assign_owners(
                 [(i, piece) for i, p in enumerate(chosen) for piece in self._pieces[p]],

@@ -21,6 +21,7 @@ from hf_fsdp_tools import (
     ParameterEMA,
     from_pretrained,
     make_accelerator,
+    resize_token_embeddings,
     save_pretrained,
 )
 from hf_fsdp_tools.distributed.shards import part_of
@@ -116,6 +117,11 @@ def refused(folders: dict[str, Path], root: Path) -> None:
     accelerator.register_for_checkpointing(ParameterEMA(model))
     with pytest.raises(ConfigError, match=r"ParameterEMA, which is registered for checkpointing, has shards"):
         accelerator.save_state(str(root / "state"))
+    ema = ParameterEMA(model)
+    resize_token_embeddings(model, 140)
+    for use in (ema.step, ema.state_dict, lambda: ema.applied().__enter__()):
+        with pytest.raises(ConfigError, match=r"embed_tokens.weight.* was resized or sharded since"):
+            use()
     with pytest.raises(ConfigError, match="trains nothing"):
         ParameterEMA(model.requires_grad_(False))
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fsdp_tools import HybridPolicy, background, from_pretrained, save_pretrained, wait_for_saves
-from hf_fsdp_tools.distributed import liveness
+from hf_fsdp_tools.distributed import agreement, liveness
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import CheckpointError, RanksError
 from hf_fsdp_tools.fsdp1 import wrap_fsdp1
@@ -134,11 +134,23 @@ def the_next_save_waits_and_so_does_a_load(source: Path, target: Path) -> None:
     assert not list(target.rglob(".*"))
 
 
+class WithAnother(torch.optim.SGD):
+    """Its step has another optimizer's in it, as that of `Muon` has AdamW's."""
+
+    def __init__(self, own: nn.Parameter, others: nn.Parameter) -> None:
+        super().__init__([own], lr=1.0)
+        self._other = torch.optim.SGD([others], lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self._other.step()
+
+
 def fails_before_one_step(save: Callable[[], object], gate: Gate, match: str) -> None:
     """Ranks that are at very different steps when a save fails raise its error before the same one."""
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    weight.grad = torch.ones(1)
+    weight, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = WithAnother(weight, other)
+    weight.grad, other.grad = torch.ones(1), torch.ones(1)
     before = background._steps
     save()
     with pytest.raises(CheckpointError, match=match) as caught:
@@ -148,7 +160,7 @@ def fails_before_one_step(save: Callable[[], object], gate: Gate, match: str) ->
             optimizer.step()
             time.sleep(0.001 if dist.get_rank() == 0 else 0.02)
     steps = background._steps - before
-    assert -weight.item() == steps > 3, "the step that was to come has not begun"
+    assert -weight.item() == -other.item() == steps > 3, "the step that was to come has not begun"
     assert len(set(all_ranks((steps, str(caught.value))))) == 1
     assert wait_for_saves() is None, "an error is raised once"
 
@@ -194,10 +206,10 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
     model = loaded("llama", source / "llama")
     save_pretrained(model, target, max_shard_size="60KB")
     before = files_in(target)
-    share = copies.available_bytes() if dist.get_rank() == 0 else 10_000
-    with patch.object(copies, "available_bytes", lambda: share):
+    share = agreement.available_bytes() if dist.get_rank() == 0 else 10_000
+    with patch.object(agreement, "available_bytes", lambda: share):
         text = refusal(lambda: save_pretrained(model, target, max_shard_size="60KB", blocking=False), CheckpointError)
-    said = r"a copy in host memory, of .* kB for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
+    said = r"a copy: .* kB of host memory for the 2 ranks on .*, where 10.0 kB are available.* with blocking=True"
     assert re.search(said, text)
     wait_for_all_ranks()  # rank 0 removes what it has begun
     assert files_in(target) == before
@@ -207,6 +219,10 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
         save_pretrained(model, target, max_shard_size="60KB", blocking=False)
     wait_for_all_ranks()
     assert "can't allocate memory" in str(caught.value) and files_in(target) == before
+    apart = patch.object(agreement, "processes_in_sight", lambda: f"container {dist.get_rank()}")
+    with apart, patch.object(agreement, "available_bytes", lambda: 1.5 * sum(map(len, before.values())) / 2):
+        save_pretrained(model, target, max_shard_size="60KB", blocking=False)  # of hosts of one name
+    wait_for_saves()
 
 
 def memory_is_kept_until_a_save_needs_none(source: Path, target: Path) -> None:
@@ -214,7 +230,7 @@ def memory_is_kept_until_a_save_needs_none(source: Path, target: Path) -> None:
     save_pretrained(model, target / "first", blocking=False)
     wait_for_saves()
     addresses = {block.data_ptr() for _, block in copies._kept}
-    with patch.object(copies, "available_bytes", lambda: 0):
+    with patch.object(agreement, "available_bytes", lambda: 0):
         save_pretrained(model, target / "second", blocking=False)
     wait_for_saves()
     assert addresses and {block.data_ptr() for _, block in copies._kept} == addresses

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_fsdp_tools import CheckpointError, ConfigError, from_pretrained, save_pretrained
+from hf_fsdp_tools import CheckpointError, ConfigError, ParameterEMA, from_pretrained, save_pretrained
 from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.saving import hidden_folder, publish
@@ -395,6 +396,106 @@ def test_an_adapter_and_a_full_model_in_one_folder_are_never_opened_together(tmp
     assert AutoModelForCausalLM.from_pretrained(base).name_or_path == str(base), "in the folder of its own base"
     ours = from_pretrained(base)
     assert hasattr(ours, "peft_config") and ours.name_or_path == str(base)
+
+
+# ---- stores ----
+
+
+@contextmanager
+def hearing_requests(listener: Callable[[], None]) -> Iterator[None]:
+    """Call the listener before each request that changes a store (fsspec's in memory)."""
+    with ExitStack() as stack:
+        for owner, name in ((MemoryFile, "commit"), (MemoryFileSystem, "_rm")):
+            stack.enter_context(patch.object(owner, name, after(listener, getattr(owner, name))))
+        yield
+
+
+def after(listener: Callable[[], None], do: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (listener(), do(*args))[1]
+
+
+def stored() -> dict[str, bytes]:
+    return {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
+
+
+def restore(files: dict[str, bytes]) -> None:
+    MemoryFileSystem.store.clear()
+    for name, content in files.items():
+        MemoryFileSystem().pipe_file(name, content)
+
+
+URL = "memory://run"
+
+
+def in_store() -> dict[str, torch.Tensor]:
+    return full_state(from_pretrained(URL, load_kwargs={"progress": False}))
+
+
+def at_each_request(first: Callable[[], object], second: Callable[[], object]) -> tuple[int, int]:
+    """A save over another, as a kill at each request would leave it and as a failure does: how many of each."""
+    states: list[dict[str, torch.Tensor]] = []
+    moments: list[dict[str, bytes]] = []
+    for save in (second, first):
+        restore({})
+        save()
+        states.insert(0, in_store())
+    before = stored()
+    with hearing_requests(lambda: moments.append(stored())):
+        second()
+    found = []
+    for moment in (*moments, stored()):
+        restore(moment)
+        now = in_store()
+        found += [[all(torch.equal(now[key], t) for key, t in state.items()) for state in states].index(True)]
+    assert found == sorted(found) and set(found) == {0, 1}, found
+    failed = 0
+    for n in range(1, len(moments) + 1):
+        restore(before)
+        with hearing_requests(FailsOnce(n)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a former file that cannot be removed
+            try:
+                second()
+                expected = states[1]
+            except CheckpointError:
+                failed, expected = failed + 1, states[0]
+        assert all(torch.equal(t, expected[key]) for key, t in in_store().items()), n
+    return len(moments), failed
+
+
+def saves_to_stores(source: Path) -> None:
+    plain = build_and_load(source)
+    lora = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = from_pretrained(source, peft_config=lora, load_kwargs={"progress": False})
+    ema = ParameterEMA(plain)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter += 1
+
+    def averages() -> None:
+        with ema.applied():
+            save_pretrained(plain, URL)
+
+    def adapter(value: float) -> None:
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                parameter.copy_(torch.full_like(parameter, value) if parameter.requires_grad else parameter)
+        save_pretrained(adapted, URL)
+
+    requests, failed = at_each_request(lambda: save_pretrained(plain, URL), averages)
+    assert requests > 2 and failed > 1
+    assert at_each_request(partial(adapter, 1), partial(adapter, 2)) == (1, 1)
+    MemoryFileSystem().pipe_file("/run/README.md", b"mine")
+    save_pretrained(adapted, URL)
+    before = stored()
+    assert before["/run/README.md"] == b"mine"
+    adapted.peft_config["default"].lora_alpha = 9
+    with pytest.raises(CheckpointError, match=r"an adapter of another configuration \(lora_alpha\).* another place"):
+        save_pretrained(adapted, URL)
+    assert stored() == before
+
+
+def test_a_store_has_at_each_request_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    run_ranks(saves_to_stores, 1, make_checkpoint("llama", tmp_path, seed=NEW))
 
 
 # ---- errors that are the same on every rank ----

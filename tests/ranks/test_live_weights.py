@@ -61,7 +61,8 @@ def parts_make_up(weights: LiveWeights, saved: dict[str, torch.Tensor], what: st
     assert {k: (t.shape, t.dtype) for k, t in weights.tensors.items()} == {
         k: (tuple(t.shape), t.dtype) for k, t in saved.items()
     }, what
-    every = all_ranks([(part.name, part.box, part.values()) for part in weights.parts()])
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [(part.name, part.box, part.values()) for part in weights.parts()])
     if dist.get_rank():
         return  # all have the same
     found = {k: torch.zeros(t.symbol.shape, dtype=t.element) for k, t in weights.tensors.items()}

@@ -219,6 +219,10 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         Muon(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
         Muon(model, adjust_lr_fn="other")
+    muon = Muon(model)
+    for count in range(1, 11):
+        muon.ownership(list(muon._pieces)[:count])
+    assert len(muon._planned) == 8, "plans of sets that come once are not kept for ever"
     for given, settings, said in (
         (model, {"optim_args": "momentun=0.9"}, "'momentun' is no option of Muon: did you mean momentum"),
         (plain, {"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "optim 'muon' needs fsdp_version 2"),

@@ -24,6 +24,7 @@ from hf_fsdp_tools import (
     parallelize_model,
     shard_model,
 )
+from hf_fsdp_tools.distributed import agreement
 from hf_fsdp_tools.sharding import recompute
 from hf_fsdp_tools.sharding.describe import describe_sharding
 from tests._checkpoints import assert_same_tensors, refusal, tiny_config
@@ -184,7 +185,7 @@ def a_host_without_memory_is_one_error_on_every_rank(folder: Path, out: Path) ->
     """Where one of them alone sees too little; before a block has run."""
     model = load(folder, {"offload": True})
     needed = 2 * LAYERS * ROWS * 16 * WIDTH * 4
-    with patch.object(recompute, "available_bytes", lambda: needed if dist.get_rank() else 10 * needed):
+    with patch.object(agreement, "available_bytes", lambda: needed if dist.get_rank() else 10 * needed):
         runs = runs_of_blocks(model)
         with torch.no_grad():
             model(**rows_of_rank(0))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools import ConfigError, from_pretrained, resize_token_embeddings, save_pretrained
+from hf_fsdp_tools.distributed.rounds import Rounds
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.fsdp1 import load_weights_fsdp1, wrap_fsdp1
 from hf_fsdp_tools.loading.load import load_weights
@@ -24,6 +25,7 @@ from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import sharding_of
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
+from tests._noted import calls_of
 from tests._training import train
 
 KINDS = ("llama", "tied", "bert", "t5")
@@ -88,7 +90,9 @@ def resized_while_loading(kind: str, size: int, folders: dict[str, Path], root: 
     loaded = build_meta_model(folders[kind], auto_class=type(make_model(kind)))
     loaded.resize_token_embeddings(size, mean_resizing=False)
     fully_shard(loaded)
-    report = load_weights(loaded, folders[kind], added_tokens="mean")
+    with calls_of(Rounds, "exchange", lambda result, rounds, value, doing, **_: doing) as told:
+        report = load_weights(loaded, folders[kind], added_tokens="mean")
+    assert told and not [doing for doing in told if "averaging" in doing], "rows are summed by a collective"
     assert report.resized_keys and not report.missing_keys and not report.initialized_keys
     assert report.bytes_read <= report.share_bytes
     check(kind, loaded, expected(kind, folders[kind], size), size)

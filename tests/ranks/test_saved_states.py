@@ -24,7 +24,8 @@ from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.integrations import accelerator_state
 from hf_fsdp_tools.integrations.checkpoints import problem_of
-from hf_fsdp_tools.saving import hidden_folder
+from hf_fsdp_tools.integrations.resume import AVERAGES
+from hf_fsdp_tools.saving import copies, hidden_folder
 from hf_fsdp_tools.saving.manifest import MANIFEST
 from tests._checkpoints import full, no_space
 from tests._dist import run_cases, run_ranks
@@ -88,13 +89,14 @@ def _trainer(source: Path, out: Path, kind: Any = ShardedTrainer, **settings: An
 
 def moments_of_a_trainer(limit: int, blocking: bool, source: Path, out: Path) -> None:
     folder, remembers = out / "run", Remembers()
-    settings = {"max_steps": 3, "save_total_limit": limit, "attributes": {"blocking": blocking}}
+    settings = {"max_steps": 3, "save_total_limit": limit, "attributes": {"blocking": blocking, "ema_decay": 0.5}}
     trainer = _trainer(source, folder, callbacks=[remembers], **settings)
     with moments(folder, out / "copies", dist.get_rank() == 0) as seen:
         trainer.train()
     if dist.get_rank() != 0:
         return
     assert sorted(remembers.contents) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    assert all(f"{AVERAGES}/__0_0.distcp" in content for content in remembers.contents.values())
     begun = False
     for moment in seen:
         complete = [path for path in sorted(moment.glob("checkpoint-*")) if not problem_of(path)]
@@ -165,6 +167,7 @@ def the_same_is_saved_in_the_background(source: Path, out: Path) -> None:
     with patch.object(os, "fsync", partial(_slowly, os.fsync, opened)):
         for blocking in (True, False):
             _trainer(source, out / f"{blocking}", attributes={"blocking": blocking}, **limits).train()
+            assert not copies._kept, "memory of copies ends with the training"
         accelerator, model, optimizer = _loop(source)
         _step(accelerator, model, optimizer)
         accelerator.save_state(out / "True" / "state")

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -164,6 +164,7 @@ def run_towers(cases: dict[str, Any], folder: Path, frozen: list[str]) -> Any:
     for part in frozen:
         runs[f"llava, {part} frozen"] = partial(train_on_towers, *cases["llava"], frozen=f"model.{part}")
     runs["as FSDP2 itself"] = partial(costs_nothing, *cases["llava"])
+    runs["raised"] = partial(a_pass_that_raised_leaves_nothing, *cases["llava"])
     runs["trainer"] = partial(trains_in_a_trainer, *cases["llava"], folder)
     runs["tensor parallel"] = partial(refused_where_layers_are_shared, *cases["qwen3_vl"])
     return run_cases(runs)
@@ -180,6 +181,18 @@ def costs_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) ->
                 gradients(model, [batch])
             logs.append([each for each in log if each[0] != "exchange"])
     assert logs[:2] == logs[2:] and len(logs[0]) > len(logs[1])
+
+
+def a_pass_that_raised_leaves_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) -> None:
+    """A unit that runs by itself afterwards waits for nobody."""
+    model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
+    fails = model.lm_head.register_forward_pre_hook(Mock(side_effect=ArithmeticError))
+    with pytest.raises(ArithmeticError):
+        model(**steps[0][dist.get_rank()])
+    fails.remove()
+    with logged() as log:
+        model.model.vision_tower(steps[0][0]["pixel_values"])
+    assert log and "exchange" not in dict(log)
 
 
 def trains_in_a_trainer(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -232,6 +233,11 @@ def test_launch_command_says_what_the_file_cannot(capsys, on_cpu, monkeypatch):
     assert "--machine_rank 1 your_script.py" in err and yaml.safe_load(out)["main_process_port"] == 29500
     assert "--machine_rank 1 --main_process_ip ADDRESS your_script.py" in run(capsys, *words.split())[2]
     assert "FSDP_EP_SIZE=4 accelerate launch " in run(capsys, *words.split(), "--ep-size", "4")[2]
+
+
+def test_sigint_to_the_command_alone_ends_what_it_has_started():
+    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(20)"
+    assert launch._run([sys.executable, "-c", script]) == -signal.SIGINT
 
 
 def test_doctor_of_this_machine(capsys, monkeypatch):

@@ -190,6 +190,11 @@ def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: p
     assert translate(tmp_path, old, "--no-offload-params")[0] == says(num_processes=2, use_cpu=True)
 
 
+def test_a_file_of_deepspeed_that_names_itself_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"deepspeed_config_file": "ds.json", "zero_optimization": {"stage": 3}}')
+    assert FSDPConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -264,6 +264,13 @@ def pipe(folder: Path) -> Path:
     return folder / MANIFEST
 
 
+def without_end(folder: Path) -> Path:
+    with (folder / "ds.json").open("wb") as stream:
+        stream.truncate(2**40)
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    return in_file("c.yaml", text)(folder)
+
+
 def problem(file: Path) -> None:
     args = TrainingArguments(output_dir=str(file.parent), report_to="none", use_cpu=True)
     if found := checkpoints._problem_of_state(file.parent, args):
@@ -287,6 +294,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] =
         load_config,
         "'num_labels' is 1000000000, expected at most 1,000,000",
     ),
+    "fewer layers than none": (
+        in_file("config.json", '{"model_type": "llama", "num_hidden_layers": -1}'),
+        load_config,
+        "'num_hidden_layers' is -1, expected at most 10,000 and none",
+    ),
+    "YAML of a megabyte": (in_file("c.yaml", "a: 1\n" * 250_000), FSDPConfig.check_file, "is 1,250,000 bytes long"),
+    "a config that is a pipe": (pipe, FSDPConfig.translate_file, "is no regular file"),
+    "DeepSpeed's file without end": (without_end, FSDPConfig.translate_file, "is 1,099,511,627,776 bytes long"),
 }
 """How a file is made, what reads it, and what the error says."""
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import save
 
 from hf_fsdp_tools import from_pretrained
 from hf_fsdp_tools.errors import CheckpointError
@@ -99,6 +100,7 @@ BAD_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     ),
     "hole": ({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20), "SafetensorError"),
     "git-lfs": (None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git-lfs.*Run `git lfs pull`"),
+    "a long name": ({"." * 10**5: entry()}, bytes(8), "names a tensor by 100,000 characters"),
     "endless": (None, (2**63).to_bytes(8, "little"), "cannot be read as safetensors"),
 }
 """Header (None: the file is the second alone), data, and what the error says."""
@@ -257,6 +259,15 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(tmp_path: Path)
         load_weights(fresh, index)
     assert all(parameter.is_meta for parameter in fresh.parameters())
     load_weights(fresh, folder)
+
+
+def test_a_dcp_folder_that_is_written_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    save({"weight": torch.zeros(2)}, checkpoint_id=tmp_path)
+    index = CheckpointIndex.open(tmp_path)
+    index.refuse_changed()
+    save({"weight": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match="was replaced, written or removed while the checkpoint was read"):
+        index.refuse_changed()
 
 
 json_values = st.recursive(

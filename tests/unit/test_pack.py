@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.quantizers import quantizer_bnb_4bit
 from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model, load_weights, make_wrap_plan
 from hf_fsdp_tools.loading import fill
 from hf_fsdp_tools.loading.io import files
+from hf_fsdp_tools.modeling import patterns
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from tests._late import LateSideStream, Machine
 from tests._transfers import Windows
@@ -62,6 +64,9 @@ def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_ref
             build_meta_model(config, quantization_config=other)
     with pytest.raises(ConfigError, match=r"No layer of LlamaForCausalLM .*llm_int8_skip_modules"):
         build_meta_model(config, quantization_config=four_bits(llm_int8_skip_modules=["model", "lm_head"]))
+    endless = four_bits(llm_int8_skip_modules=["(.|.)*[xy]"])
+    with patch.object(patterns, "_MATCH_S", 0.1), pytest.raises(CheckpointError, match=r"is no regular .*timed out"):
+        build_meta_model(config, quantization_config=endless)
     odd = hf.LlamaConfig(**TINY | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
     with pytest.raises(ConfigError, match=r"gate_proj\.weight' \[67, 36\] has 2412 values.*llm_int8_skip"):
         build_meta_model(odd, quantization_config=four_bits())

@@ -78,6 +78,16 @@ def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monke
     initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
 
+def test_weights_that_stay_quantised_are_floats_where_they_are_joined():
+    model = llama(**FP8)
+    pack(model, stored_forms(model))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(1)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([weight.floats()] * 2))
+
+
 def llama(**quantization: Any) -> Any:
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131

@@ -1,11 +1,15 @@
 """Rounds end alike on all ranks, however their steps interleave: ranks are threads here, and wait for each other."""
 
 import json
+import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +17,10 @@ import torch.distributed as dist
 
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
-from hf_fsdp_tools.distributed.agreement import agreed
+from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
 from hf_fsdp_tools.distributed.liveness import Lookout
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
+from hf_fsdp_tools.distributed.shards import Box
 
 HANG_S = 60  # how long a thread may wait for another: only a hang takes it
 
@@ -56,6 +61,47 @@ def ranks_of(size: int) -> list[Rounds]:
 @pytest.fixture
 def two() -> list[Rounds]:
     return ranks_of(2)
+
+
+def test_a_round_carries_values_as_they_are_and_no_code(two: list[Rounds], tmp_path: Path) -> None:
+    """Whoever reaches the port of the store may set what ranks read."""
+    box = Box(start=(0, 1), length=(2, 3))
+    value = {"n": [1, 2.5, None, True, "a"], ("tie", 3): (box, [box]), 4: {}}
+    assert together(*(lambda each=each: each.exchange(value, "saving") for each in two)) == [[value, value]] * 2
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    strange = {"class": ["subprocess", "Popen", [["args", ["touch", str(tmp_path / "ran")]]]]}
+    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange])):
+        one, other = ranks_of(2)
+        other._store.set("round.0/1", content)
+        other._store.add("round.0/count", 1)
+        with pytest.raises((ValueError, RanksError)):
+            one.exchange("a", "saving")
+        assert not (tmp_path / "ran").exists()
+
+
+def test_rank_0_which_may_end_the_store_with_itself_leaves_last(two: list[Rounds]) -> None:
+    left = []
+
+    def slow(own: Callable[..., bytes], key: str) -> bytes:
+        if key.endswith("/outcome"):
+            time.sleep(0.3)
+            left.append("read")
+        return own(key)
+
+    def leave(rank: int) -> None:
+        rounds_of_thread.set(two[rank])
+        while rank == 0 and not two[0]._store.check(["round.0/1"]):
+            time.sleep(0.001)
+        wait_for_all_ranks()
+        left.append(rank)
+
+    two[1]._store = Store(two[1]._store, get=slow)
+    together(partial(leave, 0), partial(leave, 1))
+    assert left[0] == "read" and len(left) == 3
 
 
 @pytest.mark.parametrize("last_is_first", [False, True])

@@ -1,9 +1,12 @@
 """Stores of fsspec in one process: what is a name of one, what its stub is, and which rank writes which slab."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -67,6 +70,59 @@ def test_a_place_on_the_command_line_and_in_errors(store: Any, capsys: pytest.Ca
     store.pipe_file("/run/model.safetensors", (2**60).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=r"memory://run/model.safetensors: cannot be read as safetensors"):
         from_pretrained("memory://run", **QUIET)
+
+
+def test_no_password_of_a_url_is_written_or_shown(
+    store: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "memory://me:hunter2@host/run"
+    store.put(str(folders["llama"]), "/me:hunter2@host/run", recursive=True)
+    model = from_pretrained(url, peft_config={"peft_type": "LORA", "target_modules": ["q_proj"]}, **QUIET)
+    save_pretrained(model, tmp_path)
+    assert save_pretrained(model, "memory://me:hunter2@host/new").folder == "memory://host/new"
+    with pytest.raises(CheckpointError, match="'memory://host/run' holds a model") as caught:
+        save_pretrained(model, url)
+    store.pipe_file("/me:hunter2@host/run/config.json", b"{")
+    with pytest.raises(CheckpointError, match=r"memory://host/run/config.json") as opened:
+        from_pretrained(url, **QUIET)
+    said = "'me:hunter2@host' is no bucket: memory://me:hunter2@host/?signature=hunter2"
+    monkeypatch.setattr(store, "ls", Mock(side_effect=OSError(said)))
+    with pytest.raises(
+        CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no bucket"
+    ) as listed:
+        from_pretrained(url, **QUIET)
+    written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
+    assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value} {listed.value}"
+
+
+def test_folders_of_killed_runs_are_removed_and_those_of_others_that_run_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    with stores.temporary_folder() as running, stores.temporary_folder() as other:
+        left = tmp_path / f"{running.name[:-4]}left"
+        link = tmp_path / f"{running.name[:-4]}link"
+        link.symlink_to(tmp_path / "mine")
+        for folder in (left, tmp_path / f"{running.name[:-4]}new"):
+            (folder / "state").mkdir(parents=True)
+        for folder in (left, running):
+            os.utime(folder, (0, 0))
+        with stores.temporary_folder():
+            names = {path.name for path in tmp_path.iterdir()}
+    assert not left.exists() and {running.name, other.name, f"{running.name[:-4]}new", "mine", link.name} < names
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"name": "/run/a\0.bin", "size": 1}, {"name": f"/run/{'a' * 300}.bin", "size": 1}, {"name": "/run/b.bin"}]
+    + [{"name": "/run/b.bin", "size": size} for size in (-1, 2**62, "x", [1])],
+)
+def test_a_store_that_lies_is_one_error(store: Any, entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    files = store.ls("/run", detail=True)
+    monkeypatch.setattr(store, "ls", lambda *args, **options: [*files, {"type": "file", **entry}])
+    with pytest.raises(CheckpointError, match=r"Cannot (list|open) 'memory://run'"):
+        stores.stub_of("memory://run")
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(store: Any) -> None:

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from hf_fsdp_tools.text import dtype_name, listed, listed_lines, merge_alike, show_bytes, show_count, table, within
+from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.text import (
+    comment,
+    dtype_name,
+    listed,
+    listed_lines,
+    merge_alike,
+    printable,
+    show_bytes,
+    show_count,
+    table,
+    within,
+)
 
 
 def test_a_few_of_many_are_followed_by_the_number_of_the_others() -> None:
@@ -13,6 +25,13 @@ def test_a_few_of_many_are_followed_by_the_number_of_the_others() -> None:
     assert listed("abcd", 3, separator=" + ") == "a + b + c and 1 more"
     assert listed_lines("ab", 2) == "- a\n- b"
     assert listed_lines("abc", 2, head="") == "a\nb\n… and 1 more"
+
+
+def test_what_leaves_the_program_has_no_passwords_and_nothing_that_a_terminal_or_a_file_obeys() -> None:
+    text = "Cannot read 's3://me:p@ss@host/run?X-Amz-Signature=abc' and 'https://h/a#b'\n\x1b[2J\u2028\u202ex"
+    safe = "Cannot read 's3://host/run' and 'https://h/a'\n\\x1b[2J\\u2028\\u202ex"
+    assert printable(text) == str(ConfigError(text)) == safe and len(str(ConfigError("a" * 10**6))) == 10_000
+    assert comment("a\nb: 1\r\x85c") == "# a b: 1\\r\\x85c" and comment("") == "#"
 
 
 def test_names_that_differ_in_numbers_are_one_and_sizes_are_decimal() -> None:

@@ -62,13 +62,18 @@ def parse_header(file: Path) -> tuple[list[tuple[SavedPath, StoredTensor]], int]
         refuse_pointer(file, prefix)
         if prefix.startswith(b"GGUF"):
             raise CheckpointError(f"{file}: is a file of GGUF, not safetensors. {OF_GGUF}")
-        with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
-            text = stream.read(int.from_bytes(prefix, "little"))
+        try:
+            with library_errors(f"{file}: cannot be read as safetensors", _DAMAGED), safe_open(file, framework="np"):
+                text = stream.read(int.from_bytes(prefix, "little"))
+        except MemoryError as error:  # of the address space, into which safetensors maps the file
+            raise CheckpointError(f"{file}: cannot be mapped into memory: {error}. {_DAMAGED}") from None
     entries = parse_json_object(file, text)  # safetensors takes the last of equal keys, this none
     places = parse_json_object(file, entries.pop("__metadata__", {}).get(_DCP_INFO, "{}").encode())
     data_start = 8 + len(text)
     tensors = []
     for key, entry in entries.items():
+        if len(key) > 1000:  # names are compared part by part
+            raise CheckpointError(f"{file}: names a tensor by {len(key):,} characters. {_DAMAGED}")
         begin, end = entry["data_offsets"]
         if (dtype := DTYPES.get(entry["dtype"])) is None:
             raise CheckpointError(

@@ -8,12 +8,6 @@ from pathlib import Path
 
 from hf_fsdp_tools.distributed.storage import watched
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-
 _AT_FDCWD = -100
 """A relative path is meant from the current folder; source: Linux, fcntl.h."""
 
@@ -54,20 +48,6 @@ def begin_sync(descriptor: int, start: int, num_bytes: int) -> None:
     """
     if _BEGIN is not None:
         _BEGIN(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
-
-
-def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
-    process holds the lock, None where the system or the file system has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def write_durably(path: Path, text: str) -> None:

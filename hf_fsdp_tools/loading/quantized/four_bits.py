@@ -4,6 +4,7 @@ A block of the flattened weight depends on nothing outside it, so the shards tog
 bitsandbytes makes of the whole weight; scales are joined before they are quantised too, which subtracts their mean.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -357,7 +358,9 @@ def read_texts(
             found = {name: text[name] for name in wanted}
             found["shape"] = list(found["shape"])
             offset = float(text["nested_offset"]) if "offset" in form.scales else None
-        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            if not math.isfinite(offset or 0):
+                raise ValueError(f"nested_offset is {offset}")
+        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{index.name!r}: {weights.texts[fqn]!r} does not say how a weight is packed "
                 f"({type(error).__name__}: {error}). Download or save the checkpoint again."
