@@ -286,7 +286,7 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
         with pytest.raises(ConfigError, match=reason):
             splits(folder)
     (tmp_path / "wide.jsonl").write_text(rows, encoding="utf-16")
-    with pytest.raises(ConfigError, match="wide.jsonl is UTF-16.* iconv -f utf-16"):
+    with pytest.raises(ConfigError, match=r"wide.jsonl is UTF-16.* iconv -f utf-16"):
         splits("wide.jsonl")
 
 
