@@ -13,10 +13,10 @@ import yaml
 
 from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.integrations.interpret import DEEPSPEED, Translation, general_keys, interpret
+from hf_fsdp_tools.integrations.interpret import Translation, general_keys, interpret, is_deepspeed
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions
 from hf_fsdp_tools.modeling.pickles import load_yaml
-from hf_fsdp_tools.text import quoted, reason_of
+from hf_fsdp_tools.text import listed, quoted, reason_of
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -35,15 +35,18 @@ def check_file(
 def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
     """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
     data = _read(Path(path))
-    if not data.keys() & {*general_keys(), *DEEPSPEED}:
-        some = ", ".join(list(data)[:3])
+    other = (
+        [] if is_deepspeed(data) or "distributed_type" in data else [key for key in data if key not in general_keys()]
+    )
+    if other:
         raise ConfigError(
-            f"{path} is a config neither of Accelerate nor of DeepSpeed: they have none of its keys ({some}, …); name "
-            "the file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
+            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the file "
+            "that --config_file of `accelerate launch`, or deepspeed_config_file, names, or write one of its fsdp_config"
         )
     result = interpret(data, keys, Path(path).parent)
-    if result.refusal:
-        raise ConfigError(f"{path}: {result.refusal}")
+    wrong = next((each.fact for each in result.findings if each.code == "wrong-value"), "")
+    if result.refusal or wrong:
+        raise ConfigError(f"{path}: {result.refusal or wrong}")
     _mend(result)
     return result
 

@@ -431,6 +431,21 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, text, assistant_only_loss=True)
 
 
+def test_a_token_without_a_row_in_the_model_is_found_where_a_text_has_it(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<seen>", "<unseen>"])
+    text = [{"text": "some words"}] * 200
+    check(model, text, tokenizer)
+    with pytest.raises(ConfigError, match=r"has 402 tokens, and the model 400 rows .*'<seen>' has none"):
+        check(model, [*text, {"text": "a <seen> word"}], tokenizer)
+    tokenizer.pad_token = "<unseen>"
+    with pytest.raises(ConfigError, match="'<unseen>' has none"):
+        check(model, text, tokenizer)
+    other = make_demo_model(tmp_path / "other", hidden_size=16, num_layers=1, vocab_size=500, max_length=256)
+    with pytest.raises(ConfigError, match="has 500 tokens, and the model 400 rows"):
+        check(model, text, AutoTokenizer.from_pretrained(other))
+
+
 def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):
     args = SimpleNamespace(max_length=3)
     masked = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4
