@@ -35,18 +35,16 @@ def check_file(
 def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
     """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
     data = _read(Path(path))
-    other = (
-        [] if is_deepspeed(data) or "distributed_type" in data else [key for key in data if key not in general_keys()]
-    )
-    if other:
+    is_launch_file = is_deepspeed(data) or "distributed_type" in data
+    if other := [] if is_launch_file else [key for key in data if key not in general_keys()]:
         raise ConfigError(
-            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the file "
-            "that --config_file of `accelerate launch`, or deepspeed_config_file, names, or write one of its fsdp_config"
+            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
+            "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
         )
     result = interpret(data, keys, Path(path).parent)
-    wrong = next((each.fact for each in result.findings if each.code == "wrong-value"), "")
-    if result.refusal or wrong:
-        raise ConfigError(f"{path}: {result.refusal or wrong}")
+    wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
+    if refusal := result.refusal or next(wrong, ""):
+        raise ConfigError(f"{path}: {refusal}")
     _mend(result)
     return result
 
