@@ -65,7 +65,7 @@ def a_step_that_is_skipped_on_nan(folder: Path) -> None:
     """verl#1506: the bad value lies in the shard of one rank."""
     accelerator = new_accelerator()
     model: Any = from_pretrained(folder / "llama", accelerator=accelerator, **QUIET)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     ids = torch.arange(3, 15)[None]
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     if dist.get_rank() == 0:
@@ -106,7 +106,7 @@ def the_optimizer_of_one_process(folder: Path) -> None:
     args = arguments(folder / "two", max_steps=2)
     model = from_pretrained(folder / "llama", accelerator=make_accelerator(args), **QUIET)
     trainer = ShardedTrainer(model=model, args=args, train_dataset=make_rows(16))
-    with pytest.raises(CheckpointError, match="optimizer.pt is that of a run without FSDP") as error:
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is that of a run without FSDP") as error:
         trainer.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-1"))
     assert "\n" not in str(error.value)
 
@@ -178,7 +178,7 @@ def test_a_recipe_on_tables_and_columns_that_do_not_fit(tmp_path: Path) -> None:
     )
     words = ["finetune", "--max_length", "64", "--max_steps", "1", *ONCE, "--model_name_or_path"]
     runs = launch_series(
-        tmp_path / "runs",
+        tmp_path,
         {"labels": [*words, model, "--dataset_name", labelled]},
         refused={"tokens": [*words, str(tmp_path / "larger"), "--dataset_name", tools]},
     )
