@@ -276,10 +276,6 @@ def _as(kind: Any, value: Any) -> Any:
 
 # ---- DeepSpeed ----
 
-_DEEPSPEED = ("zero_optimization", "bf16", "fp16", "optimizer", "gradient_accumulation_steps", "gradient_clipping",
-              "train_micro_batch_size_per_gpu")  # fmt: skip
-"""Top-level keys of DeepSpeed's JSON that mean something here."""
-
 _ACCELERATES_NAMES = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -328,7 +324,8 @@ def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) ->
             if value != "auto" and name != "optimizer.type":
                 result.arguments[_ARGUMENTS[name]] = str(value)
         else:
-            known = {name.rpartition(".")[2] for name in (*_DEEPSPEED, *_ACCELERATES_NAMES, *_ARGUMENTS, "stage")}
+            names = ("zero_optimization", "stage", "bf16", "fp16", "optimizer", *_ACCELERATES_NAMES, *_ARGUMENTS)
+            known = {name.rpartition(".")[2] for name in names}
             nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
             result.say(key, value, f"left out: means nothing here{nearest}")
 

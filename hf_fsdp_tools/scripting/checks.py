@@ -207,17 +207,17 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     from trl import get_training_chat_template, is_conversational
     from trl.chat_template_utils import has_generation_markers
 
-    rows = list(islice(iter(train), _ROWS))
-    is_chat = is_conversational(rows[0])
+    row = next(iter(train))
+    is_chat = is_conversational(row)
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(
-            f"The rows are chats ({listed(sorted(rows[0]))}), and the tokenizer of this model has no chat template. "
+            f"The rows are chats ({listed(sorted(row))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
     if getattr(training, "assistant_only_loss", False):
         if not is_chat:
             raise ConfigError(
-                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(rows[0]))}. Leave "
+                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(row))}. Leave "
                 "it out, or use `prompt` and `completion`, of which the completion alone counts."
             )
         try:
@@ -228,13 +228,11 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
                 "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
             ) from error
-    for number, row in enumerate(rows, 1):
-        names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
-        if len({type(row[name]) for name in names}) > 1:
-            raise ConfigError(
-                f"Row {number} of the training rows: some of {listed(f'`{name}`' for name in names)} are "
-                "text, and some are turns of a chat. Make all the same."
-            )
+    names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
+    if len({type(row[name]) for name in names}) > 1:  # as in all rows
+        raise ConfigError(
+            f"Some of {listed(f'`{name}`' for name in names)} are text, and some are turns of a chat. Make all alike."
+        )
 
 
 def _check_vocabulary(config: Any, tokenizer: Any, name: str, parts: list[Any]) -> None:

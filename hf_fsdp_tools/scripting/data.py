@@ -77,7 +77,6 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
         rows.jsonl: 19 rows to train on, 1 to evaluate
     """
     from datasets import Dataset
-    from datasets.table import CastError
 
     text = getattr(training, "dataset_text_field", "text")
     chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
@@ -105,9 +104,6 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
                 evaluation = converted(tested) if tested else None
         except UnicodeDecodeError as error:
             raise ConfigError(f"--dataset_name {script.dataset_name}: {_bad_line(names) or error}.") from error
-        except CastError as error:
-            files = [file for name in names for file in _files_of(name)]
-            raise ConfigError(f"--dataset_name {script.dataset_name}: {_other_columns(files, error)}.") from error
         train = whole
         if training.eval_strategy != "no" and evaluation is None:
             train, evaluation = _held_out(whole, script, training)
@@ -179,10 +175,8 @@ def _other_columns(files: list[Path], error: BaseException) -> str:
     first = next(iter(columns), "")
     if (other := next((name for name in columns if columns[name] != columns[first]), None)) is None:
         return f"some rows have other columns: {first_line(error)}. Give all rows the same"
-    return (
-        f"{first} has the columns {columns[first]}, and {other} {columns[other]}. Give all files of a folder the same, "
-        "or name them with commas between them"
-    )
+    found = f"{first} has the columns {columns[first]}, and {other} {columns[other]}"
+    return f"{found}. Give all files of a folder the same, or name them with commas between them"
 
 
 def _load(file: Path, *, streaming: bool) -> Any:
@@ -286,6 +280,7 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
     columns = sorted(_columns(dataset) & (_WORDS | {text}) | worded | set(needed))
     is_stream, keeps_parts = not hasattr(dataset, "__len__"), bool(used & _IMAGES)
     turned = dict.fromkeys(columns if is_stream else (), False)  # columns of other turns, and whether tools are called
+    kinds: dict[str, type] = {}
 
     def has_words(*cells: Any) -> bool:
         *values, index = cells
@@ -294,6 +289,8 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
             try:
                 if turns := _other_turns(row[column], column, keeps_parts):
                     turned[column] = turned.get(column, False) or any("tool_calls" in turn for turn in turns)
+                if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
+                    raise ValueError("text in all rows, or turns of a chat in all")
             except ValueError as error:
                 raise ConfigError(
                     f"--dataset_name {name}: {_place(name, index)}: the column `{column}` must hold {error}. Mend that "
@@ -309,10 +306,9 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
             )
         return bool(full)
 
-    if is_stream:
-        kept = dataset.filter(has_words, with_indices=True, input_columns=columns)
-    else:
-        kept = dataset.filter(has_words, with_indices=True, input_columns=columns, keep_in_memory=True)
+    memory = {} if is_stream else {"keep_in_memory": True}
+    kept = dataset.filter(has_words, with_indices=True, input_columns=columns, **memory)
+    if not is_stream:
         left_out = len(dataset) - len(kept)
         if not len(kept):
             raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
@@ -328,7 +324,7 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
 
 
 def _other_turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, Any]] | None:
-    """The turns of a cell as chat templates read them where they are not; ValueError: what it must hold."""
+    """The turns of a cell as chat templates read them, where they are not so; ValueError: what it must hold."""
     if value is None or (isinstance(value, str) and column not in _TURNS):
         return None
     if not isinstance(value, list) or column not in _WORDS:

@@ -230,6 +230,11 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, m
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
+        (
+            "k.jsonl",
+            [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4,
+            "line 2: .* text in all",
+        ),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),

@@ -117,9 +117,8 @@ def _refuse_transforms(index: CheckpointIndex, quantization: Mapping[str, Any]) 
         groups = value.get("config_groups", value) if isinstance(value, Mapping) else value
         if groups and any(word in key.lower() for word in ("transform", "rotat", "hadamard")):
             raise CheckpointError(
-                f"The quantization_config of {index.name!r} has {key} ({quoted(value)}): its weights are rotated, and "
-                "activations must be while the model runs, which is not done here. Give the checkpoint before it was "
-                "quantised."
+                f"The quantization_config of {index.name!r} has {key} ({quoted(value)}): it was rotated, and "
+                "activations must be while it runs, which is not done here. Give the checkpoint before it was quantised."
             )
 
 
