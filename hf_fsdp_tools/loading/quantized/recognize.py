@@ -118,7 +118,7 @@ def _refuse_transforms(index: CheckpointIndex, quantization: Mapping[str, Any]) 
         if groups and any(word in key.lower() for word in ("transform", "rotat", "hadamard")):
             raise CheckpointError(
                 f"The quantization_config of {index.name!r} has {key} ({quoted(value)}): it was rotated, and "
-                "activations must be while it runs, which is not done here. Give the checkpoint before it was quantised."
+                "activations must be while it runs, which is not done here. Give the one before it was quantised."
             )
 
 
