@@ -237,7 +237,7 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
 
 def _check_vocabulary(config: Any, tokenizer: Any, name: str, parts: list[Any]) -> None:
     """Refuse a tokenizer whose tokens have no rows in the model's table; rare ones may, where no text has them."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    tokenizer = tokenizer if hasattr(tokenizer, "get_vocab") else tokenizer.tokenizer  # of a processor
     size, vocabulary = getattr(text_config(config), "vocab_size", None), tokenizer.get_vocab()
     if not isinstance(size, int) or not (beyond := [token for token, row in vocabulary.items() if row >= size]):
         return
