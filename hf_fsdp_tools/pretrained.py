@@ -88,7 +88,7 @@ def from_pretrained(
         is_trainable: whether an adapter that is loaded is trainable; it is frozen otherwise, as in PEFT.
         auto_class: the `AutoModelFor…` class, a model class, or the name of one. None means the class that the config's
             `architectures` name; of a base model (`LlamaModel`), or where they name none, that which its kind is
-            trained with.
+            trained with; of an adapter, that of its task or that it was made on.
         policy: what becomes a unit; None means the accelerator's, or `HybridPolicy()`. The name or class of a block, or
             several, mean a policy with these `block_types`.
         mesh: one axis for FSDP, two for HSDP, or the `ParallelDims` that make it; None means the accelerator's, or FSDP
@@ -200,12 +200,13 @@ def from_pretrained(
             )
         known = {*signature(from_pretrained).parameters, "quantization_config"}
         refuse_misspelt(model_kwargs, checkpoint.config, known)
+        chosen = {"auto_class": auto_class} if auto_class is not None else {}
+        model_kwargs = {**checkpoint.base_options, **chosen, **model_kwargs}
         # 2 the model without storage
         with agreed("building the model"):
             is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
             model = build_meta_model(
                 checkpoint.config,
-                auto_class=auto_class,
                 dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
                 trust_remote_code=trust_remote_code,
                 **model_kwargs,

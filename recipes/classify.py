@@ -68,9 +68,8 @@ def main() -> Trainer:
     # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
     id2label = dict(enumerate(names))
     label2id = {name: number for number, name in id2label.items()}
-    model = scripting.load_model(
-        model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id
-    )
+    options = {"id2label": id2label, "label2id": label2id, "ignore_mismatched_sizes": True}  # another head's
+    model = scripting.load_model(model_args, training, accelerator, auto_class=auto_class, **options)
     config = model.config.get_text_config()
     stored, config.pad_token_id = config.pad_token_id, tokenizer.pad_token_id  # the head reads the last other token
 
@@ -104,12 +103,10 @@ def main() -> Trainer:
 
 def class_names(script: DataArguments, data: datasets.Dataset, held_out: datasets.Dataset | None) -> list[str]:
     """The names of the classes: those that the dataset declares, else its labels in order."""
-    text, label = (script.column_names.get(name) or name for name in ("text", "label"))  # as the user calls them
+    label = script.column_names.get("label") or "label"  # as the user calls it
     where = f"Column {label!r} of {script.dataset_name!r}"
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming: the classes are known when all labels were seen. Leave it out.")
-    if str(getattr(data.features["text"], "dtype", "")) not in ("string", "large_string"):
-        raise ConfigError(f"Column {text!r} holds no text. Name another one: --text_column.")
     feature = data.features["label"]
     if not str(getattr(feature, "dtype", feature)).startswith(("string", "large_string", "int", "uint", "bool")):
         raise ConfigError(

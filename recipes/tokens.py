@@ -78,9 +78,8 @@ def main() -> Trainer:
     # 3. The model, straight into shards. Its head is in no file: it is drawn by the seed, equal on any number of ranks
     id2label = dict(enumerate(names))
     label2id = {name: number for number, name in id2label.items()}
-    model = scripting.load_model(
-        model_args, training, accelerator, auto_class=auto_class, id2label=id2label, label2id=label2id
-    )
+    options = {"id2label": id2label, "label2id": label2id, "ignore_mismatched_sizes": True}  # another head's
+    model = scripting.load_model(model_args, training, accelerator, auto_class=auto_class, **options)
 
     # 4. Train
     trainer = Trainer(

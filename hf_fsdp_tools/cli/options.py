@@ -188,7 +188,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
         defaults, reasons = FSDPConfig.for_machine(gpu_count=num)
     else:
         defaults, reasons = FSDPConfig.for_machine()
-        _check_gpus(defaults, (num or 0) // (machines or 1), is_elsewhere)
+        _check_gpus(defaults, (num or 0) // (machines or 1), is_elsewhere or file is not None)
     if is_elsewhere and machines is None and num and num > _GPUS_PER_MACHINE:
         machines = changes["num_machines"] = machines_of(num)
         reasons["num_machines"] = f"of {_GPUS_PER_MACHINE} GPUs each, assumed; --num-machines says otherwise"
@@ -227,7 +227,9 @@ def machines_of(num_processes: int) -> int:
 def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None:
     """Refuse options that need more GPUs than this machine has, or leave open how many another has."""
     if is_elsewhere and defaults.use_cpu:
-        raise ConfigError("--gpu: this machine has no GPU; say with --num-processes how many the other machine has")
+        raise ConfigError(
+            "this machine has no GPU; say with --num-processes how many the other machine has, or --cpu for none"
+        )
     if not defaults.use_cpu and needed > defaults.num_processes:
         raise ConfigError(
             f"{needed} processes on a machine with {defaults.num_processes} GPU(s): each needs its own; say with "

@@ -130,7 +130,9 @@ def check_checkpoint(trainer: Any, folder: Path) -> None:
             raise CheckpointError(f"{str(folder)!r} {problem}. Save to a file system that all ranks share.")
         _check_weights(folder)
         if not any((folder / name).exists() for name in STATE_FILES[:2]):
-            yield STATE_FILES[0], "the optimizer"
+            others = [path.name for name in ("optimizer.pt", "global_step*") for path in folder.glob(name)]
+            why = f" in shards ({others[0]} is that of a run without FSDP, which is not read)" if others else ""
+            yield STATE_FILES[0], f"the optimizer{why}"
         if not (folder / SCHEDULER_NAME).is_file():
             yield SCHEDULER_NAME, "the scheduler"
         if trainer.accelerator.scaler is not None and not (folder / SCALER_NAME).is_file():

@@ -13,10 +13,10 @@ import yaml
 
 from hf_fsdp_tools.diagnostics.findings import Finding, by_severity
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
-from hf_fsdp_tools.integrations.interpret import DEEPSPEED, Translation, general_keys, interpret
+from hf_fsdp_tools.integrations.interpret import Translation, general_keys, interpret, is_deepspeed
 from hf_fsdp_tools.integrations.settings import MixedPrecision, Setting, contradictions
 from hf_fsdp_tools.modeling.pickles import load_yaml
-from hf_fsdp_tools.text import quoted
+from hf_fsdp_tools.text import listed, quoted
 
 _MIN_NUM_PARAMS = 100_000_000
 """The launcher's value where a file has no fsdp_min_num_params; source: accelerate 1.15, commands/launch.py."""
@@ -35,15 +35,16 @@ def check_file(
 def translate_file(path: str | os.PathLike[str], keys: Mapping[str, Setting]) -> Translation:
     """The meaning of a file of `accelerate launch` (YAML or JSON), or of DeepSpeed's JSON, for FSDP2."""
     data = _read(Path(path))
-    if not data.keys() & {*general_keys(), *DEEPSPEED}:
-        some = ", ".join(list(data)[:3])
+    is_launch_file = is_deepspeed(data) or "distributed_type" in data
+    if other := [] if is_launch_file else [key for key in data if key not in general_keys()]:
         raise ConfigError(
-            f"{path} is a config neither of Accelerate nor of DeepSpeed: they have none of its keys ({some}, …); name "
-            "the file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
+            f"{path} is a config neither of Accelerate nor of DeepSpeed, which have no {listed(other, 3)}; name the "
+            "file that --config_file of `accelerate launch`, or deepspeed_config_file, names"
         )
     result = interpret(data, keys, Path(path).parent)
-    if result.refusal:
-        raise ConfigError(f"{path}: {result.refusal}")
+    wrong = (f"{key} is {value}: {end[10:]}" for key, value, end in result.rows if end.endswith(" is expected"))
+    if refusal := result.refusal or next(wrong, ""):
+        raise ConfigError(f"{path}: {refusal}")
     _mend(result)
     return result
 

@@ -119,7 +119,7 @@ def interpret(data: Mapping[str, Any], keys: Mapping[str, Setting], folder: Path
     """
     result = Translation()
     kind = str(data.get("distributed_type", "NO"))
-    if "distributed_type" not in data and data.keys() & {*DEEPSPEED}:
+    if is_deepspeed(data):
         _deepspeed(data, result, folder)
         return result
     place = data.get("compute_environment", "LOCAL_MACHINE")
@@ -277,10 +277,6 @@ def _as(kind: Any, value: Any) -> Any:
 
 # ---- DeepSpeed ----
 
-DEEPSPEED = ("zero_optimization", "bf16", "fp16", "optimizer", "gradient_accumulation_steps", "gradient_clipping",
-              "train_micro_batch_size_per_gpu")  # fmt: skip
-"""Top-level keys of DeepSpeed's JSON that mean something here."""
-
 _ACCELERATES_NAMES = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -298,6 +294,12 @@ _ARGUMENTS = {
     "optimizer.params.eps": "adam_epsilon",
 }
 """Arguments of TrainingArguments by DeepSpeed's key."""
+
+
+def is_deepspeed(data: Mapping[str, Any]) -> bool:
+    """Whether this is DeepSpeed's JSON: other trainers have keys of the same names, and no sections below them."""
+    is_section = any(isinstance(data.get(key), Mapping) for key in ("zero_optimization", "bf16", "fp16"))
+    return "distributed_type" not in data and (is_section or "train_micro_batch_size_per_gpu" in data)
 
 
 def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) -> None:
@@ -325,7 +327,8 @@ def _deepspeed(section: Mapping[str, Any], result: Translation, folder: Path) ->
             if value != "auto" and name != "optimizer.type":
                 result.arguments[_ARGUMENTS[name]] = str(value)
         else:
-            known = {name.rpartition(".")[2] for name in (*DEEPSPEED, *_ACCELERATES_NAMES, *_ARGUMENTS, "stage")}
+            names = ("zero_optimization", "stage", "bf16", "fp16", "optimizer", *_ACCELERATES_NAMES, *_ARGUMENTS)
+            known = {name.rpartition(".")[2] for name in names}
             nearest = did_you_mean(key.rpartition(".")[2], known, otherwise="")
             result.say(key, value, f"left out: means nothing here{nearest}")
 

@@ -1,13 +1,14 @@
 """Open a checkpoint by name, with its config and, for an adapter, its base: headers are read, weights are not."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import GenerationConfig, PreTrainedConfig
+import transformers
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed_steps, opened
@@ -56,6 +57,8 @@ class Checkpoint:
     """The PEFT adapter, if a training state was opened that holds values of one; None otherwise."""
     hub_kwargs: Mapping[str, Any]
     """Arguments that fetch more files of the same commit."""
+    base_options: Mapping[str, Any] = field(default_factory=dict)
+    """Class and number of labels of the base that an adapter was trained on, where its config and files say them."""
 
 
 def open_checkpoint(
@@ -169,12 +172,13 @@ def _open_alone(
     if config is not None and not isinstance(config, PreTrainedConfig):
         config = load_config(config, trust_remote_code=trust_remote_code)
     files = partial(_open_files, config=config, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    source, base = _find_base(Source(name, hub_kwargs))
+    source, base, base_options = _find_base(Source(name, hub_kwargs))
     home = base or source
     checkpoint = files(home)
     state = None if base else checkpoint.adapter_state
     if state is not None:
         state = replace(state, config=peft_config or state.config)
+        base_options = base_options_of(_fields_of(state.config), {})
         if (named := _base_of_state(source, state, checkpoint.config)) is not None:
             if state.holds_base:
                 own = load_config(named.name, trust_remote_code=trust_remote_code, **named.hub)
@@ -187,27 +191,61 @@ def _open_alone(
             "it and name the result."
         )
     adapter = source.name if base else None
-    return replace(checkpoint, name=home.name, adapter=adapter, adapter_state=state, hub_kwargs=source.hub)
+    checkpoint = replace(checkpoint, name=home.name, adapter=adapter, adapter_state=state, hub_kwargs=source.hub)
+    return replace(checkpoint, base_options=base_options)
 
 
 # ---- adapters ----
 
 
-def _find_base(source: Source) -> tuple[Source, Source | None]:
-    """The source at one commit, and the base if it is an adapter."""
+_TASKS = {
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+"""Auto class of the base by PEFT's `task_type`, as PEFT's own auto classes have it, where the head differs from that of
+language models."""
+
+_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
+"""Weights of heads of transformers' classifiers, with one row per label."""
+
+
+def base_options_of(written: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """`auto_class` and `num_labels` of the base of an adapter, as far as its config and the shapes in its files say."""
+    task = getattr(written.get("task_type"), "value", written.get("task_type"))
+    made_on = (written.get("auto_mapping") or {}).get("base_model_class")
+    kind = getattr(transformers, str(_TASKS.get(str(task), made_on)), None)
+    is_known = task in _TASKS or (isinstance(kind, type) and issubclass(kind, PreTrainedModel))
+    heads = [shapes[key][0] for key in _HEADS if task in _TASKS and key in shapes]
+    return {**({"auto_class": kind} if is_known else {}), **({"num_labels": heads[0]} if heads else {})}
+
+
+def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's tensors by the keys of the base."""
+    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+    stored = next((CheckpointIndex.open(file, allow_pickle=True).tensors for file in files if file.is_file()), {})
+    keys = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in stored}
+    return {keys[key]: tuple(tensor.shape) for key, tensor in stored.items()}
+
+
+def _find_base(source: Source) -> tuple[Source, Source | None, dict[str, Any]]:
+    """The source at one commit, and the base if it is an adapter, and what the adapter says of it."""
     with watched(Path(source.name)):
         folder, source = source.folder("*config.json")
         content = "adapter" if source.path is None else _content_of(folder)
     written = read_adapter_config(folder) if "adapter" in content else None
     if written is None:
-        return source, None
+        return source, None, {}
     base = source if "model" in content else _base_of(source, written)
     if base is None:
         raise CheckpointError(
             f"The adapter {source.name!r} names no base model (base_model_name_or_path in adapter_config.json). Write "
             "the base's name or folder there, or load the base and call load_adapter(model, folder)."
         )
-    return source, source if base.name == source.name else base
+    if base.name == source.name:  # the model's own config says what it is
+        return source, source, {}
+    return source, base, base_options_of(written, adapter_shapes(source.folder("adapter_model.*")[0]))
 
 
 def _content_of(folder: Path) -> str:
@@ -224,13 +262,16 @@ def _content_of(folder: Path) -> str:
     return "model" if is_state else "adapter"
 
 
-def _base_of(source: Source, peft_config: Any) -> Source | None:
-    """The base that a config of PEFT names; the config may be the name of the folder that has it."""
+def _fields_of(peft_config: Any) -> Mapping[str, Any]:
+    """The fields of a config of PEFT, which may be the name of the folder that has it, or None."""
     if isinstance(peft_config, str):
-        peft_config = read_adapter_config(Path(peft_config)) or {}
-    if peft_config is None:
-        return None
-    fields = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
+        peft_config = read_adapter_config(Path(peft_config))
+    return (peft_config or {}) if isinstance(peft_config, Mapping | None) else vars(peft_config)
+
+
+def _base_of(source: Source, peft_config: Any) -> Source | None:
+    """The base that a config of PEFT names."""
+    fields = _fields_of(peft_config)
     base = fields.get("base_model_name_or_path")
     return source.of(base, fields.get("revision")) if base else None
 

@@ -88,14 +88,16 @@ def load_yaml(file: Path) -> Any:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
-    """The generation settings of a folder; None where it has none."""
-    file = folder / "generation_config.json"
-    with watched(file):
-        if not file.is_file():
-            return None
+    """The generation settings of a folder, which older ones have in `config.json`; None where it has neither."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    with watched(folder):
+        file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return None
+    options = {} if file == files[0] else {"config_file_name": file.name, "_from_model_config": True}
     read_json_object(file)
     with library_errors(f"{file}: cannot be used", "Save it again, or remove it."):
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
 
 
 def refuse_pointer(file: Path, beginning: bytes) -> None:

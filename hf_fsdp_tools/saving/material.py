@@ -3,11 +3,9 @@
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,9 +15,8 @@ from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
-from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.match import Match, match_checkpoint
-from hf_fsdp_tools.loading.opening import Checkpoint, Source
+from hf_fsdp_tools.loading.opening import Checkpoint, Source, adapter_shapes, base_options_of
 from hf_fsdp_tools.loading.vocabulary import resize_vocabulary
 from hf_fsdp_tools.modeling.configs import (
     forget_quantization,
@@ -40,18 +37,6 @@ _FIT = (
     "Give the class that was trained with --auto-class (auto_class), and the config that belongs to it with --config "
     "(config)."
 )
-
-_TASKS = {
-    "FEATURE_EXTRACTION": "AutoModel",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-}
-"""Auto class of the base by PEFT's `task_type`, as PEFT's own auto classes have it, where the head differs from that of
-language models."""
-
-_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
-"""Weights of heads of transformers' classifiers, with one row per label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +61,7 @@ def material_of_model(
     checkpoint: Checkpoint, auto_class: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Material:
     """The model of a checkpoint, on meta; each tensor has the dtype in which it is stored. No rank communicates."""
-    model = _build(checkpoint, {}, auto_class, trust_remote_code)
+    model = _build(checkpoint, None, auto_class, trust_remote_code)
     match = match_checkpoint(model, checkpoint.index, ignore_mismatched_sizes=True)
     rows = [shape[0] for key, shape, _ in match.mismatched if key in _embeddings(model)]
     if rows:  # tokens were added, and the config is that of the original model
@@ -112,9 +97,7 @@ def material_of_adapter(checkpoint: Checkpoint, adapter: Source, auto_class: Any
     name = adapter.name
     written, shapes = opened("opening the adapter", name, lambda hub: _look_at(Source(name, hub)), dict(adapter.hub))
     with agreed("building the model"):
-        heads = [shapes[key][0] for key in _HEADS if written.get("task_type") in _TASKS and key in shapes]
-        options = {"num_labels": heads[0]} if heads else {}
-        model = _build(checkpoint, written, auto_class, trust_remote_code, **options)
+        model = _build(checkpoint, base_options_of(written, shapes), auto_class, trust_remote_code)
         if rows := [shapes[key][0] for key in _embeddings(model) if key in shapes]:
             resize_vocabulary(model, max(rows), None)
         of_adapter = persistent_tensors(model).keys() & shapes.keys()
@@ -148,7 +131,7 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
     state = checkpoint.adapter_state
     assert state is not None
     with agreed("building the model"):
-        model = _build(checkpoint, read_adapter_config(Path(state.config)) or {}, auto_class, trust_remote_code)
+        model = _build(checkpoint, checkpoint.base_options, auto_class, trust_remote_code)
         embeddings = _embeddings(model)  # of which PEFT saves those that it adapts
         names = () if state.holds_base else state.index.tensors  # biases and the like of the base, which were trained
         trained = [plain_name(name, adapters=True).removeprefix("base_model.model.") for name in names]
@@ -162,16 +145,15 @@ def adapted_model(checkpoint: Checkpoint, auto_class: Any, trust_remote_code: bo
 
 
 def _build(
-    checkpoint: Checkpoint, adapter_config: Mapping[str, Any], auto_class: Any, trust_remote_code: bool, **options: Any
+    checkpoint: Checkpoint, base_options: Mapping[str, Any] | None, auto_class: Any, trust_remote_code: bool
 ) -> PreTrainedModel:
     """A model on meta: of the class for an adapter's task, of its base when it was made, or of the config."""
-    task = _TASKS.get(str(adapter_config.get("task_type")))
-    made_on = str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))
-    chosen = auto_class or getattr(transformers, task or made_on, None)
-    if not task and not auto_class and not (isinstance(chosen, type) and issubclass(chosen, PreTrainedModel)):
-        chosen = model_class(checkpoint.config, trust_remote_code=trust_remote_code, as_stored=True)
-    dtype = (config_dtype(checkpoint.config) if adapter_config else None) or checkpoint.index.dtype
-    options |= {"auto_class": chosen, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    options, of_adapter = {"auto_class": auto_class} if auto_class else {}, base_options is not None
+    options = {**(base_options or {}), **options}
+    if "auto_class" not in options:
+        options["auto_class"] = model_class(checkpoint.config, trust_remote_code=trust_remote_code, as_stored=True)
+    dtype = (config_dtype(checkpoint.config) if of_adapter else None) or checkpoint.index.dtype
+    options |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = build_meta_model(checkpoint.config, **options)
     if weights_4bit(model):
         raise ConfigError(
@@ -192,10 +174,7 @@ def _look_at(adapter: Source) -> tuple[Mapping[str, Any], dict[str, tuple[int, .
             f"No adapter_config.json in {str(folder)!r}. Give a folder that save_pretrained wrote for an adapter, or a "
             "hub name; a model alone is written as a checkpoint without --adapter (adapter=)."
         )
-    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
-    stored = next((CheckpointIndex.open(file, allow_pickle=True).tensors for file in files if file.is_file()), {})
-    keys = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in stored}
-    return written, {keys[key]: tuple(tensor.shape) for key, tensor in stored.items()}
+    return written, adapter_shapes(folder)
 
 
 # ---- tensors ----

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ def check_before_loading(
 ) -> None:
     """Refuse settings that would fail only after the model is loaded.
 
-    Looked at: the model's config, the first 100 rows, and for adapters the model on meta. A default of `--max_length`
-    becomes the positions of a model that has fewer.
+    Looked at: the model's config, the first 100 rows (all where the tokenizer has more tokens than the model), and for
+    adapters the model on meta. A default of `--max_length` becomes the positions of a model that has fewer.
 
     Args:
         model_args: `ModelArguments`.
@@ -42,11 +42,12 @@ def check_before_loading(
 
     Raises:
         ConfigError: a causal language model is to be trained, and this one generates no text, or has an encoder
-            besides; a sequence may be longer than the model has positions; a chat template is needed and absent; parts
-            of a row are text and others turns of a chat; `--lora_target_modules` match nothing, or PEFT cannot adapt
-            them; bitsandbytes cannot compute on this device; `--padding_free` would leave rows uncut; the optimizer
-            cannot step shards, or its package is absent; the output folder cannot be written; there is nothing to
-            resume from, or another run's checkpoints lie in the output folder. On every rank alike.
+            besides; a sequence may be longer than the model has positions; the model has no row for a token; a chat
+            template is needed and absent; parts of a row are text and others turns of a chat; `--lora_target_modules`
+            match nothing, or PEFT cannot adapt them; bitsandbytes cannot compute on this device; `--padding_free` would
+            leave rows uncut; the optimizer cannot step shards, or its package is absent; the output folder cannot be
+            written; there is nothing to resume from, or another run's checkpoints lie in the output folder. On every
+            rank alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -70,6 +71,7 @@ def check_before_loading(
             )
         _fit_positions(config, training, model_args, auto_class)
         _check_rows(training, tokenizer, train)
+        _check_vocabulary(config, tokenizer, model_args.model_name_or_path, [train, evaluation])
         if model_args.load_in_4bit:
             _check_4bit(model_args, training)
         if model_args.use_peft:
@@ -206,11 +208,11 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
     from trl import get_training_chat_template, is_conversational
     from trl.chat_template_utils import has_generation_markers
 
-    rows = list(islice(iter(train), _ROWS))
-    is_chat = is_conversational(rows[0])
+    row = next(iter(train))
+    is_chat = is_conversational(row)
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(
-            f"The rows are chats ({listed(sorted(rows[0]))}), and the tokenizer of this model has no chat template. "
+            f"The rows are chats ({listed(sorted(row))}), and the tokenizer of this model has no chat template. "
             "Give --chat_template_path (a Jinja file, or a tokenizer that has one), or an instruct model."
         )
     words = getattr(tokenizer, "tokenizer", tokenizer)
@@ -219,15 +221,15 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
             raise ConfigError(
                 f"--{option} {token}: the tokenizer has no such token{did_you_mean(token, words.all_special_tokens)}"
             )
-    if getattr(training, "completion_only_loss", None) and not {"prompt", "completion"} <= rows[0].keys():
+    if getattr(training, "completion_only_loss", None) and not {"prompt", "completion"} <= row.keys():
         raise ConfigError(
-            f"--completion_only_loss needs `prompt` and `completion`, and the rows have {listed(sorted(rows[0]))}. "
+            f"--completion_only_loss needs `prompt` and `completion`, and the rows have {listed(sorted(row))}. "
             "Leave it out, or use --assistant_only_loss with chats."
         )
     if getattr(training, "assistant_only_loss", False):
         if not is_chat:
             raise ConfigError(
-                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(rows[0]))}. Leave "
+                f"--assistant_only_loss needs chats (`messages`), and the rows have {listed(sorted(row))}. Leave "
                 "it out, or use `prompt` and `completion`, of which the completion alone counts."
             )
         try:
@@ -238,13 +240,30 @@ def _check_rows(training: Any, tokenizer: Any, train: Any) -> None:
                 "--assistant_only_loss needs a chat template that marks the assistant's words with {% generation %}, "
                 "and this tokenizer's does not. Give one with --chat_template_path, or leave the option out."
             ) from error
-    for number, row in enumerate(rows, 1):
-        names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
-        if len({type(row[name]) for name in names}) > 1:
-            raise ConfigError(
-                f"Row {number} of the training rows: some of {listed(f'`{name}`' for name in names)} are "
-                "text, and some are turns of a chat. Make all the same."
-            )
+    names = [name for name in ("prompt", "completion", "chosen", "rejected") if row.get(name) is not None]
+    if len({type(row[name]) for name in names}) > 1:  # as in all rows
+        raise ConfigError(
+            f"Some of {listed(f'`{name}`' for name in names)} are text, and some are turns of a chat. Make all alike."
+        )
+
+
+def _check_vocabulary(config: Any, tokenizer: Any, name: str, parts: list[Any]) -> None:
+    """Refuse a tokenizer whose tokens have no rows in the model's table; rare ones may, where no text has them."""
+    tokenizer = tokenizer if hasattr(tokenizer, "get_vocab") else tokenizer.tokenizer  # of a processor
+    size, vocabulary = getattr(text_config(config), "vocab_size", None), tokenizer.get_vocab()
+    if not isinstance(size, int) or not (beyond := [token for token, row in vocabulary.items() if row >= size]):
+        return
+    looked_at = [part if hasattr(part, "__len__") else islice(part, _ROWS) for part in parts if part is not None]
+    words = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template)
+    texts, added = map(str, chain(words, *looked_at)), tokenizer.get_added_vocab()
+    met = next((token for text in texts for token in beyond if token not in added or token in text), None)
+    if met is not None:
+        count = max(vocabulary.values()) + 1
+        raise ConfigError(
+            f"The tokenizer of {name} has {count:,} tokens, and the model {size:,} rows for them (vocab_size): {met!r} "
+            "has none. Use the tokenizer of the model, or give the model rows once: "
+            f"model.resize_token_embeddings({count}), and model.save_pretrained."
+        )
 
 
 # ---- the model ----

@@ -97,8 +97,5 @@ def _with_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, An
 
 
 def _name_for(word: str, target: str, value: Any) -> str:
-    """The recipe's name for a column, which depends on what is in it: a list of images, or ShareGPT's turns."""
-    if not isinstance(value, list):
-        return target
-    is_sharegpt = word == "messages" and value and isinstance(value[0], Mapping) and value[0].get("from")
-    return "images" if word == "image" else "conversations" if is_sharegpt else target
+    """The recipe's name for a column, which may hold a list of images."""
+    return "images" if word == "image" and isinstance(value, list) else target

@@ -1,20 +1,28 @@
 """The data of a recipe: files, folders and hub names as a training and an evaluation split."""
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.columns import with_names_of_recipe
-from hf_fsdp_tools.scripting.formats import from_alpaca, from_sharegpt, with_places_of_images, with_turns_for_prompt
+from hf_fsdp_tools.scripting.formats import as_turn, from_alpaca, with_places_of_images, with_prompt_turns, with_turns
 from hf_fsdp_tools.scripting.streams import share_of_stream
-from hf_fsdp_tools.text import did_you_mean, first_line, listed
+from hf_fsdp_tools.text import did_you_mean, first_line, listed, quoted
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""The builder of datasets for a file's suffix."""
+_JSON_LINES = (".jsonl", ".ndjson")
+
+_BUILDERS = {ending: "json" for ending in (*_JSON_LINES, ".json")}
+_BUILDERS |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".txt": "text"}
+"""The builder of datasets for a file's ending."""
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Endings behind another; datasets reads what is inside."""
 
 _HELD_OUT_SHARE, _HELD_OUT_MOST = 0.05, 2_000
 """Rows that are held out for evaluation where the dataset has one split. (assumed)"""
@@ -25,25 +33,31 @@ _TEST_SPLITS = ("validation", "eval", "dev")
 _ALPACA = ({"instruction", "output"}, {"question", "answer"})
 """Columns of a question and its answer; alpaca has `input` besides, which belongs to the question."""
 
+_IMAGES = {"image", "images"}
+
 _TURNS, _TEXT_OR_TURNS = {"messages", "conversations"}, {"prompt", "chosen", "rejected", "completion"}
 
 _LISTS = {"tokens", "tags", "ner_tags"}
 """Columns of words and their classes, which the recipe that takes them looks at."""
 
-_WORDS = _TURNS | _TEXT_OR_TURNS | {"input_ids", "labels"}
+_WORDS = _TURNS | _TEXT_OR_TURNS
 """Columns beside that of the text of which a row needs one with something in it."""
+
+_OF_TRL = _WORDS | {"input_ids", "labels", "completion_mask", "assistant_masks", "seq_lengths"}
+"""Columns that TRL's trainers take for theirs beside those which a recipe trains on; source: trl 1.16."""
 
 
 def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str]]) -> tuple[Any, Any]:
     """The training and the evaluation split, in the format that the recipe needs; prints how many rows each has.
 
-    `--dataset_name` is a hub name, a folder, a .jsonl/.json/.csv/.parquet/.txt file, or several of these with commas
-    between them. Rows of alpaca (`instruction`, `input`, `output`) become `prompt` and `completion`, those of ShareGPT
-    (`conversations` with `from` and `value`) become `messages`. Where there is no evaluation split, a twentieth of the
-    rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. Rows with nothing in them (a blank line of a
-    .txt file) are left out, and their number is printed. With `--dataset_streaming` rows are read as
-    they are needed, each rank its share without end, which `train` gives to the trainer as it is; 2,000 rows are
-    evaluated at most.
+    `--dataset_name` is a hub name, a folder, a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, also
+    compressed), or several of these with commas between them. Rows of alpaca (`instruction`, `input`, `output`) become
+    `prompt` and `completion`, those of ShareGPT (`conversations` with `from` and `value`) become `messages`; roles and
+    calls of tools get the names that chat templates read, and contents in parts become text. Where there is no
+    evaluation split, a twentieth of the rows is held out, 2,000 at most; nothing is with `--eval_strategy no`. Rows
+    with nothing in them (a blank line of a .txt file) are left out, and their number is printed. With
+    `--dataset_streaming` rows are read as they are needed, each rank its share without end, which `train` gives to the
+    trainer as it is; 2,000 rows are evaluated at most.
 
     Args:
         script: TRL's `ScriptArguments`; columns that its `column_names` names (of `parse_arguments`) are renamed.
@@ -53,8 +67,9 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
     Every rank must call. The ranks exchange errors alone.
 
     Raises:
-        ConfigError: a dataset is absent, empty, malformed (with file and line) or has other columns, or no text in
-            them; a row lacks a column that other rows have; there are fewer rows than ranks; on all ranks alike.
+        ConfigError: a dataset is absent, empty, malformed (with file and line), of an unknown ending or has other
+            columns, or no text in them; a row lacks a column that other rows have, or has something else than text or
+            turns there; there are fewer rows than ranks; on all ranks alike.
 
     Example:
         >>> script, training, model_args = parse_arguments(ScriptArguments, SFTConfig, ModelArguments)
@@ -112,38 +127,74 @@ def _splits_of(name: str, script: Any) -> Any:
     """The splits of one file, folder or hub name."""
     from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetGenerationError
+    from datasets.table import CastError
 
     path = Path(name)
-    if not path.exists() and (path.suffix in _BUILDERS or name.startswith((".", "/", "~"))):
+    if not path.exists() and (_ending(path) or name.startswith((".", "/", "~"))):
         raise ConfigError(f"--dataset_name {name}: no such file. Give a file, a folder, or a hub name.")
-    for file in _files_of(name):
+    if path.is_file() and not _ending(path):
+        raise ConfigError(
+            f"--dataset_name {name}: {path.suffix or 'a file without an ending'} is not known. Give it the ending of "
+            f"what it holds: {listed(_BUILDERS, 9)}; also compressed ({', '.join(_COMPRESSED)})."
+        )
+    files = _files_of(name)
+    for file in files:
         if not file.stat().st_size:
             raise ConfigError(f"--dataset_name {name}: {file.name} is empty.")
+        is_alike = file.suffix in {*_BUILDERS, *_COMPRESSED} - {".pq"} and _ending(file) == _ending(files[0])
+        if not (is_alike or path.is_file() or (path / "README.md").is_file()):
+            raise ConfigError(
+                f"--dataset_name {name}: {file.name}: of a folder, datasets reads files of one kind, with endings in "
+                "small letters (.parquet, not .pq), and leaves out others. Name files with commas between them."
+            )
     try:
         if path.is_file():
-            builder = _BUILDERS.get(path.suffix, "text")
-            splits = load_dataset(builder, data_files=str(path), streaming=script.dataset_streaming)
+            splits = _load(path, streaming=script.dataset_streaming)
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             stored = load_from_disk(name)
             splits = stored if hasattr(stored, "items") else {"train": stored}
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
+        cause = error.__cause__ or error
         if (where := _bad_line([name])) is not None:
             raise ConfigError(f"--dataset_name {name}: {where}.") from error
+        if isinstance(cause, CastError) or "Schema at index" in str(cause):
+            raise ConfigError(f"--dataset_name {name}: {_other_columns(files, cause)}.") from error
         if isinstance(error, DatasetGenerationError):
-            reason = first_line(error.__cause__ or error)
-            raise ConfigError(f"--dataset_name {name}: {reason}. Mend or delete that row.") from error
-        raise ConfigError(
-            f"--dataset_name {name} cannot be loaded: {first_line(error)}. Check the name; one of the hub needs the "
-            "network, and `hf auth login` where it is private or gated."
-        ) from error
+            raise ConfigError(f"--dataset_name {name}: {first_line(cause)}. Mend or delete that row.") from error
+        cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
+        cure = "Mend it, or store its rows in .jsonl." if path.exists() else cure
+        raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {cure}") from error
     return splits
+
+
+def _other_columns(files: list[Path], error: BaseException) -> str:
+    """Which files of a folder have other columns than the first, or what the error says of one file."""
+    columns = {file.name: ", ".join(sorted(_columns(_load(file, streaming=True)["train"]))) for file in files}
+    first = next(iter(columns), "")
+    if (other := next((name for name in columns if columns[name] != columns[first]), None)) is None:
+        return f"some rows have other columns: {first_line(error)}. Give all rows the same"
+    found = f"{first} has the columns {columns[first]}, and {other} {columns[other]}"
+    return f"{found}. Give all files of a folder the same, or name them with commas between them"
+
+
+def _load(file: Path, *, streaming: bool) -> Any:
+    from datasets import load_dataset
+
+    options = {"sep": "\t"} if _ending(file) == ".tsv" else {}
+    return load_dataset(_BUILDERS[_ending(file)], data_files=str(file), streaming=streaming, **options)
+
+
+def _ending(file: Path) -> str:
+    """The ending of a file in small letters, that before the one of compression; "" where it is not known."""
+    endings = [ending.lower() for ending in file.suffixes if ending.lower() not in _COMPRESSED]
+    return endings[-1] if endings and endings[-1] in _BUILDERS else ""
 
 
 def _files_of(name: str) -> list[Path]:
     path = Path(name)
-    return [path] if path.is_file() else sorted(file for file in path.glob("*") if file.suffix in _BUILDERS)
+    return [path] if path.is_file() else sorted(file for file in path.glob("*") if _ending(file))
 
 
 def _bad_line(names: list[str]) -> str | None:
@@ -152,18 +203,20 @@ def _bad_line(names: list[str]) -> str | None:
 
 def _first_bad_line(file: Path) -> str | None:
     """What is wrong with the first line that is not UTF-8, or in .jsonl not one JSON object; None where nothing is."""
-    if file.suffix not in (".jsonl", ".json", ".csv", ".txt"):
+    suffix = file.suffix.lower()
+    if suffix in (*_COMPRESSED, ".parquet", ".pq", ".arrow"):
         return None
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
+                return f"{file.name} is UTF-16. Convert it: iconv -f utf-16 -t utf-8 {file.name} > utf8-{file.name}"
             try:
                 text = line.decode()
-                if file.suffix == ".jsonl" and text.strip() and not isinstance(json.loads(text.lstrip("\ufeff")), dict):
+                if suffix in _JSON_LINES and text.strip() and not isinstance(json.loads(text.lstrip("\ufeff")), dict):
                     return f"{file.name}, line {number} is no JSON object. Mend or delete that row"
             except UnicodeDecodeError as error:
-                byte, name = line[error.start], file.name
-                cure = f"Convert it: iconv -f latin1 -t utf-8 {name} > utf8-{name}"
-                return f"{name}, line {number} is not UTF-8 (byte 0x{byte:02x}). {cure}"
+                cure = f"Convert it: iconv -f latin1 -t utf-8 {file.name} > utf8-{file.name}"
+                return f"{file.name}, line {number} is not UTF-8 (byte 0x{line[error.start]:02x}). {cure}"
             except ValueError as error:
                 return f"{file.name}, line {number} is no JSON: {first_line(error)}. Mend or delete that row"
     return None
@@ -184,22 +237,17 @@ def _converted(dataset: Any, name: str, needed: Sequence[AbstractSet[str]], text
     """The dataset with one set of the needed columns, without empty rows; alpaca and ShareGPT are converted."""
     columns = _columns(dataset)
     if (used := next((one for one in needed if one <= columns), None)) is not None:
-        dataset = _without_empty(dataset, name, used, text)
-        worded = used & (_TURNS | _TEXT_OR_TURNS)
-        _check_types(dataset, name, worded if worded or (text in used and len(used) > 1) else used - _LISTS)
-        dataset = with_turns_for_prompt(dataset)
-        return with_places_of_images(dataset) if used & {"image", "images"} else dataset
+        dataset = _checked(dataset, name, used, used & (_WORDS | {text}) or used - _LISTS, text)
+        dataset = with_prompt_turns(_without_columns_of_trl(dataset, name, used))
+        return with_places_of_images(dataset) if used & _IMAGES else dataset
     if "conversations" in columns and any(one <= columns - {"conversations"} | {"messages"} for one in needed):
-        dataset = _without_empty(dataset, name, {"conversations"}, text)
-        _check_types(dataset, name, {"conversations"})
-        dataset = dataset.map(from_sharegpt, remove_columns=["conversations"])
-        return _converted(dataset, name, needed, text, options)
+        dataset = _checked(dataset, name, {"conversations"} | columns & _IMAGES, {"conversations"}, text)
+        return _converted(dataset.rename_column("conversations", "messages"), name, needed, text, options)
     pairs = {"prompt", "completion"} in map(set, needed)
     question = next((pair for pair in _ALPACA if pair <= columns), None)
     if question is not None and (pairs or {"messages"} in map(set, needed)):
         ask, answer = ("instruction", "output") if "output" in question else ("question", "answer")
-        dataset = _without_empty(dataset, name, question, text)
-        _check_types(dataset, name, {ask, answer, "input", "system"})
+        dataset = _checked(dataset, name, question, {ask, answer, "input", "system"} & columns, text)
         keywords = {"ask": ask, "answer": answer, "pairs": pairs}
         return dataset.map(from_alpaca, fn_kwargs=keywords, remove_columns=sorted(columns))
     raise ConfigError(
@@ -221,46 +269,89 @@ def _cure(columns: AbstractSet[str], needed: Sequence[AbstractSet[str]], options
     return f"{near}Needed: {lists}. Rename one{ours}."
 
 
-def _without_empty(dataset: Any, name: str, used: AbstractSet[str], text: str) -> Any:
-    """The dataset without rows that have nothing in them; prints how many are left out."""
-    needed = sorted(used & (_TURNS | _TEXT_OR_TURNS | {text, *_ALPACA[0], *_ALPACA[1]}) or used)
-    columns = sorted(_columns(dataset) & (_WORDS | {text}) | set(needed))
+def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSet[str], text: str) -> Any:
+    """The dataset without rows that have nothing in them, and with turns as chat templates read them.
+
+    Every row is looked at, in a stream when it is read: the columns of `worded` must hold text, or turns of a chat.
+    """
+    import datasets
+
+    needed = sorted(used & (_WORDS | {text, *_ALPACA[0], *_ALPACA[1]}) or used)
+    columns = sorted(_columns(dataset) & (_WORDS | {text}) | worded | set(needed))
+    is_stream, keeps_parts = not hasattr(dataset, "__len__"), bool(used & _IMAGES)
+    turned = dict.fromkeys(columns if is_stream else (), False)  # columns of other turns, and whether tools are called
+    kinds: dict[str, type] = {}
 
     def has_words(*cells: Any) -> bool:
         *values, index = cells
         row = dict(zip(columns, values, strict=True))
+        for column in worded:
+            try:
+                if turns := _other_turns(row[column], column, keeps_parts):
+                    turned[column] = turned.get(column, False) or any("tool_calls" in turn for turn in turns)
+                if row[column] is not None and kinds.setdefault(column, type(row[column])) is not type(row[column]):
+                    raise ValueError("text in all rows, or turns of a chat in all")
+            except ValueError as error:
+                raise ConfigError(
+                    f"--dataset_name {name}: {_place(name, index)}: the column `{column}` must hold {error}. Mend that "
+                    "row, or rename the column and name another one."
+                ) from error
+        full = [column for column in (*_WORDS, text, *needed) if row.get(column)]
         absent = next((column for column in needed if row[column] is None), None)
-        if any(values) and absent is not None:
+        if full and absent is not None:
             there = listed(f"`{column}`" for column in columns if row[column])
             raise ConfigError(
-                f"--dataset_name {name}: row {index + 1} has {there} and no `{absent}`, which other rows have. Keep "
-                "rows of one kind in a file."
+                f"--dataset_name {name}: {_place(name, index)} has {there} and no `{absent}`, which other rows have. "
+                "Keep rows of one kind in a file."
             )
-        return any(values)
+        return bool(full)
 
-    if not hasattr(dataset, "__len__"):
-        return dataset.filter(has_words, with_indices=True, input_columns=columns)
-    kept = dataset.filter(has_words, with_indices=True, input_columns=columns, keep_in_memory=True)
-    left_out = len(dataset) - len(kept)
-    if not len(kept):
-        raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
-    if left_out and rank_and_size()[0] == 0:
-        print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
-    return kept if left_out else dataset
+    memory = {} if is_stream else {"keep_in_memory": True}
+    kept = dataset.filter(has_words, with_indices=True, input_columns=columns, **memory)
+    if not is_stream:
+        left_out = len(dataset) - len(kept)
+        if not len(kept):
+            raise ConfigError(f"--dataset_name {name}: all {len(dataset):,} rows are empty.")
+        if left_out and rank_and_size()[0] == 0:
+            print(f"{name}: {left_out:,} of {len(dataset):,} rows are empty and are left out")
+        kept = kept if left_out else dataset
+    if not (changed := sorted(turned.keys() & worded & _WORDS)):
+        return kept
+    features = None
+    if any(turned.values()) and hasattr(datasets, "Json"):  # else each call gets the arguments of all, as None
+        features = datasets.Features({**kept.features, **{column: [datasets.Json()] for column in changed}})
+    return kept.map(with_turns, fn_kwargs={"columns": changed, "keeps_parts": keeps_parts}, features=features)
 
 
-def _check_types(dataset: Any, name: str, columns: AbstractSet[str]) -> None:
-    """Refuse a dataset whose first row has something else than text, or turns of a chat, in these columns."""
-    row: Mapping[str, Any] = next(iter(dataset), {})
-    for column in sorted(columns & set(row)):
-        value, expected = row[column], "turns, each with `role` and `content`" if column in _TURNS else "text"
-        turns = value if isinstance(value, list) and column in _TURNS | _TEXT_OR_TURNS else [None]
-        is_text = value is None or (isinstance(value, str) and column not in _TURNS)
-        if not is_text and not all(isinstance(turn, Mapping) and turn.get("role", turn.get("from")) for turn in turns):
-            raise ConfigError(
-                f"--dataset_name {name}: the column `{column}` must hold {expected}, and its first row is "
-                f"{repr(value)[:60]}. Mend it, or rename it and name another one."
-            )
+def _other_turns(value: Any, column: str, keeps_parts: bool) -> list[dict[str, Any]] | None:
+    """The turns of a cell as chat templates read them, where they are not so; ValueError: what it must hold."""
+    if value is None or (isinstance(value, str) and column not in _TURNS):
+        return None
+    if not isinstance(value, list) or column not in _WORDS:
+        expected = "turns, each with `role` and `content`" if column in _TURNS else "text"
+        raise ValueError(f"{expected}, and is {quoted(value)}")
+    turns = [as_turn(turn, keeps_parts) for turn in value]
+    is_same = turns == [{key: each for key, each in turn.items() if each is not None} for turn in value]
+    return None if is_same else turns
+
+
+def _place(name: str, index: int) -> str:
+    """Where a row stands: its line in a file of JSON lines, which may have blank ones."""
+    file = Path(name)
+    if file.suffix.lower() not in _JSON_LINES or not file.is_file():
+        return f"row {index + 1}"
+    with open(file, "rb") as lines:
+        numbers = (number for number, line in enumerate(lines, 1) if line.strip())
+        return f"line {next(islice(numbers, index, None), index + 1)}"
+
+
+def _without_columns_of_trl(dataset: Any, name: str, used: AbstractSet[str]) -> Any:
+    """The dataset without columns that a trainer would take for its own; reward functions take whatever there is."""
+    kept = used | ({"prompt"} if "chosen" in used else set())
+    surplus = sorted(_columns(dataset) & _OF_TRL - kept) if used != {"prompt"} else []
+    if surplus and rank_and_size()[0] == 0:
+        print(f"{name}: left out beside {listed(sorted(used))}: {listed(surplus)}")
+    return dataset.remove_columns(surplus) if surplus else dataset
 
 
 def _columns(dataset: Any) -> set[str]:

@@ -1,10 +1,11 @@
 """Rows of other formats as TRL's trainers take them, and batches that all have an image."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from trl import maybe_convert_to_chatml
+from hf_fsdp_tools.text import listed, quoted
 
 _PLACE = "<image>"
 """What stands for an image in the texts of LLaVA's, ShareGPT's and LLaMA-Factory's rows."""
@@ -15,28 +16,87 @@ _LOOKED_AT = 100
 _MOST_ROWS = 10_000
 """Rows among which one with an image is looked for. (assumed)"""
 
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
-"""Roles of ShareGPT as chat templates name them."""
+_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "chatgpt"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+"""Roles of other programs as chat templates name them; "call" is a turn of the assistant whose text is a call."""
+
+_CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_BESIDE_CONTENT = {"tool_calls", "reasoning_content", "thinking"}
+"""What a turn of the assistant may have instead of a content."""
 
 
-def from_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert `{"from": "human", "value": …}` to `{"role": "user", "content": …}`."""
-    keys = ("from", "value", "role", "content")
-    turns = [{key: turn[key] for key in keys if turn.get(key) is not None} for turn in row["conversations"]]
-    turns = maybe_convert_to_chatml({"messages": turns})["messages"]
-    return {"messages": [{"content": "", **turn, "role": _ROLES.get(turn["role"], turn["role"])} for turn in turns]}
+def as_turn(turn: Any, keeps_parts: bool) -> dict[str, Any]:
+    """A turn as chat templates read it, also of `from` and `value`, and of other programs' roles and calls of tools.
+
+    Texts in parts are put together unless a template of images reads them (`keeps_parts`). ValueError: why it is none.
+    """
+    # Arrow gives each turn the keys of all
+    given = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    is_shared, there = "from" in given, f"has {listed(f'`{key}`' for key in given)}" if given else f"is {quoted(turn)}"
+    name, content = given.pop("from", None), given.pop("value", None)
+    name, content = given.pop("role", name), given.pop("content", content)
+    role = _ROLES.get(str(name).lower(), str(name).lower())
+    rest = {} if is_shared else given
+    if role == "call":
+        role, content, rest["tool_calls"] = "assistant", "", _calls(content)
+    elif call := rest.pop("function_call", None):
+        rest["tool_calls"] = _calls(call)
+    if name is None or (content is None and not rest.keys() & _BESIDE_CONTENT):
+        raise ValueError(f"turns, each with `role` and `content`, and one {there}")
+    if role not in _CHAT_ROLES:
+        raise ValueError(f"turns with the roles {', '.join(_CHAT_ROLES)}, and one is of {quoted(name)}")
+    if isinstance(content, list) and not keeps_parts:
+        content = "".join(map(_text_of_part, content))
+    if not isinstance(content, str | list | None):
+        raise ValueError(f"turns whose `content` is text, and one is {quoted(content)}")
+    return {"role": role, **({} if content is None else {"content": content}), **rest}
+
+
+def _text_of_part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise ValueError(f"turns of text, and a part of one is {quoted(part)}")
+    return text
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of tools, which other programs write as JSON, one or a list."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+        pairs = [(call["name"], call.get("arguments", {})) for call in (calls if isinstance(calls, list) else [calls])]
+        read = [(name, json.loads(value) if isinstance(value, str) else value) for name, value in pairs]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        expected = 'calls of tools as JSON ({"name": …, "arguments": {…}})'
+        raise ValueError(f"{expected}, and one is {quoted(value)}") from error
+    return [{"type": "function", "function": {"name": name, "arguments": value}} for name, value in read]
+
+
+def with_turns(row: dict[str, Any], columns: Sequence[str], keeps_parts: bool) -> dict[str, Any]:
+    """The row with turns as chat templates read them; LLaMA-Factory has the system's beside those of ShareGPT."""
+    lists = [name for name in columns if isinstance(row[name], list)]
+    turns = {name: [as_turn(turn, keeps_parts) for turn in row[name]] for name in lists}
+    if row.get("system") and (rest := turns.get("conversations")) and rest[0]["role"] != "system":
+        turns["conversations"] = [{"role": "system", "content": row["system"]}, *rest]
+    return turns
 
 
 def from_alpaca(row: dict[str, Any], ask: str, answer: str, pairs: bool) -> dict[str, Any]:
     """A question and its answer as turns of a chat; alpaca's `system` and `input` belong to the question."""
     question = "\n\n".join(part for part in (row[ask], row.get("input")) if part)
     turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    turns.append({"role": "user", "content": question})
+    asked = [*(row.get("history") or ()), (question, None)]  # LLaMA-Factory's rounds before this one
+    roles = ("user", "assistant")
+    turns += [{"role": role, "content": text} for each in asked for role, text in zip(roles, each, strict=True)][:-1]
     reply = [{"role": "assistant", "content": row[answer]}]
     return {"prompt": turns, "completion": reply} if pairs else {"messages": turns + reply}
 
 
-def with_turns_for_prompt(dataset: Any) -> Any:
+def with_prompt_turns(dataset: Any) -> Any:
     """A dataset whose `prompt` is no text where the answers are turns of a chat; TRL puts the two behind each other.
 
     ultrafeedback has such rows: its answers begin with the turn that the prompt is. Others begin with the assistant.

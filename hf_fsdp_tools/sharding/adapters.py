@@ -251,10 +251,17 @@ def load_adapter(
     refuse_for_shards(config, model)
     with _undone_if_it_fails(model):
         file = Path(folder) / ADAPTER_CONFIG
-        with _made_alike(config), errors_of_peft(config), matched_in("peft", file):
-            adapted = peft.PeftModel.from_pretrained(
-                model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
-            )
+        with _made_alike(config), errors_of_peft(config), matched_in("peft", file), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            try:
+                adapted = peft.PeftModel.from_pretrained(
+                    model, folder, config=config, is_trainable=is_trainable, torch_device="cpu"
+                )
+            except UserWarning as error:
+                raise ConfigError(
+                    f"{folder}: {quoted(str(error))} The adapter was trained on another class than "
+                    f"{type(model).__name__}: give it as auto_class."
+                ) from None
         shard_added(adapted)
     return adapted.eval()
 

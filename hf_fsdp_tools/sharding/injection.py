@@ -117,9 +117,12 @@ def _guarded(model: nn.Module, config: Any) -> Iterator[None]:
         around: AbstractContextManager[None] = forward_begun(root)  # type: ignore[arg-type]  # an FSDPModule
     else:
         around = _one_axis(root)
-    # DoRA: whole adapters and shards together.
+    # DoRA: whole adapters and shards together, and norms over the dimension that is split, which PEFT cannot load into.
     with errors_of_peft(config), around, listed_as_parameters(root), implicit_replication():
         yield
+        added = [each for each in root.parameters() if isinstance(each, DTensor)]
+        sums = [each for each in added if any(place.is_partial() for place in each.placements)]
+        swap(root, {each: with_data(each, each.full_tensor()) for each in sums})
 
 
 def refuse_for_any(config: Any) -> None:

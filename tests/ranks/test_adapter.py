@@ -21,7 +21,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import SequentialSampler
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from hf_fsdp_tools import (
@@ -145,6 +152,36 @@ def _one_case(kind: str, config: Callable[[], Any], folders: dict[str, Path], ou
     texts = [each.generate(input_ids=IDS, max_new_tokens=2, do_sample=False) for each in (model, expected)]
     assert torch.equal(*texts)
     _files(model, expected, partial(plain_base, kind=kind), folder, output, logits)
+    assert_same_tensors(full_state(from_pretrained(output / "adapter", **options(kind))), full_state(model))
+
+
+def _other_heads(folder: Path, output: Path) -> None:
+    """The base is of the class and the classes that the adapter was trained on."""
+    dora = {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}
+    for name, kind, task, more in (
+        ("embedder", AutoModel, "FEATURE_EXTRACTION", {}),
+        ("classifier", AutoModelForSequenceClassification, "SEQ_CLS", {}),
+        ("no task", AutoModel, None, {}),
+        ("DoRA of an embedding", AutoModelForCausalLM, "CAUSAL_LM", dora),
+    ):
+        classes = {"num_labels": 3} if name == "classifier" else {}
+        torch.manual_seed(0)
+        base = kind.from_pretrained(folder, **classes)
+        if dist.get_rank() == 0:
+            grown(adapted := get_peft_model(base, lora(task_type=task, **more)))
+            adapted.save_pretrained(output / name)
+        dist.barrier()
+        expected = PeftModel.from_pretrained(kind.from_pretrained(folder, **classes), output / name)
+        adapters = {key: value for key, value in full_state(expected).items() if "lora" in key or "to_save" in key}
+        found = full_state(from_pretrained(output / name))
+        assert_same_tensors({key: found.get(key) for key in adapters}, adapters)
+        if kind is AutoModel:
+            with pytest.raises(ConfigError, match="was trained on another class than LlamaForCausalLM"):
+                from_pretrained(output / name, auto_class=AutoModelForCausalLM)
+
+
+def test_an_adapter_opens_the_class_of_base_that_it_was_trained_on(folders, tmp_path):
+    run_ranks(_other_heads, 2, folders["llama"], tmp_path)
 
 
 def _files(model, expected, base, folder: Path, output: Path, logits: torch.Tensor) -> None:

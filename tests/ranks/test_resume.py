@@ -351,9 +351,11 @@ def _best(name, source, out):
     assert _equal(trainer.model, AutoModelForCausalLM.from_pretrained(out / "final"))
     if name == "only":
         later = _trainer(_model(source), out, max_steps=3)
-        with pytest.raises(
-            CheckpointError, match=r"lacks the optimizer.*the scheduler.*random states.*allow_incomplete"
-        ):
+        (out / "checkpoint-1" / "optimizer.pt").touch()  # as a Trainer without FSDP leaves it
+        said = (
+            r"lacks the optimizer in shards \(optimizer.pt is that of a run without.*scheduler.*random states.*allow_"
+        )
+        with pytest.raises(CheckpointError, match=said):
             later.train(resume_from_checkpoint=True)
         later.allow_incomplete = True
         with pytest.warns(UserWarning, match=r"lacks the optimizer.*anew") if dist.get_rank() == 0 else nullcontext():

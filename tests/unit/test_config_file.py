@@ -184,10 +184,10 @@ def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: p
     old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     (tmp_path / "old.yaml").write_text(json.dumps(old))
     assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
-    assert "drop offload_params" in capsys.readouterr().err
+    assert "this machine has no GPU; say with --num-processes how many" in capsys.readouterr().err
     new, _ = translate(tmp_path, old, "--gpu", "h100-80gb", "--num-processes", "2")
     assert new["fsdp_config"]["fsdp_offload_params"] is True
-    assert translate(tmp_path, old, "--no-offload-params")[0] == says(num_processes=2, use_cpu=True)
+    assert translate(tmp_path, old, "--no-offload-params", "--cpu")[0] == says(num_processes=2, use_cpu=True)
 
 
 def test_a_file_of_deepspeed_that_names_itself_is_read_once(tmp_path: Path) -> None:
@@ -203,6 +203,9 @@ def test_a_file_of_deepspeed_that_names_itself_is_read_once(tmp_path: Path) -> N
         ("a: [", "neither YAML nor JSON"),
         ("", "found nothing"),
         ("learning_rate: 1\nmax_length: 2\n", r"neither of Accelerate nor of DeepSpeed.*learning_rate, max_length"),
+        ("gradient_accumulation_steps: 4\noptimizer: adamw\nbf16: auto\nfsdp_config: {}\n", "have no gradient_acc"),
+        ("stage: sft\ndeepspeed: ds.json\nbf16: true\n", "neither of Accelerate nor .* have no stage, deepspeed, bf16"),
+        ("distributed_type: FSDP\nnum_processes: $GPUS\n", r"num_processes is \$GPUS: a whole number is expected"),
         ("distributed_type: FSDP\nfsdp_config: [1]\n", r"fsdp_config is \[1\]; write `key: value` lines"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n", "no.json cannot be read"),
     ],

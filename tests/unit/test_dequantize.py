@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,15 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
     model = build_meta_model(hf.Qwen3Config(**config | {"quantization_config": {"quant_method": method}}))
     with pytest.raises(CheckpointError, match=rf"quantised \({method}\); .*{reason}(.|\n)*model\.dequantize\(\)"):
         load_weights(model, fp8)
+
+
+def test_rotated_weights_are_refused_by_the_key_that_says_so(fp8):
+    config = json.loads((fp8 / "config.json").read_text())
+    for transform in ({"config_groups": {"R4": {"type": "hadamard"}}}, {"config_groups": {}}, {}):
+        quantization = config["quantization_config"] | {"transform_config": transform}
+        model = build_meta_model(hf.Qwen3Config(**config | {"quantization_config": quantization}))
+        with pytest.raises(CheckpointError, match="has transform_config") if any(transform.values()) else nullcontext():
+            load_weights(model, fp8)
 
 
 def test_warnings_say_that_weights_were_dequantised_and_which_contradict_the_config(fp8, tmp_path, monkeypatch):

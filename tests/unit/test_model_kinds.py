@@ -17,7 +17,7 @@ from trl.data_utils import prepare_multimodal_messages
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting import ModelArguments, check_before_loading, finish
 from hf_fsdp_tools.scripting.demo import train_demo_tokenizer
-from hf_fsdp_tools.scripting.formats import with_places_of_images, with_turns_for_prompt
+from hf_fsdp_tools.scripting.formats import with_places_of_images, with_prompt_turns
 from hf_fsdp_tools.sharding.adapters import with_modules_to_save
 
 SIZES = {
@@ -76,8 +76,8 @@ def test_a_prompt_of_text_beside_chats_becomes_a_turn(tokenizer, tmp_path):
         ({"prompt": asked, "chosen": "a", "rejected": "b"}, {"prompt": asked, "chosen": "a", "rejected": "b"}),
         ({"prompt": [ASK], "chosen": good[1:], "rejected": bad[1:]}, {"prompt": [ASK], **alone}),
     ):
-        assert with_turns_for_prompt(Dataset.from_list([row]))[0] == expected
-    with pytest.raises(ConfigError, match=r"Row 1 of the .* `prompt`, `completion` are text, and some are turns"):
+        assert with_prompt_turns(Dataset.from_list([row]))[0] == expected
+    with pytest.raises(ConfigError, match=r"Some of `prompt`, `completion` are text, and some are turns"):
         check("llama", [{"prompt": [ASK], "completion": "This."}] * 8, tokenizer, tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_settings_by_which_an_inner_model_generates_are_kept(tmp_path: Path) -> 
     save_pretrained(opened, tmp_path / "ours")
     again.save_pretrained(tmp_path / "theirs")
     assert differences(tmp_path / "ours", tmp_path / "theirs") == []
+
+
+def test_settings_by_which_older_models_generate_are_those_of_their_config(folders, tmp_path: Path) -> None:
+    shutil.copytree(folders["t5"], tmp_path / "older")
+    (tmp_path / "older" / "generation_config.json").unlink()
+    file = tmp_path / "older" / "config.json"
+    older = {"num_beams": 3, "max_length": 17, "no_repeat_ngram_size": 2, "forced_bos_token_id": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | older))
+    opened: Any = from_pretrained(tmp_path / "older")
+    again = type(opened).from_pretrained(tmp_path / "older")
+    assert opened.generation_config.to_dict() == again.generation_config.to_dict()
+    save_pretrained(opened, tmp_path / "saved")
+    assert older.items() <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
 
 
 def test_the_models_that_keep_settings_of_an_inner_one_are_those_of_transformers() -> None:

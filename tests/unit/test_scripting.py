@@ -1,6 +1,9 @@
 """What recipes share, in one process: options, data in its forms, and each mistake of a user in one line."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import sys
 from itertools import islice
@@ -11,7 +14,9 @@ import pytest
 
 pytest.importorskip("trl")
 
+import pyarrow as pa
 from datasets import Dataset, IterableDataset
+from pyarrow import feather, parquet
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
@@ -213,12 +218,28 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, m
         ("bad.jsonl", ['{"text": "a"}', '{"text": '], r"bad.jsonl, line 2 is no JSON: .* Mend or delete that row"),
         ("one.jsonl", [{"text": "a"}], "has 1 row, and evaluation needs one of its own"),
         ("qa.jsonl", [{"q": 1, "a": 2}] * 9, "has the columns a, q; none can be trained on. Needed: `text`; or"),
-        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: the column `text` must hold text, and its first row is 7"),
-        ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and its"),
+        ("n.jsonl", [{"text": 7}] * 9, "n.jsonl: line 1: the column `text` must hold text, and is 7"),
+        ("m.jsonl", [{"messages": "hello"}] * 9, "`messages` must hold turns, each with `role` and `content`, and"),
         ("c.jsonl", [{"conversations": ["x"]}] * 9, "`conversations` must hold turns"),
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
-        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "row 4 has .* no `completion`"),
+        ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "line 4 has .* no `completion`"),
+        (
+            "l.jsonl",
+            [{"text": "a"}] * 9 + [{"text": 0}],
+            "l.jsonl: line 10: the column `text` must hold text, and is 0",
+        ),
+        ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "line 41: .* and one has `role`, `text`"),
+        ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
+        ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
+        ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
+        (
+            "k.jsonl",
+            [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4,
+            "line 2: .* text in all",
+        ),
+        ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
+        ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
     ],
 )
@@ -250,10 +271,68 @@ def test_a_file_in_another_encoding_is_named_with_its_line(suffix, tmp_path):
         splits(f"old{suffix}")
 
 
+def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path):
+    rows = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(9))
+    for name in ("a.ndjson", "a.JSONL"):
+        (tmp_path / name).write_text(rows)
+    for module, name in ((gzip, "a.jsonl.gz"), (bz2, "a.jsonl.bz2"), (lzma, "a.jsonl.xz")):
+        (tmp_path / name).write_bytes(module.compress(rows.encode()))
+    (tmp_path / "a.tsv").write_text("text\tx\n" + "row 0\t1\n" * 9)
+    table = pa.table({"text": ["row 0"] * 9})
+    feather.write_feather(table, tmp_path / "a.arrow")
+    parquet.write_table(table, tmp_path / "a.pq")
+    for name in sorted(path.name for path in tmp_path.glob("a.*")):
+        assert splits(name, eval_strategy="no")[0][0]["text"] == "row 0", name
+    for folder, other, reason in (
+        ("two", "b.csv", "b.csv: of a folder, datasets reads files of one kind"),
+        ("more", "b.jsonl", "a.jsonl has the columns text, and b.jsonl more, text"),
+        ("capital", "b.JSONL", "b.JSONL: of a folder"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(rows)
+        (tmp_path / folder / other).write_text(rows.replace("{", '{"more": 1, '))
+        with pytest.raises(ConfigError, match=reason):
+            splits(folder)
+    (tmp_path / "wide.jsonl").write_text(rows, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"wide.jsonl is UTF-16.* iconv -f utf-16"):
+        splits("wide.jsonl")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_path, capsys):
+    def first(*rows):
+        data = lines(tmp_path / f"{sum(1 for _ in tmp_path.iterdir())}.jsonl", rows * 2)
+        part, _ = splits(data, dataset_streaming=streaming, max_steps=1, eval_strategy="no")
+        return [{key: each for key, each in turn.items() if each is not None} for turn in next(iter(part))["messages"]]
+
+    def shared(*turns, **more):
+        return {"conversations": [{"from": name, "value": value} for name, value in turns], **more}
+
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": '{"b": 2}'}]
+    read = [
+        {"type": "function", "function": {"name": n, "arguments": a}} for n, a in (("f", {"a": 1}), ("g", {"b": 2}))
+    ]
+    turns = ("human", "?"), ("function_call", json.dumps(calls)), ("observation", "3"), ("gpt", "!")
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    called = {"role": "assistant", "content": "", "tool_calls": read}
+    assert first(shared(*turns)) == [question, called, {"role": "tool", "content": "3"}, answer]
+    assert first(shared(turns[0], turns[3], system="s")) == [{"role": "system", "content": "s"}, question, answer]
+    in_parts = [{"type": "text", "text": "?"}, {"type": "text", "text": "!"}]
+    assert first({"messages": [{"role": "Human", "content": in_parts}]}) == [question | {"content": "?!"}]
+    assert first({"messages": [question, answer], "prompt": "x", "labels": 1}) == [question, answer]
+    assert ".jsonl: left out beside messages: labels, prompt" in capsys.readouterr().out
+
+
 def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
-    alpaca = lines(tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3"}] * 40)
+    alpaca = lines(
+        tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]}] * 40
+    )
     assert splits(alpaca)[0][0] == {
-        "prompt": [{"role": "user", "content": "Add.\n\n1 2"}],
+        "prompt": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "Add.\n\n1 2"},
+        ],
         "completion": [{"role": "assistant", "content": "3"}],
     }
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
@@ -364,6 +443,21 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, text, completion_only_loss=True)
     with pytest.raises(ConfigError, match="--eos_token nosuch: the tokenizer has no such token"):
         check(model, text, eos_token="nosuch")
+
+
+def test_a_token_without_a_row_in_the_model_is_found_where_a_text_has_it(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<seen>", "<unseen>"])
+    text = [{"text": "some words"}] * 200
+    check(model, text, tokenizer)
+    with pytest.raises(ConfigError, match=r"has 402 tokens, and the model 400 rows .*'<seen>' has none"):
+        check(model, [*text, {"text": "a <seen> word"}], tokenizer)
+    tokenizer.pad_token = "<unseen>"
+    with pytest.raises(ConfigError, match="'<unseen>' has none"):
+        check(model, text, tokenizer)
+    other = make_demo_model(tmp_path / "other", hidden_size=16, num_layers=1, vocab_size=500, max_length=256)
+    with pytest.raises(ConfigError, match="has 500 tokens, and the model 400 rows"):
+        check(model, text, AutoTokenizer.from_pretrained(other))
 
 
 def test_rows_are_looked_at_as_the_trainer_has_prepared_them(capsys):

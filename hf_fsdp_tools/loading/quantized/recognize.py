@@ -81,6 +81,7 @@ def with_floats(
 
     Methods are known by their tensors; a config that names a method without rules leaves all as it is.
     """
+    _refuse_transforms(index, quantization or {})
     method = method_of(quantization)
     if method is not None and method not in (*_FINE_GRAINED, *_MXFP4, *_COMPRESSED, *_OF_LINEAR):
         return index, None
@@ -108,6 +109,17 @@ def with_floats(
         num_values=_values_of(tensors_by_key.values()),
     )
     return replace(index, tensors=MappingProxyType(tensors)), dequantized
+
+
+def _refuse_transforms(index: CheckpointIndex, quantization: Mapping[str, Any]) -> None:
+    """Refuse weights that are right with rotated activations alone: neither transformers nor this package rotates."""
+    for key, value in quantization.items():
+        groups = value.get("config_groups", value) if isinstance(value, Mapping) else value
+        if groups and any(word in key.lower() for word in ("transform", "rotat", "hadamard")):
+            raise CheckpointError(
+                f"The quantization_config of {index.name!r} has {key} ({quoted(value)}): it was rotated, and "
+                "activations must be while it runs, which is not done here. Give the one before it was quantised."
+            )
 
 
 def scaled_as_converted(index: CheckpointIndex, load_map: LoadMap) -> CheckpointIndex:
