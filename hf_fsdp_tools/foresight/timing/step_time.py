@@ -2,7 +2,8 @@
 
 In a pass (forward, backward, the optimizer) the GPU computes while the host issues the next kernels, collectives run on
 streams of their own and bytes go to the host and back; FSDP2 prefetches far enough that the slowest of these hides the
-others. Collectives between layers, copies of one GPU and an optimizer on the CPU are waited for.
+others. Waited for are the first gather of a forward pass and the last reduction of a backward pass, collectives between
+layers, copies of one GPU and an optimizer on the CPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,9 @@ class Timing:
 class _Pass:
     """Seconds of one pass by what takes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.collectives: list[tuple[str, float]] = []  # Link and seconds of those that run beside kernels
         self.communication = 0.0
         self.kernels = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
         self.waited = dict.fromkeys(("communication", "offload", "allocator", "host"), 0.0)  # Nothing runs beside it
@@ -47,14 +50,18 @@ class _Pass:
 
     def parts(self) -> dict[str, float]:
         """What the GPU does in the pass; collectives slow those kernels that its memory bounds."""
-        beside, total = self.beside, sum(self.kernels.values())
+        beside, total = dict(self.beside), sum(self.kernels.values())
+        waited = dict(self.waited)
+        for link, seconds in self.collectives[:1] if self.name == "forward" else self.collectives[-1:]:
+            beside[link] -= seconds  # nothing is computed before it, or after
+            waited["communication"] += seconds
         slower = self.traffic * self.kernels["memory"] / total if total else 0.0
         others = {"host": beside["host"], "communication": max(beside["node"], beside["network"])}
         others["offload"] = max(beside[copy] for copy in COPIES)
         slowest = max(others, key=others.__getitem__)
         rest = max(0.0, others[slowest] - total - slower)
         kernels = self.kernels | {"memory": self.kernels["memory"] + slower}
-        return kernels | self.waited | {slowest: self.waited[slowest] + rest}
+        return kernels | waited | {slowest: waited[slowest] + rest}
 
 
 def step_time(
@@ -71,15 +78,15 @@ def step_time(
     gpu, stalls = gpu_named(setup.gpu), stalls or {}
     durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
     host_factor = _COMPILED_HOST if setup.compile else 1.0
-    passes, name = [_Pass()], ""
+    passes = [_Pass()]
     for index, event in enumerate(events):
         now = passes[-1]
         now.waited["allocator"] += stalls.get(index, 0.0)
         if isinstance(event, Work):
             phase = _PASSES.get(event.phase, event.phase)
-            if name and phase != name:
-                passes.append(now := _Pass())
-            name = phase
+            now.name = now.name or phase
+            if phase != now.name:
+                passes.append(now := _Pass(phase))
             _add(now, event, durations, host_factor)
     steps = setup.gradient_accumulation_steps
     if steps > 3:  # of which three are in the events: all others are like the second
@@ -102,6 +109,7 @@ def _add(now: _Pass, work: Work, durations: Durations, host_factor: float) -> No
         else:
             link = "network" if durations.group(work).nodes > 1 else "node"
             now.beside[link] += seconds
+            now.collectives.append((link, seconds))
             now.traffic += durations.traffic_seconds(work) if seconds else 0.0
     elif work.operation in COPIES:
         if work.stream == "compute":
