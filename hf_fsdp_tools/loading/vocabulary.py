@@ -231,10 +231,8 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
     state = persistent_tensors(model)
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
     values = draw_values(model, {key: added[key].length for key in sorted(added.keys() - by_mean)}, seed=seed)
-    sums = {key: _sum_of_old(state[key], added[key]) for key in sorted(by_mean)}
-    all_ranks(None, "averaging the rows of a vocabulary")  # a rank that failed is not waited for below
-    for key, total in sums.items():
-        mean = _sum_over_ranks(total) / max(added[key].start)
+    for key in sorted(by_mean):
+        mean = _sum_over_ranks(_sum_of_old(state[key], added[key])) / max(added[key].start)
         if not mean.isfinite().all():
             raise CheckpointError(
                 f"{key!r} holds values that are not finite, so its rows have no mean. "

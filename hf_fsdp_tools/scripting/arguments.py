@@ -294,6 +294,8 @@ _HELP = "; --help lists all."
 
 def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
     """The values of the file of `--config`, which must be a mapping of known options in YAML."""
+    if not path.exists():
+        raise ConfigError(f"--config {path}: No such file or directory. Give the path of a YAML file.")
     try:
         content = load_yaml(path)
     except CheckpointError as error:

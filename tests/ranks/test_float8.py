@@ -449,7 +449,8 @@ def words_that_are_refused(folder: Path) -> None:
 
 def _gradients(copies: int, columns: bool, folder: Path) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
     mesh = ParallelDims(dp_replicate_size=copies).build_mesh("cpu")
-    with patch.multiple(placement, _MOST_PADDING=1.0, _MOST_PADDING_BYTES=0) if columns else nullcontext():
+    always = {"_MOST_PADDING": 1.0, "_MOST_PADDING_BYTES": 0, "_LEAST_RUN": 0}
+    with patch.multiple(placement, **always) if columns else nullcontext():
         model = load(folder, FP32, mesh=mesh)
     assert columns == (model.model.layers[0].mlp.down_proj.weight.placements == (Shard(1),))
     ids = rows_of(dist.get_rank(), dist.get_world_size())[0][0]

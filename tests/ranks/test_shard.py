@@ -77,7 +77,7 @@ def inference_first(kinds, other_dims=False):
     """FSDP2 alone stops in training; on one rank, and for dimensions other than 0, in inference mode itself."""
     for kind in kinds:
         model, plain = _model(kind), _model(kind)
-        with patch.object(placement, "_MOST_PADDING_BYTES", 0) if other_dims else nullcontext():
+        with patch.multiple(placement, _MOST_PADDING_BYTES=0, _LEAST_RUN=0) if other_dims else nullcontext():
             shard_model(model, make_wrap_plan(model), mesh=ParallelDims().build_mesh("cpu"))
         assert any(p.placements[0].dim for p in model.parameters()) == other_dims
         batch = _batches(dist.get_world_size())[dist.get_rank()]
@@ -277,7 +277,7 @@ def two_steps(model: nn.Module, batches: list[torch.Tensor], accelerator=None) -
     return model
 
 
-SMALL = patch.object(placement, "_MOST_PADDING_BYTES", 0)  # so that a small model will do
+SMALL = patch.multiple(placement, _MOST_PADDING_BYTES=0, _LEAST_RUN=0)  # so that a small model will do
 
 
 @SMALL

@@ -61,10 +61,10 @@ def draws_of_ranks_that_share_layers(parent: Path) -> None:
     torch.manual_seed(dist.get_rank())
     model(input_ids=ids, labels=ids).loss.backward()
     norm = model.model.norm.weight.grad.to_local()  # whole on both ranks, which have computed it apart
-    assert all(torch.equal(each, norm) for each in all_ranks(norm))
+    assert len({str(each) for each in all_ranks(norm.tolist())}) == 1
     torch.manual_seed(dist.get_rank())
     texts = [model.eval().generate(ids, max_new_tokens=8, do_sample=True) for _ in range(2)]
-    assert all(torch.equal(each, texts[0]) for each in all_ranks(texts[0])) and not torch.equal(*texts)
+    assert len({str(each) for each in all_ranks(texts[0].tolist())}) == 1 and not torch.equal(*texts)
     for dims in (TP, ParallelDims(cp_size=2)):
         model = from_pretrained(folder, mesh=dims, **QUIET)
         assert "have different rows" in refusal(lambda m=model: m.generate(ids + dist.get_rank(), max_new_tokens=2))
