@@ -157,6 +157,8 @@ _TITLES = {
     "ep_size": "GPUs that share experts",
     "offload": "offload",
     "compile": "torch.compile",
+    "master_dtype": "weights in",
+    "optimizer": "optimizer",
     "reduce_dtype": "reduction in",
     "wrapping": "wrapping",
     "dequantize": "dequantised base",
@@ -535,6 +537,14 @@ def _proposals(job: Job, search: Search, best: Point) -> Iterator[str]:
         if price.peak_bytes <= job.usable_bytes and gain > GAIN:
             changed = {name: value for name, value in changes.items() if value != getattr(setup, name)}
             yield f"{_words(changed)}: {_percent(gain)} faster, takes {show_bytes(price.peak_bytes)}"
+    if setup.offload and setup.lora_r is None and setup.precision == "bf16" and "offload" not in job.fixed:
+        lean: dict[str, Any] = {"master_dtype": "bf16", "optimizer": "adamw_8bit"}
+        values = {**search.space.values, "offload": (False,)}
+        space = replace(search.space, base=replace(search.space.base, **lean), values=values)
+        other = Search(space, job.priced, job.usable_bytes)
+        if (point := other.best()) is not None and (gain := other.rate(point) / search.rate(best) - 1) > GAIN:
+            words = _words({**lean, "offload": False, "batch_size": point.batch_size})
+            yield f"{words}: {_percent(gain)} faster, takes {show_bytes(other.cost(point).peak_bytes)}"
 
 
 def _nothing_fits(job: Job) -> str:

@@ -48,7 +48,7 @@ class Toy:
         base = (0.5 if setup.load_in_4bit or not setup.dequantize else 4) * (
             self.params - trained if setup.lora_r else 0
         )
-        shards = (16 * trained + base) / setup.dp_shard_size
+        shards = ((16 if setup.master_dtype == "fp32" else 6) * trained + base) / setup.dp_shard_size
         shards = 0 if setup.offload else shards
         gathered = 2 * self.params * (0.05 if setup.reshard_after_forward else 1) / setup.ep_size
         if setup.tp_size > 1 or (setup.cp_size > 1 and not self.shares_rows) or setup.ep_size > self.most_experts:
@@ -218,6 +218,16 @@ def test_faster_settings_that_nobody_asked_for_are_named():
     for dequantize in (True, False):
         found = choose(replace(setup, lora_r=16, dequantize=dequantize), toy, fixed=("dequantize",))
         assert ("torch.compile" in str(found.proposals)) == dequantize, "of the rules of formats nothing is known"
+
+
+def test_an_optimizer_that_makes_offload_needless_is_named():
+    best = choose(TrainingSetup(num_gpus=1, seq_len=4096), Toy())
+    (line,) = (each for each in best.proposals if "adamw_8bit" in each)
+    assert best.setup.offload and line.startswith(
+        "weights in bf16, optimizer adamw_8bit, without offload, micro-batch "
+    )
+    assert " % faster, takes " in line
+    assert not any("adamw" in each for each in choose(TrainingSetup(num_gpus=8, seq_len=4096), Toy()).proposals)
 
 
 def test_the_longest_sequence_that_fits():
