@@ -69,8 +69,8 @@ class Sharding:
 
     plan: WrapPlan
     """The units."""
-    mesh: DeviceMesh
-    """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
+    axes: Axes
+    """What the axes of the whole mesh are for."""
     mp_policy: MixedPrecisionPolicy
     """The dtypes of computation and of gradient reduction."""
     offload_policy: OffloadPolicy
@@ -79,13 +79,11 @@ class Sharding:
     """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
-    axes: Axes = None  # type: ignore[assignment]  # see `__post_init__`
-    """What the axes of the whole mesh are for; without one, all of `mesh` is for shards."""
 
-    def __post_init__(self) -> None:
-        if self.axes is None:
-            object.__setattr__(self, "axes", Axes(shards=self.mesh))
-        object.__setattr__(self, "activation_checkpointing", as_recompute(self.activation_checkpointing))
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
+        return self.axes.shards
 
     @property
     def device(self) -> torch.device:
@@ -219,8 +217,7 @@ def checked_sharding(
     )
     return Sharding(
         plan=plan,
-        mesh=_without_names(mesh),
-        axes=axes,
+        axes=replace(axes, shards=_without_names(mesh)),
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=recompute,
@@ -372,16 +369,14 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         in_fp32=in_fp32,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
-    add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))
-    add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
+    hooks = [*note_of(model).hooks, *gather_float8(model), *divide_loss(model, sharding.axes.layers)]
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        alike = (*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh))
-        add_to_note(model, hooks=(*note_of(model).hooks, *alike))
+        hooks += [*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)]
     if sharding.axes.rows is not None:
-        add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
+        hooks += share_rows(model, sharding.axes.rows)
+    add_to_note(model, hooks=tuple(hooks), sharding=sharding)
     _check_host(model, sharding)
-    add_to_note(model, sharding=sharding)
     guard_injection()
 
 
