@@ -1,6 +1,5 @@
 """Show an FSDP1 model as the plain model that it was, each parameter with the run of its elements on this rank."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.symbolic import boxes_of_run
 from hf_fsdp_tools.modeling.module_tree import way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.text import listed
@@ -43,8 +43,9 @@ class FlatShare(torch.Tensor):
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """The boxes that this rank holds, each with its start for `as_strided`; none for an empty run."""
-        boxes = flat_boxes(self.shape, self.start, self.start + self.memory.numel())
-        return tuple((box, box.start) for box in boxes)
+        count = self.memory.numel()
+        boxes = boxes_of_run(self.start, 0, count, 1, self.shape) if count else ()
+        return tuple((box, box.start) for box, _ in boxes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
@@ -66,27 +67,6 @@ class FlatShare(torch.Tensor):
             f"{func} needs whole parameters, of which a plain view holds this rank's part alone. Compute with the live "
             "model, inside FullyShardedDataParallel.summon_full_params."
         )
-
-
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements `start .. stop` of a row-major tensor as contiguous boxes, fewer than two per dimension."""
-    if start >= stop:
-        return
-    if not shape:
-        yield Box(start=(), length=())
-        return
-    inner = math.prod(shape[1:])
-    while start < stop:
-        index, rest = divmod(start, inner)
-        if rest == 0 and stop - start >= inner:
-            count = (stop - start) // inner
-            yield Box(start=(index, *(0 for _ in shape[1:])), length=(count, *shape[1:]))
-            start += count * inner
-        else:
-            end = min(stop - index * inner, inner)
-            for box in flat_boxes(shape[1:], rest, end):
-                yield Box(start=(index, *box.start), length=(1, *box.length))
-            start = index * inner + end
 
 
 def flat_shares(wrapper: FullyShardedDataParallel) -> Iterator[tuple[list[tuple[nn.Module, str]], FlatShare]]:

@@ -317,19 +317,15 @@ class FSDPTrainerMixin(PushingMixin):
         """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
-    if hasattr(Trainer, "_run_epoch"):  # which older versions lack; there such a run makes one step
-
-        def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-            """As the Trainer's. A run that had come to its end has nothing left to train."""
-            if self.state.global_step >= self.state.max_steps:
-                if self.args.should_log:
-                    done = f"step {self.state.global_step} of {self.state.max_steps}"
-                    warnings.warn(
-                        f"Nothing is left to train: the checkpoint is of {done}.", stacklevel=frames_of_package()
-                    )
-                self.control.should_training_stop = True
-                return
-            super()._run_epoch(*args, **kwargs)
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's. A run that had come to its end has nothing left to train."""
+        if self.state.global_step >= self.state.max_steps:
+            if self.args.should_log:
+                done = f"step {self.state.global_step} of {self.state.max_steps}"
+                warnings.warn(f"Nothing is left to train: the checkpoint is of {done}.", stacklevel=frames_of_package())
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's; the loss is kept with what the batch begins with, until losses are logged."""
