@@ -229,16 +229,13 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
 @contextmanager
 def whole_outputs(model: nn.Module) -> Iterator[None]:
     """A block in which a model gives the outputs of whole rows beside a loss too, which take more memory."""
-    rows = _rows_of(model) or Rows(None, 0, 1)
+    found = (rows for module in model.modules() if (rows := note_of(module).rows) is not None)
+    rows = next(found, Rows(None, 0, 1))
     rows.joins_outputs = True
     try:
         yield
     finally:
         rows.joins_outputs = False
-
-
-def _rows_of(model: nn.Module) -> Rows | None:
-    return next((rows for module in model.modules() if (rows := note_of(module).rows) is not None), None)
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:

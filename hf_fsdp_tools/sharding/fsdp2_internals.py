@@ -335,11 +335,7 @@ def use_frozen_in_place(module: FSDPModule, args: object) -> None:
                 continue
             entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
             entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
-            entry.free_unsharded_param = _free_nothing
-
-
-def _free_nothing() -> None:
-    """Leave the memory of a shard after its use."""
+            entry.free_unsharded_param = lambda: None  # the memory is the shard's
 
 
 def follow_training(module: FSDPModule) -> None:

@@ -350,7 +350,12 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
     elif style == _SUMMED:
-        module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
+        module.forward = partial(
+            with_summed_gradients,
+            module.forward,
+            module=module,
+            summed=lambda weight: _AllReduceBackward.apply(weight, group.get_group()),
+        )
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
     module.forward = partial(_run, module.forward)
@@ -381,14 +386,13 @@ class _NoView(torch.autograd.Function):
         return gradient
 
 
-def _with_summed_gradients(inner: Any, *args: Any, module: nn.Module, group: DeviceMesh, **kwargs: Any) -> Any:
+def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:
     """Run a module whose whole weights see this rank's heads alone: their gradients are summed over the group.
 
     transformers (5.23) sums what a parameter has accumulated instead, which is wrong from the second micro-batch on.
     """
     own = dict(module._parameters)
-    summed = {name: _AllReduceBackward.apply(p, group.get_group()) for name, p in own.items() if p is not None}
-    module._parameters.update(summed)
+    module._parameters.update({name: summed(parameter) for name, parameter in own.items() if parameter is not None})
     try:
         return inner(*args, **kwargs)
     finally:

@@ -280,8 +280,7 @@ def _needing_gradients(value: Any) -> list[torch.Tensor]:
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
     """Tell the recorder where logits are made, and where their gradient is complete."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return
 
