@@ -373,7 +373,7 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
             if hasattr(root, "set_reduce_scatter_unused_params"):
                 root.set_reduce_scatter_unused_params(True)
             else:
-                warn_on_node(_UNUSED.format(torch.__version__), stacklevel=3)
+                warn_on_node(_UNUSED.format(torch.__version__))
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import ConfigError, frames_of_package, storage_errors
+from hf_fsdp_tools.errors import ConfigError, storage_errors, warn
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
@@ -322,7 +321,7 @@ class FSDPTrainerMixin(PushingMixin):
         if self.state.global_step >= self.state.max_steps:
             if self.args.should_log:
                 done = f"step {self.state.global_step} of {self.state.max_steps}"
-                warnings.warn(f"Nothing is left to train: the checkpoint is of {done}.", stacklevel=frames_of_package())
+                warn(f"Nothing is left to train: the checkpoint is of {done}.")
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)

@@ -8,7 +8,6 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
 from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
-from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.meta import copy_on_meta
 from hf_fsdp_tools.modeling.module_tree import slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -101,10 +100,9 @@ def parallelize_model(
             f"experts_implementation {implementation!r} has no kernels for CPUs. Use 'grouped_mm' or 'batched_mm'."
         )
     if dist.get_rank() == 0 and (processes := rank_on_node()[1]) % layers:
-        warnings.warn(
+        warn(
             f"tp_size {layers} does not divide the {processes} process(es) of this machine (LOCAL_WORLD_SIZE): the "
-            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest.",
-            stacklevel=frames_of_package(),
+            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest."
         )
     if axes.dims.cp_size > 1:  # while it can still be tried without other ranks
         check_rows(model, axes.dims.cp_size)

@@ -1,6 +1,5 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
-from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -236,7 +235,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)
     convert_to_float8(tree, sharding.mp_policy, mesh.device_type)
     if sharding.activation_checkpointing is not None:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
@@ -263,10 +262,9 @@ def warn_of_drift(model: nn.Module) -> None:
     sharding = sharding_of(model)
     names = [] if sharding is None else drifted(model, sharding.axes.layers)
     if names and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"{len(names)} weights that each rank of a layer (tp_size) holds whole differ: {listed(names)}. "
-            "They saw other rows, or drew other random numbers, and one rank's are saved.",
-            stacklevel=frames_of_package(),
+            "They saw other rows, or drew other random numbers, and one rank's are saved."
         )
 
 
