@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from os import PathLike
 from pathlib import Path
@@ -50,6 +50,7 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
@@ -379,18 +380,10 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
         prepared._is_accelerate_prepared = True  # Accelerate's own mark
 
 
-@contextmanager
-def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
+def _apart(accelerator: Any, *, without_scaler: bool) -> AbstractContextManager[None]:
     """Let Accelerate load all but models, and optimizers and schedulers, which it would pair with them by numbers."""
-    held = {name: getattr(accelerator, name) for name in ("_models", "_optimizers", "_schedulers", "scaler")}
-    accelerator._models, accelerator._optimizers, accelerator._schedulers = [], [], []
-    if without_scaler:
-        accelerator.scaler = None
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            setattr(accelerator, name, value)
+    scaler = None if without_scaler else accelerator.scaler
+    return replaced(accelerator, _models=[], _optimizers=[], _schedulers=[], scaler=scaler)
 
 
 class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed

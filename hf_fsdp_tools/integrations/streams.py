@@ -1,8 +1,8 @@
 """Rows that go on where a training state ends: the order of an epoch, the position of each rank in a stream."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.text import first_line
 
@@ -250,17 +251,6 @@ def _has_state(loader: Any) -> bool:
 # ---- the Trainer's ----
 
 
-@contextmanager
-def with_state(accelerator: Any) -> Iterator[None]:
-    """A block in which Accelerate prepares loaders that know their position."""
-    config = accelerator.dataloader_config
-    former, config.use_stateful_dataloader = config.use_stateful_dataloader, True
-    try:
-        yield
-    finally:
-        config.use_stateful_dataloader = former
-
-
 def share_loader(trainer: Any, *, has_state: bool) -> Any:
     """A loader of a stream that is this rank's share already, which Accelerate would divide once more."""
     args = trainer.args
@@ -277,19 +267,14 @@ def share_loader(trainer: Any, *, has_state: bool) -> Any:
     return prepare_data_loader(loader, **alone, use_stateful_dataloader=True)
 
 
-@contextmanager
-def going_on() -> Iterator[None]:
+def going_on() -> AbstractContextManager[None]:
     """A block in which transformers skips no batches of loaders that begin where a training state ends."""
     skip: Callable[..., Any] = transformers.trainer.skip_first_batches
 
     def skip_others(loader: Any, num_batches: int = 0) -> Any:
         return loader if getattr(loader, "goes_on", False) else skip(loader, num_batches)
 
-    transformers.trainer.skip_first_batches = skip_others
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = skip
+    return replaced(transformers.trainer, skip_first_batches=skip_others)
 
 
 def go_on(loader: Any, folder: Path, reason: str) -> None:

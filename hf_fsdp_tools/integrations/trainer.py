@@ -54,7 +54,6 @@ from hf_fsdp_tools.integrations.streams import (
     going_on,
     share_loader,
     why_read_again,
-    with_state,
     write_position,
 )
 from hf_fsdp_tools.integrations.training_arguments import (
@@ -69,7 +68,7 @@ from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.copies import free_kept_memory
@@ -290,21 +289,17 @@ class FSDPTrainerMixin(PushingMixin):
             if self.accelerator.is_main_process:
                 print(f"{self.optimizer}\n")
             return self.optimizer
-        asked = getattr(transformers.trainer, "has_mixed_dtensor", None)
-        if asked is None:  # before transformers 5.21
+        if not hasattr(transformers.trainer, "has_mixed_dtensor"):  # before transformers 5.21
             return super().create_optimizer(*args, **kwargs)
-        transformers.trainer.has_mixed_dtensor = lambda tensors: False
-        try:
+        with replaced(transformers.trainer, has_mixed_dtensor=lambda tensors: False):
             return super().create_optimizer(*args, **kwargs)
-        finally:
-            transformers.trainer.has_mixed_dtensor = asked
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; of a stream with state, a loader that goes on where the checkpoint ends."""
         if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
         reason = why_read_again(self.train_dataset)
-        with nullcontext() if reason else with_state(self.accelerator):
+        with nullcontext() if reason else replaced(self.accelerator.dataloader_config, use_stateful_dataloader=True):
             is_own = self.streams_are_shares
             loader = share_loader(self, has_state=not reason) if is_own else super().get_train_dataloader()
         self._stream = None if reason else loader
@@ -583,14 +578,11 @@ def _draw_to_epoch(sampler: Any, epoch: int) -> None:
 def _evaluating_in_full(trainer: Any) -> Iterator[None]:
     """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards."""
     args = trainer.args
-    asked = args.bf16_full_eval, args.fp16_full_eval
+    is_asked = args.bf16_full_eval or args.fp16_full_eval
     dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-    args.bf16_full_eval = args.fp16_full_eval = False
-    try:
-        with torch.autocast(trainer.accelerator.device.type, dtype, enabled=any(asked)):
-            yield
-    finally:
-        args.bf16_full_eval, args.fp16_full_eval = asked
+    cast = torch.autocast(trainer.accelerator.device.type, dtype, enabled=is_asked)
+    with replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
+        yield
 
 
 def _refuse_counted_again(trainer: Any) -> None:

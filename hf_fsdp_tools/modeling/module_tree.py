@@ -285,6 +285,19 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 @contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object, a class or a Python module other values for a block."""
+    former = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in former.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
     """Give the modules of a model their own classes for a block.
 

@@ -25,7 +25,7 @@ from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
 from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
 from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.meta import copy_on_meta
-from hf_fsdp_tools.modeling.module_tree import slots
+from hf_fsdp_tools.modeling.module_tree import replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
@@ -543,19 +543,9 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
         if note_of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
             module.forward = lambda hidden, *routing: hidden
-    with _without_communication():
+    with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
         run_on_meta(twin, 4 * tp_size)
     return taken
-
-
-@contextmanager
-def _without_communication() -> Iterator[None]:
-    """A block in which torch's all-reduce leaves tensors as they are; those on meta have no values."""
-    former, dist.all_reduce = dist.all_reduce, lambda tensor, *args, **kwargs: None
-    try:
-        yield
-    finally:
-        dist.all_reduce = former
 
 
 def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, n
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -332,8 +332,5 @@ def _no_packed_sequences() -> Iterator[None]:
     def none_are_packed(position_ids: torch.Tensor) -> None:
         find(position_ids)  # its temporary memory is that of a real run
 
-    masking_utils.find_packed_sequence_indices = none_are_packed
-    try:
+    with replaced(masking_utils, find_packed_sequence_indices=none_are_packed):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
