@@ -1,8 +1,7 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from os import PathLike
 from pathlib import Path
@@ -262,17 +261,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """
         wait_for_all_ranks()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on rank 0 before the others, as `Accelerator.main_process_first` does. See `going_first`."""
-        with going_first(self.is_main_process):
-            yield
+        return going_first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on the first rank of each machine before the others. See `going_first`."""
-        with going_first(self.is_local_main_process):
-            yield
+        return going_first(self.is_local_main_process)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.

@@ -6,7 +6,7 @@ forward passes of the plan's modules, hooks on the gradients of their outputs, a
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -324,13 +324,11 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         ) from error
 
 
-@contextmanager
-def _no_packed_sequences() -> Iterator[None]:
+def _no_packed_sequences() -> AbstractContextManager[None]:
     """Tell transformers that sequences are not packed: of fake tensors it makes a mask, which no flash kernel takes."""
     find = masking_utils.find_packed_sequence_indices
 
     def none_are_packed(position_ids: torch.Tensor) -> None:
         find(position_ids)  # its temporary memory is that of a real run
 
-    with replaced(masking_utils, find_packed_sequence_indices=none_are_packed):
-        yield
+    return replaced(masking_utils, find_packed_sequence_indices=none_are_packed)
