@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import listed, listed_lines, show_bytes
+from hf_fsdp_tools.text import grouped, listed, listed_lines, show_bytes
 
 T = TypeVar("T")
 
@@ -287,9 +287,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
 
 def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     """Texts with the ranks that have them, for messages: "a on rank 0, b on rank 1, 2"."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
-        ranks_of.setdefault(text, []).append(rank)
+    ranks_of = grouped(zip(texts, range(len(texts)) if ranks is None else ranks, strict=True))
     return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(some)}" for text, some in ranks_of.items())
 
 

@@ -13,7 +13,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.symbolic import boxes_of_run
 from hf_fsdp_tools.modeling.module_tree import way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import grouped, listed
 
 
 class FlatShare(torch.Tensor):
@@ -75,9 +75,8 @@ def flat_shares(wrapper: FullyShardedDataParallel) -> Iterator[tuple[list[tuple[
     if handle is None:
         return
     flat, is_first = handle.flat_param, _is_first_replica(wrapper)
-    tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
-    for other in flat._shared_param_infos:
-        tied.setdefault((other.prim_module, other.prim_param_name), []).append((other.module, other.param_name))
+    others = flat._shared_param_infos
+    tied = grouped(((each.prim_module, each.prim_param_name), (each.module, each.param_name)) for each in others)
     for i, (info, shard) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
         offset, count = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
         memory, start = flat.data[offset : offset + count], shard.intra_param_start_idx or 0

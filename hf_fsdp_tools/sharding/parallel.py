@@ -30,7 +30,7 @@ from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.context_parallel import check_rows, run_on_meta
-from hf_fsdp_tools.text import did_you_mean, first_line, listed
+from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -288,9 +288,7 @@ def divided_dims(style: str, name: str, ndim: int) -> list[int]:
 
 def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:
     """Leave tied parameters whole, with their modules, unless all their modules divide them alike."""
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
+    places = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     for parameter, names in places.items():
         ways = {
             (kind, tuple(divided_dims(style, name, parameter.dim())))
@@ -307,10 +305,7 @@ def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None
 @contextmanager
 def _ties_kept(model: nn.Module) -> Iterator[None]:
     """Tie again what was tied before the block."""
-    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
-    for store, name, tensor in slots(model):
-        if isinstance(tensor, nn.Parameter):
-            places.setdefault(tensor, []).append((store, name))
+    places = grouped((each, (store, name)) for store, name, each in slots(model) if isinstance(each, nn.Parameter))
     yield
     for where in places.values():
         first = where[0][0][where[0][1]]

@@ -37,7 +37,7 @@ from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.sharding.shard import runners_of_experts
-from hf_fsdp_tools.text import first_line, show_count
+from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = (4, 5)
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
@@ -165,9 +165,7 @@ def _dry_run(
 
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
     """Yield every parameter, tied ones once."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     values: dict[str, int] = {}
     for fqn, form in packed_parameters(model).items():
         values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
