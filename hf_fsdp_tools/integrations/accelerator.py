@@ -355,9 +355,9 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
     else:
-        replaced = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
+        changed = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
         for optimizer in optimizers:
-            hand_over(optimizer, replaced)
+            hand_over(optimizer, changed)
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from hf_fsdp_tools.distributed.shards import keep_part
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 
 ModulePath = tuple[tuple[str, nn.Module], ...]
 """A module and its ancestors, root first, each with its fqn."""
@@ -152,20 +152,12 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
             yield partial(owners[-1]._init_weights, module)
 
 
-@contextmanager
-def _without_padding(*modules: nn.Module) -> Iterator[None]:
+def _without_padding(*modules: nn.Module) -> AbstractContextManager[None]:
     """Unset the `padding_idx` of embeddings for a block; initialisers of some models zero that row of loaded weights.
 
     They index the weight, and the mark of what is initialised is not on the row.
     """
-    padded = [(module, padding) for module in modules if (padding := getattr(module, "padding_idx", None)) is not None]
-    for module, _ in padded:
-        module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
-    try:
-        yield
-    finally:
-        for module, padding in padded:
-            module.padding_idx = padding
+    return replaced(*(each for each in modules if getattr(each, "padding_idx", None) is not None), padding_idx=None)
 
 
 def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -285,15 +285,15 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of an object, a class or a Python module other values for a block."""
-    former = {name: getattr(owner, name) for name in values}
+def replaced(*owners: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of objects, classes or Python modules other values for a block."""
+    former = [(owner, name, getattr(owner, name)) for owner in owners for name in values]
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
+        for owner, name, _ in former:
+            setattr(owner, name, values[name])
         yield
     finally:
-        for name, value in former.items():
+        for owner, name, value in former:
             setattr(owner, name, value)
 
 
