@@ -154,6 +154,4 @@ def side_stream_for(tensors: Iterable[torch.Tensor]) -> SideStream | None:
     return None if device is None else _side_stream(device)
 
 
-@cache
-def _side_stream(device: torch.device) -> SideStream:
-    return SideStream(device)
+_side_stream = cache(SideStream)

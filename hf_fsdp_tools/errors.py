@@ -15,6 +15,7 @@ allowed values and the cure, in this order. A mistake inside this package is an 
 import contextlib
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,8 +138,9 @@ def library_errors(fact: str, cure: str, kind: type[FSDPToolsError] = Checkpoint
         raise kind(f"{fact}: {type(error).__name__}: {first_lines(error)}. {cure}") from error
 
 
-def frames_of_package() -> int:
-    """The `stacklevel` with which a caller's warning names the line outside of this package that called it."""
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line outside of this package that called it."""
     own = (str(Path(__file__).parent), contextlib.__file__)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    return next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 1)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
+    level = next((level for level, file in enumerate(files, 1) if not file.startswith(own)), 2)
+    warnings.warn(text, category, stacklevel=level)

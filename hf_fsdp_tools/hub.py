@@ -6,14 +6,13 @@ So it is asked only of a hub that has just answered.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, warn
 from hf_fsdp_tools.stores import as_url, stub_of
 from hf_fsdp_tools.text import did_you_mean, first_line, first_lines
 
@@ -85,7 +84,7 @@ def fetch(
         ) from None
     if refusal is not None and not isinstance(refusal, OfflineModeIsEnabled):
         text = f"The hub did not give {name!r} ({_in_a_line(refusal)}). Using what is cached, in {snapshot}."
-        warnings.warn(text, stacklevel=2)
+        warn(text)
     with suppress(OSError):  # a read-only cache; huggingface_hub makes no folder where no file matches
         snapshot.mkdir(parents=True, exist_ok=True)
     return snapshot / (subfolder or ""), {"revision": snapshot.name, "local_files_only": local_files_only}

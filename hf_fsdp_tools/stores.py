@@ -7,6 +7,7 @@ endpoints, timeouts and retries are fsspec's own settings (`fsspec.config`, `FSS
 package.
 """
 
+import fcntl
 import io
 import os
 import re
@@ -28,11 +29,6 @@ from typing import Any, BinaryIO, cast
 
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, FSDPToolsError
 from hf_fsdp_tools.text import first_lines, listed, printable
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?P<second>/?)(?P<rest>.*)")
 
@@ -244,9 +240,7 @@ def files_at(url: str, *, below: tuple[str, ...] = ()) -> dict[str, StoredObject
 
 def try_lock(descriptor: int) -> bool | None:
     """Lock an open file until it is closed, in whatever way its process ends: True if that succeeded, False if another
-    process holds the lock, None where the system or the file system has no locks."""
-    if fcntl is None:
-        return None
+    process holds the lock, None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Texts for messages: sizes, names, dtypes, errors, and the first few of many items."""
+"""Texts for messages: sizes, names, dtypes, errors, the first few of many items, and groups."""
 
 import difflib
 import re
@@ -8,10 +8,13 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from reprlib import Repr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def cut(text: str, most: int) -> str:
@@ -106,12 +109,17 @@ def listed_lines(items: Iterable[object], most: int = 10, *, head: str = "- ") -
     return "\n".join(f"{head}{item}" for item in shown[:most] + rest)
 
 
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key, in the order in which they come."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def merge_alike(names: Iterable[str]) -> list[str]:
     """`merge_names` of the names that differ in their numbers only, in the order of the first."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    return [merge_names(group) for group in alike.values()]
+    return [merge_names(group) for group in grouped((re.sub(r"\d+", "#", name), name) for name in names).values()]
 
 
 def merge_names(names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.foreseeing.cases import SIZES, Case, Size
 from hf_fsdp_tools import add_adapter, build_meta_model, make_wrap_plan, parallelize_model, shard_model
+from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
@@ -83,19 +84,18 @@ def _sharded(model: nn.Module, setup: TrainingSetup, device: torch.device) -> nn
         policy = replace(policy, reshard_after_forward={"*": False})
     plan = make_wrap_plan(model, policy=policy)
     how: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=DTYPES[setup.reduce_dtype]),
         "offload_policy": CPUOffloadPolicy() if setup.offload else OffloadPolicy(),
         "activation_checkpointing": setup.recompute,
     }
     if setup.wrapping == "hybrid":
-        return shard_model(model, plan, **how)
+        return shard_model(model, plan, mesh=mesh, **how)
     # One unit for the whole model breaks the rules of a plan, so `shard_model` refuses it.
     sizes = {name: sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes")}
     root = WrapUnit(modules=("",), reshard_after_forward=None, reason="one unit for the model", **sizes)
     if setup.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    apply_sharding(model, Sharding(plan=replace(plan, units=(root,)), **how))
+    apply_sharding(model, Sharding(plan=replace(plan, units=(root,)), axes=axes_of(mesh), **how))
     return model
 
 

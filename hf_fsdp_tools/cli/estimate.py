@@ -92,7 +92,9 @@ def _estimate(options: argparse.Namespace) -> None:
         time = estimates[setup.wrapping].time
         print(f"\n{within(time, 100)}")
         if options.tokens:
-            print(f"  {_cost_words(time, options)}")
+            cost, hours = time.cost(options.tokens, options.price), time.hours(options.tokens)
+            per_hour = f"{options.price:g} per GPU hour"
+            print(f"  {options.tokens:,.0f} tokens take {hours:,.1f} hours and cost {cost:,.0f} at {per_hour}")
 
 
 def _estimated(options: argparse.Namespace, setup: "TrainingSetup", model_kwargs: dict[str, Any]) -> Estimate:
@@ -146,13 +148,6 @@ def _value(options: argparse.Namespace, estimates: Mapping[Any, Estimate]) -> di
             cost = {"hours": each.time.hours(options.tokens), "cost": each.time.cost(options.tokens, options.price)}
             value[wrapping] |= {"tokens": options.tokens, **cost}
     return value if options.compare else next(iter(value.values()))
-
-
-def _cost_words(time: "ThroughputEstimate", options: argparse.Namespace) -> str:
-    cost, hours = time.cost(options.tokens, options.price), time.hours(options.tokens)
-    return (
-        f"{options.tokens:,.0f} tokens take {hours:,.1f} hours and cost {cost:,.0f} at {options.price:g} per GPU hour"
-    )
 
 
 def _table(estimates: Mapping[Any, Estimate], options: argparse.Namespace) -> list[str]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_tools.cli.options import add_class_and_json, parse_dtype
-from hf_fsdp_tools.errors import FSDPToolsError
+from hf_fsdp_tools.errors import FSDPToolsError, warn
 
 if TYPE_CHECKING:
     from hf_fsdp_tools.saving.publish import SaveReport
@@ -103,10 +104,8 @@ def _own_warnings() -> Iterator[None]:
     import huggingface_hub
     import transformers
 
-    own = str(Path(__file__).parents[1])
-
-    def show(message: Any, category: type[Warning], filename: str, *_: object) -> None:
-        if filename.startswith(own):
+    def show(message: Any, *_: object) -> None:
+        if any(frame.f_code is warn.__code__ for frame, _ in walk_stack(sys._getframe())):
             print(f"hf-fsdp: warning: {message}", file=sys.stderr)
 
     transformers.logging.set_verbosity_error()

@@ -20,7 +20,7 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
 from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
-from hf_fsdp_tools.text import dtype_name, listed
+from hf_fsdp_tools.text import dtype_name, grouped, listed
 
 _DOING = "diagnosing the model"
 
@@ -185,10 +185,7 @@ def _buffer_checksums(live: LiveModel) -> dict[str, str]:
 
 def _merged_findings(by_rank: list[tuple[Finding, ...]]) -> list[Finding]:
     """Each finding once; a finding of some ranks names these ranks."""
-    ranks: dict[Finding, list[int]] = {}
-    for rank, findings in enumerate(by_rank):
-        for finding in findings:
-            ranks.setdefault(finding, []).append(rank)
+    ranks = grouped((finding, rank) for rank, findings in enumerate(by_rank) for finding in findings)
     return [
         finding if len(on) == len(by_rank) else replace(finding, fact=f"On {_ranks(on)}: {finding.fact}")
         for finding, on in ranks.items()
@@ -220,10 +217,7 @@ def _differing(table: dict[str, str]) -> list[str]:
     if len(set(digests)) == 1:
         return []
     line = _difference(all_ranks(table if rank_and_size()[0] == 0 else {}, _DOING)[0], table)
-    alike: dict[str, list[int]] = {}
-    for rank, other in enumerate(all_ranks(line, _DOING)):
-        if other:
-            alike.setdefault(other, []).append(rank)
+    alike = grouped((other, rank) for rank, other in enumerate(all_ranks(line, _DOING)) if other)
     return [f"{_ranks(ranks)}: {line}" for line, ranks in alike.items()]
 
 

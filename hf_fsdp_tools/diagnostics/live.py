@@ -17,7 +17,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
-from hf_fsdp_tools.text import listed, merge_names, show_bytes, show_count
+from hf_fsdp_tools.text import grouped, listed, merge_names, show_bytes, show_count
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -137,9 +137,7 @@ class UnitTree:
 
 def unit_tree(live: LiveModel) -> UnitTree:
     """The units of a model as a tree; siblings whose names differ in numbers only are one."""
-    below: dict[int, list[LiveUnit]] = {}
-    for unit in live.units:
-        below.setdefault(id(unit.parent), []).append(unit)
+    below = grouped((id(unit.parent), unit) for unit in live.units)
     outside = [w for w in live.tree.weights if live.units and live.parameters[w.names[0]].unit is None]
     return UnitTree(
         model_class=class_name(live.tree.root.module),
@@ -151,9 +149,7 @@ def unit_tree(live: LiveModel) -> UnitTree:
 
 
 def _groups(units: list[LiveUnit], below: dict[int, list[LiveUnit]]) -> tuple[UnitGroup, ...]:
-    alike: dict[object, list[LiveUnit]] = {}
-    for unit in units:
-        alike.setdefault(_shape(unit, below), []).append(unit)
+    alike = grouped((_shape(unit, below), unit) for unit in units)
     return tuple(_group(units, below) for units in alike.values())
 
 

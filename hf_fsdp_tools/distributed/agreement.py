@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import ConfigError, FSDPToolsError, RanksError
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import listed, listed_lines, show_bytes
+from hf_fsdp_tools.text import grouped, listed, listed_lines, show_bytes
 
 T = TypeVar("T")
 
@@ -95,15 +95,12 @@ def agreed(doing: str, where: str | PathLike[str] = "", *, ranks: Sequence[int] 
         raise
 
 
-@contextmanager
-def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> Iterator[None]:
+def agreed_steps(doing: str, *, ranks: Sequence[int] | None = None) -> AbstractContextManager[None]:
     """`agreed`, for a block of steps that need nothing of each other on other ranks: one round, where it ends.
 
     An `agreed` block within it is one of the steps; what the ranks compare (`compare_at_end`) travels with the errors.
     """
-    block = agreed(doing) if _steps.get() is not None else _agreed_at_end(doing, "", ranks, _Steps(ranks))
-    with block:
-        yield
+    return agreed(doing) if _steps.get() is not None else _agreed_at_end(doing, "", ranks, _Steps(ranks))
 
 
 @dataclass(eq=False)
@@ -220,15 +217,13 @@ def compare_at_end(
         check(all_ranks(value, doing, ranks=ranks))
 
 
-@contextmanager
-def announced(doing: str) -> Iterator[None]:
+def announced(doing: str) -> AbstractContextManager[None]:
     """Run a block that may run collectives on every rank; a rank that fails says so and waits for nobody.
 
     Every rank must enter. Others stop where they are in a round or come to one, or to the block's end; a rank that
     waits in a collective stops when the process that failed ends, or by the group's timeout.
     """
-    with _agreed_at_end(doing, waits=False):
-        yield
+    return _agreed_at_end(doing, waits=False)
 
 
 def refuse_too_large(
@@ -292,9 +287,7 @@ def same_on_all_ranks(doing: str, *, ranks: Sequence[int] | None = None, **argum
 
 def by_rank(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     """Texts with the ranks that have them, for messages: "a on rank 0, b on rank 1, 2"."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
-        ranks_of.setdefault(text, []).append(rank)
+    ranks_of = grouped(zip(texts, range(len(texts)) if ranks is None else ranks, strict=True))
     return listed(f"{text[:80]}{'…' * (len(text) > 80)} on rank {listed(some)}" for text, some in ranks_of.items())
 
 

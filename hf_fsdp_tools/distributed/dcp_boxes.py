@@ -1,5 +1,6 @@
 """What torch's DCP saves and loads of a DTensor of which this rank holds several boxes."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
 
-_is_done = False
 
-
+@cache
 def let_dcp_see_boxes() -> None:
     """From now on, let DCP save and load each box of a DTensor of which this rank holds several, in this process.
 
@@ -19,10 +19,6 @@ def let_dcp_see_boxes() -> None:
     cuts in two ranges, ranks would overlap, and what is read into them would be wrong. DTensors with one box are left
     to torch.
     """
-    global _is_done
-    if _is_done:
-        return
-    _is_done = True
     names = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
     former = {name: getattr(DTensor, name) for name in names}
 

@@ -10,7 +10,6 @@ import json
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_tools.distributed.storage import progress_made, waited_for
-from hf_fsdp_tools.errors import frames_of_package
+from hf_fsdp_tools.errors import warn
 from hf_fsdp_tools.stores import this_boot
 from hf_fsdp_tools.text import listed
 
@@ -159,7 +158,7 @@ class Lookout:
         if warns and longest_s > self._warn_s:
             self._warn_s = 2 * longest_s
             text = f"Still {doing}, {longest_s:.0f} s without progress. {states}."
-            warnings.warn(text, stacklevel=frames_of_package())
+            warn(text)
         return ""
 
     def _beat_of(self, rank: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, default_timeout
-from hf_fsdp_tools.errors import MeshError, frames_of_package
+from hf_fsdp_tools.errors import MeshError, warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +306,7 @@ def ensure_process_group(
         timeout = timeout or default_timeout(device_type)
         if is_launched:
             if advice := loopback_advice():
-                warnings.warn(advice, stacklevel=frames_of_package())
+                warn(advice)
             dist.init_process_group(backend, init_method=init_method, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's own list of exports

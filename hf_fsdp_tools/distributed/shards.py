@@ -223,6 +223,23 @@ def memory_view(local: torch.Tensor, start: Sequence[int], length: Sequence[int]
     return local.as_strided(tuple(length), local.stride(), offset)
 
 
+def local_parts(tensor: torch.Tensor, region: Box | None = None) -> list[tuple[Box, torch.Tensor]]:
+    """What this rank holds of a tensor, or of a region of it: boxes, each with its memory."""
+    local, parts = local_tensor(tensor), []
+    for box, start in local_boxes_of(tensor):
+        part = box if region is None else box.intersect(region)
+        if part.numel:
+            place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
+            parts.append((part, memory_view(local, place, part.length)))
+    return parts
+
+
+def keep_part(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Fill what this rank holds of a tensor with a whole tensor's values. Nothing is communicated."""
+    for box, memory in local_parts(tensor):
+        memory.copy_(whole[box.slices])
+
+
 # ---- whole tensors and shards ----
 
 
@@ -291,16 +308,12 @@ def fill_from_first(tensor: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh)
     if not tensor.numel():
         return
     is_first = not any(mesh.get_coordinate() or ())
-    local = local_tensor(tensor)
     for slab in Box.whole(tensor.shape).slabs(_SLAB_BYTES, tensor.element_size()):
         sent = torch.empty(slab.length, dtype=tensor.dtype, device=mesh.device_type)
         if is_first:
             sent.copy_(whole.detach()[slab.slices])
         for axis in reversed(range(mesh.ndim)):
             dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
-        for box, start in local_boxes_of(tensor):
-            both = box.intersect(slab)
-            if both.numel:
-                inside = [s + b - a for s, a, b in zip(start, box.start, both.start, strict=True)]
-                held = Box(start=tuple(b - a for a, b in zip(slab.start, both.start, strict=True)), length=both.length)
-                memory_view(local, inside, both.length).copy_(sent[held.slices])
+        for part, memory in local_parts(tensor, slab):
+            held = Box(start=tuple(b - a for a, b in zip(slab.start, part.start, strict=True)), length=part.length)
+            memory.copy_(sent[held.slices])

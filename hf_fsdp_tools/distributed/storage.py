@@ -2,12 +2,13 @@
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
+
+from hf_fsdp_tools.errors import warn
 
 _WARN_S = 30.0
 """Seconds after which a call is warned of; each further warning comes after twice the time. (assumed)"""
@@ -86,8 +87,7 @@ def _watch() -> None:
             warn_s = _WARN_S
         elif waited_s >= warn_s:
             warn_s = 2 * waited_s
-            warnings.warn(
+            warn(
                 f"{oldest.file}: no answer at byte {oldest.position:,} for {waited_s:.0f} s; still waiting. Check the "
-                "storage, the network and the mount.",
-                stacklevel=1,
+                "storage, the network and the mount."
             )

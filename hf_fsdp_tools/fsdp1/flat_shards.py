@@ -1,6 +1,5 @@
 """Show an FSDP1 model as the plain model that it was, each parameter with the run of its elements on this rank."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.loading.symbolic import boxes_of_run
 from hf_fsdp_tools.modeling.module_tree import way_inside
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import grouped, listed
 
 
 class FlatShare(torch.Tensor):
@@ -43,8 +43,9 @@ class FlatShare(torch.Tensor):
 
     def local_boxes(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """The boxes that this rank holds, each with its start for `as_strided`; none for an empty run."""
-        boxes = flat_boxes(self.shape, self.start, self.start + self.memory.numel())
-        return tuple((box, box.start) for box in boxes)
+        count = self.memory.numel()
+        boxes = boxes_of_run(self.start, 0, count, 1, self.shape) if count else ()
+        return tuple((box, box.start) for box, _ in boxes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates an instance method
@@ -68,36 +69,14 @@ class FlatShare(torch.Tensor):
         )
 
 
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements `start .. stop` of a row-major tensor as contiguous boxes, fewer than two per dimension."""
-    if start >= stop:
-        return
-    if not shape:
-        yield Box(start=(), length=())
-        return
-    inner = math.prod(shape[1:])
-    while start < stop:
-        index, rest = divmod(start, inner)
-        if rest == 0 and stop - start >= inner:
-            count = (stop - start) // inner
-            yield Box(start=(index, *(0 for _ in shape[1:])), length=(count, *shape[1:]))
-            start += count * inner
-        else:
-            end = min(stop - index * inner, inner)
-            for box in flat_boxes(shape[1:], rest, end):
-                yield Box(start=(index, *box.start), length=(1, *box.length))
-            start = index * inner + end
-
-
 def flat_shares(wrapper: FullyShardedDataParallel) -> Iterator[tuple[list[tuple[nn.Module, str]], FlatShare]]:
     """Yield each parameter that one FSDP1 unit gathers, with the modules that registered it and its name there."""
     handle: Any = wrapper._handle
     if handle is None:
         return
     flat, is_first = handle.flat_param, _is_first_replica(wrapper)
-    tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
-    for other in flat._shared_param_infos:
-        tied.setdefault((other.prim_module, other.prim_param_name), []).append((other.module, other.param_name))
+    others = flat._shared_param_infos
+    tied = grouped(((each.prim_module, each.prim_param_name), (each.module, each.param_name)) for each in others)
     for i, (info, shard) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
         offset, count = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
         memory, start = flat.data[offset : offset + count], shard.intra_param_start_idx or 0

@@ -1,7 +1,6 @@
 """Wrap a model by plan with FSDP1, on meta or with weights, and fill it from a checkpoint."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_fsdp_tools.distributed.agreement import same_on_all_ranks
 from hf_fsdp_tools.distributed.mesh import ensure_process_group, local_device
-from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.fsdp1.flat_shards import flat_shares, plain_view
 from hf_fsdp_tools.fsdp1.policy import HybridAutoWrapPolicy, hybrid_auto_wrap_policy
 from hf_fsdp_tools.loading.conversion import copy_conversions
@@ -142,11 +141,10 @@ def refuse_copies(strategy: Any) -> None:
 
 @functools.cache  # once per process
 def _warn_deprecated() -> None:
-    warnings.warn(
+    warn(
         "FSDP1 (FullyShardedDataParallel) is deprecated in PyTorch. It works here, but FSDP2 (shard_model) is the "
         "default and the only one that gets new features.",
         FutureWarning,
-        stacklevel=frames_of_package(),
     )
 
 

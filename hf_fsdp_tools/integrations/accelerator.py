@@ -1,8 +1,7 @@
 """An Accelerator that prepares, saves and resumes sharded models; and its loss scaling for fp16."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from os import PathLike
 from pathlib import Path
@@ -50,6 +49,7 @@ from hf_fsdp_tools.integrations.settings import warn_on_node
 from hf_fsdp_tools.integrations.states import former_of, remove_checkpoint, remove_leftovers, saving_state
 from hf_fsdp_tools.integrations.streams import keep_exact, restore_positions, share_seed, skip_once
 from hf_fsdp_tools.integrations.version1 import finish_preparing, saveable
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.save import save_pretrained
 from hf_fsdp_tools.sharding.added import shard_added
 from hf_fsdp_tools.sharding.checks import check_optimizers
@@ -261,17 +261,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
         """
         wait_for_all_ranks()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on rank 0 before the others, as `Accelerator.main_process_first` does. See `going_first`."""
-        with going_first(self.is_main_process):
-            yield
+        return going_first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on the first rank of each machine before the others. See `going_first`."""
-        with going_first(self.is_local_main_process):
-            yield
+        return going_first(self.is_local_main_process)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as `Accelerator.skip_first_batches` does, with a loader whose start draws no random number.
@@ -359,9 +355,9 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
     if ranks == {False}:
         shard_in_place(model, accelerator, optimizers)
     else:
-        replaced = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
+        changed = shard_added(model)  # adapters and heads that a script or TRL added (`get_peft_model`)
         for optimizer in optimizers:
-            hand_over(optimizer, replaced)
+            hand_over(optimizer, changed)
     with agreed(f"preparing {type(model).__name__}"):
         check_managed(model)
         check_precision(model, accelerator)
@@ -373,24 +369,16 @@ def _take_up_model(accelerator: Accelerator, model: nn.Module, optimizers: list[
             if hasattr(root, "set_reduce_scatter_unused_params"):
                 root.set_reduce_scatter_unused_params(True)
             else:
-                warn_on_node(_UNUSED.format(torch.__version__), stacklevel=3)
+                warn_on_node(_UNUSED.format(torch.__version__))
     accelerator._models.append(model)
     for prepared in (model, root or model):  # the base, of a PEFT model
         prepared._is_accelerate_prepared = True  # Accelerate's own mark
 
 
-@contextmanager
-def _apart(accelerator: Any, *, without_scaler: bool) -> Iterator[None]:
+def _apart(accelerator: Any, *, without_scaler: bool) -> AbstractContextManager[None]:
     """Let Accelerate load all but models, and optimizers and schedulers, which it would pair with them by numbers."""
-    held = {name: getattr(accelerator, name) for name in ("_models", "_optimizers", "_schedulers", "scaler")}
-    accelerator._models, accelerator._optimizers, accelerator._schedulers = [], [], []
-    if without_scaler:
-        accelerator.scaler = None
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            setattr(accelerator, name, value)
+    scaler = None if without_scaler else accelerator.scaler
+    return replaced(accelerator, _models=[], _optimizers=[], _schedulers=[], scaler=scaler)
 
 
 class RowsScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate is not typed

@@ -1,7 +1,6 @@
 """A Trainer's `checkpoint-N` folders: which are complete, what each must hold, and which are deleted."""
 
 import re
-import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, warn
 from hf_fsdp_tools.integrations.resume import AVERAGES, check_parts, damage_of
 from hf_fsdp_tools.integrations.states import remove_checkpoint, remove_leftovers
 from hf_fsdp_tools.integrations.streams import POSITIONS
@@ -68,7 +67,7 @@ def _choose(requested: str | bool, output_dir: str, allowed: Collection[str]) ->
     for folder in folders:
         if not (fact := problem_of(Path(folder), allowed)):
             if problems:
-                warnings.warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.", stacklevel=5)
+                warn(f"Resuming from {Path(folder).name}: {listed(problems, separator='; ')}.")
             return folder, ""
         problems.append(f"{folder!r} {fact}")
     cure = "Give a complete folder" if requested is True else "With True, training goes on from the last complete one"

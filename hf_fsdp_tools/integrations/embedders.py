@@ -1,7 +1,7 @@
 """sentence-transformers on shards: its modules are made as always, around a sharded model where it would load one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.trainer import FSDPTrainerMixin
+from hf_fsdp_tools.modeling.module_tree import replaced
 
 
 class EmbedderMixin(FSDPTrainerMixin):
@@ -58,19 +59,13 @@ def load_embedder(
     return model
 
 
-@contextmanager
-def _loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+def _loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
     """A block in which `Transformer` (6.2) gets what `load` returns where it would load a model whole on every rank."""
-    own = Transformer._load_model
 
     def load_model(module: Any, name: str, task: str, config: object, *_: Any, **keywords: Any) -> Any:
         return _through_hooks(load(**{key: keywords[key] for key in ("subfolder",) if keywords.get(key)}))
 
-    Transformer._load_model = load_model
-    try:
-        yield
-    finally:
-        Transformer._load_model = own
+    return replaced(Transformer, _load_model=load_model)
 
 
 def _through_hooks(model: Any) -> Any:

@@ -1,12 +1,11 @@
 """Methods of Accelerate and transformers that are overridden here: whether they are still there."""
 
 import inspect
-import warnings
 from functools import cache
 from typing import Any
 
 from hf_fsdp_tools.diagnostics.environment import untried_versions
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 
 
 def overridden(own: type) -> list[str]:
@@ -30,4 +29,4 @@ def check_hooks(own: type, base: Any) -> None:
 @cache
 def _warn_of_untried_versions() -> None:
     for finding in untried_versions("accelerate", "transformers"):
-        warnings.warn(f"{finding.fact} Cure: {finding.cure}", stacklevel=4)
+        warn(f"{finding.fact} Cure: {finding.cure}")

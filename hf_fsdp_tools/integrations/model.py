@@ -1,7 +1,6 @@
 """Shard a plain model where Accelerate would wrap it, and check a model before it is trained."""
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import mesh_of, ranks_per_row
 from hf_fsdp_tools.distributed.shards import cut, fill_from_first
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import plan_with_adapters, shard_added
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -119,10 +118,9 @@ def weights_to_send(model: nn.Module) -> dict[str, torch.Tensor]:
     other = [name for name in first if any(rank.get(name, first[name]) != first[name] for rank in ranks)]
     drawn = [name for name in other if any(rank.get(name) not in ("meta", first[name]) for rank in ranks)]
     if drawn and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"{len(drawn)} of {len(first)} tensors of {type(model).__name__} differ between ranks (first: "
-            f"{drawn[0]}); rank 0's are used on all. Set the same seed on every rank before the model is made.",
-            stacklevel=5,
+            f"{drawn[0]}); rank 0's are used on all. Set the same seed on every rank before the model is made."
         )
     return {name: tensors[name].detach() for name in other if name in tensors}
 

@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from hf_fsdp_tools.distributed.mesh import local_device, rank_on_node, world_size
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.fsdp1.policy import hybrid_auto_wrap_policy
 from hf_fsdp_tools.fsdp1.wrap import refuse_copies
 from hf_fsdp_tools.integrations.accelerator import adopt
@@ -134,8 +133,7 @@ def narrowed(policy: HybridPolicy, model: nn.Module) -> HybridPolicy:
     warn_on_node(
         f"Layer classes to wrap, in {type(model).__name__}: "
         f"{' '.join(problems)} "
-        f"{'The others are used' if present else 'The blocks that its structure shows are used'}.",
-        stacklevel=2,
+        f"{'The others are used' if present else 'The blocks that its structure shows are used'}."
     )
     return replace(policy, block_types=present or None)
 
@@ -207,7 +205,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         self.takes_recipe = False  # whether the Accelerator's `AORecipeKwargs` say what FP8 means
         for name in sorted(os.environ):
             if name.startswith("FSDP_") and name not in VARIABLES:
-                warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}", stacklevel=3)
+                warn_on_node(f"The variable {name} has no effect{did_you_mean(name, VARIABLES)}")
         self.fsdp_version, is_unversioned = _read_version(self.fsdp_version)
         self.copies: ParallelismConfig | None = None  # that the launch config asks for by HYBRID_SHARD
         on_cpu = local_device().type == "cpu"
@@ -325,8 +323,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             if left_out:
                 warn_on_node(
                     f"Only FSDP1 has {left_out}. FSDP2 gathers ahead, keeps original parameters and limits memory by "
-                    "itself: left out.",
-                    stacklevel=4,
+                    "itself: left out."
                 )
             return
         if _value(self, "state_dict_type") == "LOCAL_STATE_DICT":
@@ -338,12 +335,11 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
             self.copies = ParallelismConfig(dp_replicate_size=machines, dp_shard_size=size)
             means += f" in {machines} copies, one per machine"
         if os.environ.get("RANK", "0") == "0":
-            warnings.warn(
+            warn(
                 "The launch config has no fsdp_version, as `accelerate config` wrote it for years, and is read as "
                 f"FSDP2: {strategy_name(strategy or 'FULL_SHARD')} means {means}; "
                 f"{f'left out: {left_out}' if left_out else 'the rest means the same'}. `hf-fsdp config --from FILE "
-                "--output NEW` writes the file for FSDP2; HybridFSDPPlugin(fsdp_version=1) asks for FSDP1.",
-                stacklevel=4,
+                "--output NEW` writes the file for FSDP2; HybridFSDPPlugin(fsdp_version=1) asks for FSDP1."
             )
 
     def _translate_wrap(self) -> HybridPolicy:
@@ -355,7 +351,7 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         if size and wrap != "size_based_auto_wrap_policy":
             idle.append(f"min_num_params={size} has effect only with SIZE_BASED_WRAP")
         if idle:
-            warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.", stacklevel=4)
+            warn_on_node(f"{'; '.join(idle)}. Set auto_wrap_policy so.")
         reshard = self.reshard_after_forward is not False
         return policy_from_wrap(self.auto_wrap_policy, class_names=names, min_num_params=size, reshard=reshard)
 

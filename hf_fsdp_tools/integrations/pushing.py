@@ -1,6 +1,5 @@
 """The Trainer's uploads to the hub: of complete folders only, with one error for all ranks or a warning."""
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from transformers.utils.hub import hf_api
 
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
-from hf_fsdp_tools.errors import library_errors
+from hf_fsdp_tools.errors import library_errors, warn
 from hf_fsdp_tools.hub import CARD, upload
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
 from hf_fsdp_tools.saving.manifest import MANIFEST
@@ -124,7 +123,7 @@ def _under_way(trainer: Any) -> list[Path]:
     """The checkpoints whose uploads run; forgets those that have ended, with a warning of each that failed."""
     for job in [job for job in trainer._uploads if job.done()]:
         if (error := job.exception()) is not None:
-            warnings.warn(f"Training went on while an upload failed: {error}", stacklevel=2)
+            warn(f"Training went on while an upload failed: {error}")
         del trainer._uploads[job]
     return list(trainer._uploads.values())
 

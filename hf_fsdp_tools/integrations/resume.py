@@ -2,7 +2,6 @@
 
 import random
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
@@ -122,7 +121,7 @@ def check_parts(
             "starts anew what is absent."
         )
     if absent and rank_and_size()[0] == 0:
-        warnings.warn(f"{told(str(folder))!r} lacks {lacks}, which start(s) anew.", stacklevel=3)
+        warn(f"{told(str(folder))!r} lacks {lacks}, which start(s) anew.")
     refuse_damage(folder)
     return set(own_absent)
 
@@ -144,10 +143,9 @@ def check_listed(folder: Path, *, allowed: Collection[str] = ()) -> Manifest | N
         raise CheckpointError(f"{str(folder)!r} {problem}. Use another checkpoint, or copy it again.")
     if manifest is None:
         if rank_and_size()[0] == 0:
-            warnings.warn(
+            warn(
                 f"{told(str(folder))!r} has no {MANIFEST} (another program or an older version saved it): whether all "
-                "of it is there is not known.",
-                stacklevel=3,
+                "of it is there is not known."
             )
     elif manifest.sums:
         check_sums(folder, manifest)
@@ -258,10 +256,9 @@ def _warn_of_other_world(folder: Path, manifest: Manifest | None) -> bool:
     if then in (0, now):
         return False
     if rank == 0:
-        warnings.warn(
+        warn(
             f"{told(str(folder))!r} was saved by {then} process(es) and is read by {now}. Weights, optimizer and "
             "scheduler go on exactly; random draws (dropout) go on otherwise. Keep rows per step as they were (batch "
-            "size x processes x accumulation steps), or the position in the data and the schedule mean something else.",
-            stacklevel=3,
+            "size x processes x accumulation steps), or the position in the data and the schedule mean something else."
         )
     return True

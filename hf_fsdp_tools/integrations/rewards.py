@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.text import first_lines, quoted
 
 REWARDING = ("_calculate_rewards", "_calculate_rewards_from_functions")
@@ -26,12 +27,9 @@ def guard_rewards(trainer: Any) -> None:
 def _agreed_rewards(trainer: Any, calculate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What TRL's method returns, if the functions of all ranks returned rewards. Every rank must call."""
     failures: list[ConfigError] = []
-    functions = trainer.reward_funcs
-    trainer.reward_funcs = [f if isinstance(f, nn.Module) else _guarded(f, failures) for f in functions or ()]
-    try:
+    functions = [f if isinstance(f, nn.Module) else _guarded(f, failures) for f in trainer.reward_funcs or ()]
+    with replaced(trainer, reward_funcs=functions):
         rewards = calculate(*args, **kwargs)
-    finally:
-        trainer.reward_funcs = functions
     with agreed("computing rewards"):
         if failures:
             raise failures[0]

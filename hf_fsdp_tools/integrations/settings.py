@@ -4,12 +4,11 @@ The table of all settings is made from the fields of FSDPConfig (`config.SETTING
 """
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 
 AutoWrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -120,12 +119,12 @@ def is_by_launcher() -> bool:
     return is_set("ACCELERATE_USE_FSDP") and "ACCELERATE_DYNAMO_USE_FULLGRAPH" in os.environ
 
 
-def warn_on_node(text: str, *, stacklevel: int) -> None:
+def warn_on_node(text: str) -> None:
     """Warn on the first rank of each machine: the text is the same on all ranks."""
     from hf_fsdp_tools.distributed.mesh import rank_on_node  # which imports torch
 
     if rank_on_node()[0] == 0:
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warn(text)
 
 
 # ---- contradictions ----

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, announced, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.loading.io.durable import exchange, sync
 from hf_fsdp_tools.saving.held_dcp import HeldWriter, ThreadedWriter, copy_held
 from hf_fsdp_tools.saving.manifest import MANIFEST, read_manifest, write_manifest
@@ -297,4 +296,4 @@ def remove_checkpoint(folder: Path) -> None:
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         _remove(folder)
     except OSError as error:
-        warnings.warn(f"The old checkpoint {str(folder)!r} cannot be deleted: {error}. Delete it.", stacklevel=2)
+        warn(f"The old checkpoint {str(folder)!r} cannot be deleted: {error}. Delete it.")

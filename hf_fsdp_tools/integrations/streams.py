@@ -1,9 +1,8 @@
 """Rows that go on where a training state ends: the order of an epoch, the position of each rank in a stream."""
 
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.loading.io.durable import sync
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.text import first_line
 
@@ -216,10 +216,9 @@ def restore_positions(accelerator: Any, folder: Path) -> None:
         if not _has_state(loader) or (folder / f"dl_state_dict{f'_{i}' * bool(i)}.bin").is_file():  # Accelerate's own
             continue
         if (reason := restore_position(loader, folder, i)) and rank_and_size()[0] == 0:
-            warnings.warn(
+            warn(
                 f"{str(folder)!r}: the loader {i} begins at its first row, for {reason}. Read again up to the step of "
-                "the state, with accelerator.skip_first_batches(loader, steps).",
-                stacklevel=4,
+                "the state, with accelerator.skip_first_batches(loader, steps)."
             )
 
 
@@ -232,11 +231,10 @@ def _restore_epochs(loaders: list[Any], folder: Path) -> None:
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{file}: holds no epochs ({first_line(error)}). Use another state.") from None
     if epochs and len(epochs) != len(loaders) and rank_and_size()[0] == 0:
-        warnings.warn(
+        warn(
             f"{str(folder)!r} has the epochs of {len(epochs)} loaders, and {len(loaders)} are prepared now, so that "
             "each begins with the order of its first epoch. Prepare what was prepared when it was saved, or call "
-            "loader.set_epoch(epoch).",
-            stacklevel=5,
+            "loader.set_epoch(epoch)."
         )
     if len(epochs) == len(loaders):
         for loader, entry in zip(loaders, epochs, strict=True):
@@ -251,17 +249,6 @@ def _has_state(loader: Any) -> bool:
 
 
 # ---- the Trainer's ----
-
-
-@contextmanager
-def with_state(accelerator: Any) -> Iterator[None]:
-    """A block in which Accelerate prepares loaders that know their position."""
-    config = accelerator.dataloader_config
-    former, config.use_stateful_dataloader = config.use_stateful_dataloader, True
-    try:
-        yield
-    finally:
-        config.use_stateful_dataloader = former
 
 
 def share_loader(trainer: Any, *, has_state: bool) -> Any:
@@ -280,19 +267,14 @@ def share_loader(trainer: Any, *, has_state: bool) -> Any:
     return prepare_data_loader(loader, **alone, use_stateful_dataloader=True)
 
 
-@contextmanager
-def going_on() -> Iterator[None]:
+def going_on() -> AbstractContextManager[None]:
     """A block in which transformers skips no batches of loaders that begin where a training state ends."""
     skip: Callable[..., Any] = transformers.trainer.skip_first_batches
 
     def skip_others(loader: Any, num_batches: int = 0) -> Any:
         return loader if getattr(loader, "goes_on", False) else skip(loader, num_batches)
 
-    transformers.trainer.skip_first_batches = skip_others
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = skip
+    return replaced(transformers.trainer, skip_first_batches=skip_others)
 
 
 def go_on(loader: Any, folder: Path, reason: str) -> None:
@@ -306,7 +288,4 @@ def go_on(loader: Any, folder: Path, reason: str) -> None:
         begin = loader.set_epoch
         loader.set_epoch = lambda epoch: begin(max(epoch, loader.iteration))  # the Trainer counts epochs of this run
     elif rank_and_size()[0] == 0:
-        warnings.warn(
-            f"The stream is read again from its first row up to the step of {folder.name!r}, for {reason}.",
-            stacklevel=6,
-        )
+        warn(f"The stream is read again from its first row up to the step of {folder.name!r}, for {reason}.")

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from hf_fsdp_tools.background import wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.distributed.mesh import ranks_per_row
-from hf_fsdp_tools.errors import ConfigError, frames_of_package, storage_errors
+from hf_fsdp_tools.errors import ConfigError, storage_errors, warn
 from hf_fsdp_tools.integrations.accelerator import adopt, gather_once_per_row
 from hf_fsdp_tools.integrations.accelerator_state import write_part
 from hf_fsdp_tools.integrations.averages import Averaging, read_averages, write_averages
@@ -55,7 +54,6 @@ from hf_fsdp_tools.integrations.streams import (
     going_on,
     share_loader,
     why_read_again,
-    with_state,
     write_position,
 )
 from hf_fsdp_tools.integrations.training_arguments import (
@@ -70,7 +68,7 @@ from hf_fsdp_tools.integrations.vllm_weights import stream_to_vllm
 from hf_fsdp_tools.loading.formats.dcp import METADATA
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
-from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.saving.copies import free_kept_memory
@@ -291,21 +289,17 @@ class FSDPTrainerMixin(PushingMixin):
             if self.accelerator.is_main_process:
                 print(f"{self.optimizer}\n")
             return self.optimizer
-        asked = getattr(transformers.trainer, "has_mixed_dtensor", None)
-        if asked is None:  # before transformers 5.21
+        if not hasattr(transformers.trainer, "has_mixed_dtensor"):  # before transformers 5.21
             return super().create_optimizer(*args, **kwargs)
-        transformers.trainer.has_mixed_dtensor = lambda tensors: False
-        try:
+        with replaced(transformers.trainer, has_mixed_dtensor=lambda tensors: False):
             return super().create_optimizer(*args, **kwargs)
-        finally:
-            transformers.trainer.has_mixed_dtensor = asked
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; of a stream with state, a loader that goes on where the checkpoint ends."""
         if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
         reason = why_read_again(self.train_dataset)
-        with nullcontext() if reason else with_state(self.accelerator):
+        with nullcontext() if reason else replaced(self.accelerator.dataloader_config, use_stateful_dataloader=True):
             is_own = self.streams_are_shares
             loader = share_loader(self, has_state=not reason) if is_own else super().get_train_dataloader()
         self._stream = None if reason else loader
@@ -317,19 +311,15 @@ class FSDPTrainerMixin(PushingMixin):
         """Clip shards and whole parameters together; the Trainer itself would not divide by the loss scale before."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
-    if hasattr(Trainer, "_run_epoch"):  # which older versions lack; there such a run makes one step
-
-        def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-            """As the Trainer's. A run that had come to its end has nothing left to train."""
-            if self.state.global_step >= self.state.max_steps:
-                if self.args.should_log:
-                    done = f"step {self.state.global_step} of {self.state.max_steps}"
-                    warnings.warn(
-                        f"Nothing is left to train: the checkpoint is of {done}.", stacklevel=frames_of_package()
-                    )
-                self.control.should_training_stop = True
-                return
-            super()._run_epoch(*args, **kwargs)
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's. A run that had come to its end has nothing left to train."""
+        if self.state.global_step >= self.state.max_steps:
+            if self.args.should_log:
+                done = f"step {self.state.global_step} of {self.state.max_steps}"
+                warn(f"Nothing is left to train: the checkpoint is of {done}.")
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's; the loss is kept with what the batch begins with, until losses are logged."""
@@ -588,14 +578,11 @@ def _draw_to_epoch(sampler: Any, epoch: int) -> None:
 def _evaluating_in_full(trainer: Any) -> Iterator[None]:
     """A block in which `bf16_full_eval` and `fp16_full_eval` mean autocast: transformers would cast the shards."""
     args = trainer.args
-    asked = args.bf16_full_eval, args.fp16_full_eval
+    is_asked = args.bf16_full_eval or args.fp16_full_eval
     dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-    args.bf16_full_eval = args.fp16_full_eval = False
-    try:
-        with torch.autocast(trainer.accelerator.device.type, dtype, enabled=any(asked)):
-            yield
-    finally:
-        args.bf16_full_eval, args.fp16_full_eval = asked
+    cast = torch.autocast(trainer.accelerator.device.type, dtype, enabled=is_asked)
+    with replaced(args, bf16_full_eval=False, fp16_full_eval=False), cast:
+        yield
 
 
 def _refuse_counted_again(trainer: Any) -> None:

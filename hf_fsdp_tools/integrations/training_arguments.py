@@ -1,7 +1,6 @@
 """Settings of `TrainingArguments`: the plugin that they make, and those that a sharded model cannot take up."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_fsdp_tools.distributed.mesh import dims_of
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.integrations.config import SETTINGS, TRAINING_KEYS
 from hf_fsdp_tools.integrations.model import LOW_PRECISION
 from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
@@ -40,7 +39,7 @@ def plugin_arguments(args: Any) -> dict[str, Any]:
     config: Mapping[str, Any] = args.fsdp_config or {}
     if not args.fsdp:
         if config:
-            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.", stacklevel=4)
+            warn_on_node("TrainingArguments.fsdp_config has no effect without fsdp: add fsdp=True.")
         return {}
     problems = [f"{key}{did_you_mean(key, TRAINING_KEYS)}" for key in config if key not in TRAINING_KEYS]
     problems += [f"{key}: FSDP on TPUs is not part of this package." for key in config if "xla" in key and config[key]]
@@ -73,10 +72,9 @@ def use_one_device(args: Any) -> None:
     state = PartialState()
     if args.n_gpu > 1:
         if state.num_processes == 1:
-            warnings.warn(
+            warn(
                 f"1 of {args.n_gpu} devices is used ({state.device}): this process was started alone. To use all: "
-                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch.",
-                stacklevel=5,
+                f"torchrun --nproc-per-node={args.n_gpu} script.py, or accelerate launch."
             )
         args._n_gpu = 1
     args._setup_devices = state.device

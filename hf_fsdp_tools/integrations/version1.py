@@ -22,17 +22,14 @@ def is_version1(model: nn.Module) -> bool:
 def prefer_possible_settings(plugin: Any, *, on_cpu: bool) -> None:
     """Turn off RAM-efficient loading, and change defaults with which FSDP1 crashes on CPUs, in place."""
     if plugin.cpu_ram_efficient_loading or is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        warn_on_node(
-            "cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.", stacklevel=4
-        )
+        warn_on_node("cpu_ram_efficient_loading is off under FSDP1: every rank reads the model. FSDP2 honours it.")
     plugin.cpu_ram_efficient_loading = False
     if not on_cpu:
         return
     if plugin.sync_module_states or is_set("FSDP_SYNC_MODULE_STATES"):
         warn_on_node(
             "sync_module_states is off on CPUs, where torch's FSDP1 cannot send weights: each rank trains the weights "
-            "that it loaded itself.",
-            stacklevel=4,
+            "that it loaded itself."
         )
     plugin.sync_module_states = False
     if "FSDP_STATE_DICT_TYPE" not in os.environ:

@@ -1,7 +1,6 @@
 """The values of a PEFT adapter that lie in a training state: found there, and read into the shards of an adapter."""
 
 import copy
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.errors import CheckpointError, warn
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.loading.fill import fill_shards
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -97,10 +96,9 @@ def _match(model: nn.Module, index: CheckpointIndex) -> dict[str, PieceTensor]:
             "Give the peft_config that it was trained with; where the vocabulary was resized, also num_tokens."
         )
     if strange and rank_and_size()[0] == 0:
-        warnings.warn(
+        warn(
             f"{index.name!r}: {len(strange)} tensors belong to no adapter of this model and were left out: "
-            f"{listed(map(quoted, strange))}.",
-            stacklevel=3,
+            f"{listed(map(quoted, strange))}."
         )
     return {key: PieceTensor.stored(tensor, state[key].dtype) for key, tensor in stored.items()}
 

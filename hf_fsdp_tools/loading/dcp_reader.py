@@ -1,8 +1,7 @@
 """Read a DCP folder in a store for torch: each rank the bytes of its shards, whatever number of ranks has saved it."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of
 from hf_fsdp_tools.loading.symbolic import PieceTensor
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.stores import at_hand, stored_object
 
 _HEAD_BYTES, _TAIL_BYTES = 2048, 4096
@@ -26,16 +26,10 @@ _HEAD_BYTES, _TAIL_BYTES = 2048, 4096
 request. torch 2.13 reads the last 4,096. (assumed)"""
 
 
-@contextmanager
-def from_stores() -> Iterator[None]:
+def from_stores() -> AbstractContextManager[None]:
     """A block in which torch's `FileSystemReader` reads the stubs of DCP folders in stores by ranges, and others as
     always; who makes it (Accelerate) takes it from `torch.distributed.checkpoint`."""
-    home: Any = torch.distributed.checkpoint
-    former, home.FileSystemReader = home.FileSystemReader, _RangeReader
-    try:
-        yield
-    finally:
-        home.FileSystemReader = former
+    return replaced(torch.distributed.checkpoint, FileSystemReader=_RangeReader)
 
 
 def _bytes_of(file: Path, place: Any) -> bytes:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view, replicated_axes
+from hf_fsdp_tools.distributed.shards import keep_part, local_boxes_of, local_parts, local_tensor, replicated_axes
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.conversion import ConversionGroup, convert_group, persistent_tensors
 from hf_fsdp_tools.loading.formats.stored import QuantizedTensor
@@ -118,9 +118,9 @@ def _share_of(
     received: list[str] = []
     num_bytes = 0
     for key, tensor in loaded.items():
-        local, boxes = local_tensor(state[key]), local_boxes_of(state[key])
+        parts = local_parts(state[key])
         stored_size = index.stored_bytes(min(tensor.sources)) if tensor.sources else 0
-        num_bytes += round(sum(box.numel for box, _ in boxes) * stored_size)
+        num_bytes += round(sum(box.numel for box, _ in parts) * stored_size)
         axes = replicated_axes(state[key])
         if axes:
             received.append(key)
@@ -129,7 +129,7 @@ def _share_of(
         if tensor.pieces is None:
             opaque[groups[key].target] = groups[key]
         else:
-            places += [(memory_view(local, start, box.length), tensor, box) for box, start in boxes]
+            places += [(memory, tensor, box) for box, memory in parts]
     return places, list(opaque.values()), received, num_bytes
 
 
@@ -149,11 +149,8 @@ def _convert_whole(
         results, cost = read_converted(model, group, index, reader, dtype=dtype, staging_bytes=staging_bytes)
         stats += cost
         for key, result in results.items():
-            if key not in loaded or loaded[key].pieces is not None:
-                continue
-            local = local_tensor(state[key])
-            for box, start in local_boxes_of(state[key]):
-                memory_view(local, start, box.length).copy_(result[box.slices])
+            if key in loaded and loaded[key].pieces is None:
+                keep_part(state[key], result)
     return stats
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, storage_errors
+from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader, TransferStats
 from hf_fsdp_tools.loading.io.transfer import Transfer
@@ -119,7 +118,7 @@ def remember_heads(model: nn.Module, match: Match, *, carry: bool) -> None:
             f"Heads {which}, so that saves hold none, which config.json promises: {promised}. Servers may refuse that"
         )
     if fact and rank_and_size()[0] == 0:
-        warnings.warn(f"{fact}.", stacklevel=2)
+        warn(f"{fact}.")
 
 
 def _promised(model: nn.Module) -> str:

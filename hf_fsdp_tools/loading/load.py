@@ -24,7 +24,7 @@ from hf_fsdp_tools.distributed.agreement import (
     rank_and_size,
     same_on_all_ranks,
 )
-from hf_fsdp_tools.distributed.shards import local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import local_parts, local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import Filled, check_values, fill_shards
@@ -294,8 +294,8 @@ def rolled_back(model: nn.Module) -> Iterator[str]:
                 store[name] = tensor
             elif tensor.is_floating_point() or id(tensor) in packed:
                 nan = float("nan") if tensor.is_floating_point() else 255  # the bits of a NaN, of scales of any format
-                for box, start in local_boxes_of(tensor):
-                    memory_view(local_tensor(tensor), start, box.length).fill_(nan)
+                for _, memory in local_parts(tensor):
+                    memory.fill_(nan)
         renew(model)
         raise
 

@@ -20,7 +20,7 @@ from hf_fsdp_tools.loading.vocabulary import added_part, token_dims
 from hf_fsdp_tools.modeling.configs import stored_quantization
 from hf_fsdp_tools.modeling.four_bits import weights_4bit
 from hf_fsdp_tools.modeling.packed import packed_parts, plain_parameters
-from hf_fsdp_tools.text import dtype_name, listed_lines, quoted
+from hf_fsdp_tools.text import dtype_name, grouped, listed_lines, quoted
 
 _REASONS = {
     "aqlm": "it stores codes of codebooks",
@@ -195,10 +195,7 @@ def match_checkpoint(
     _refuse_untied(model, state)
     wrong = {key for key, _, _ in mismatched}
     made = of_4bit.filled if of_4bit else set()
-    names: dict[int, list[str]] = {}
-    for key, tensor in state.items():
-        if key not in made:
-            names.setdefault(id(tensor), []).append(key)
+    names = grouped((id(tensor), key) for key, tensor in state.items() if key not in made)
     loaded: dict[str, PieceTensor] = {}
     tied_pairs: list[tuple[str, str]] = []
     to_initialize: set[str] = set()

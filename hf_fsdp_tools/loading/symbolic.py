@@ -247,7 +247,7 @@ def _reshape_piece(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Iter
         outer, inner = _pick(old, old_dims), _pick(new, new_dims)
         found = [(box, view)]
         if outer != inner:
-            found = [option for run in _even_runs(box, view, outer) for option in _boxes_of_run(*run, inner)]
+            found = [option for run in _even_runs(box, view, outer) for option in boxes_of_run(*run, inner)]
         parts = [(*part, option) for part in parts for option in found]
     for part in parts:
         box = Box(start=sum((b.start for b, _ in part), ()), length=sum((b.length for b, _ in part), ()))
@@ -289,7 +289,7 @@ def _even_runs(box: Box, view: View, old: Sequence[int]) -> Iterator[tuple[int, 
         yield flat, offset, run, step
 
 
-def _boxes_of_run(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Iterator[tuple[Box, View]]:
+def boxes_of_run(flat: int, offset: int, run: int, step: int, new: Sequence[int]) -> Iterator[tuple[Box, View]]:
     """Yield the boxes of a tensor of shape `new` that make up its `run` elements from flat index `flat` on."""
     if not new:
         yield Box(start=(), length=()), View(offset=offset, length=(), strides=())
@@ -305,7 +305,7 @@ def _boxes_of_run(flat: int, offset: int, run: int, step: int, new: Sequence[int
             taken = count * inner
         else:
             taken = min(run, inner - rest)
-            for box, view in _boxes_of_run(rest, offset, taken, step, new[1:]):
+            for box, view in boxes_of_run(rest, offset, taken, step, new[1:]):
                 start, length = (index, *box.start), (1, *box.length)
                 strides = (inner * step, *view.strides)
                 yield Box(start=start, length=length), View(offset=view.offset, length=length, strides=strides)

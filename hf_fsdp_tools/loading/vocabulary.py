@@ -14,14 +14,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
-from hf_fsdp_tools.distributed.shards import (
-    Box,
-    gather_on_device,
-    is_first_replica,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.distributed.shards import Box, gather_on_device, is_first_replica, local_parts, local_tensor
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
 from hf_fsdp_tools.modeling.configs import text_config
@@ -146,7 +139,7 @@ def _replace(model: nn.Module, key: str, old: torch.Tensor, shape: torch.Size) -
         allocate(model, device=local_tensor(old).device)
     else:
         swap(model, {old: with_data(old, gathered.new_empty(shape))})
-    for kept, memory in _own_parts(persistent_tensors(model)[key], Box.whole(old.shape)):
+    for kept, memory in local_parts(persistent_tensors(model)[key], Box.whole(old.shape)):
         memory.copy_(gathered[kept.slices])
 
 
@@ -240,20 +233,9 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
             )
         values[key] = mean.to(state[key].dtype).expand(added[key].length)
     for key, new in added.items():
-        for part, memory in _own_parts(state[key], new):
+        for part, memory in local_parts(state[key], new):
             first = (p - n for p, n in zip(part.start, new.start, strict=True))
             memory.copy_(values[key][Box(start=tuple(first), length=part.length).slices])
-
-
-def _own_parts(tensor: torch.Tensor, region: Box) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank holds of a region of a tensor: boxes, and their memory."""
-    parts = []
-    for box, start in local_boxes_of(tensor):
-        part = box.intersect(region)
-        if part.numel:
-            place = [i + p - b for i, p, b in zip(start, part.start, box.start, strict=True)]
-            parts.append((part, memory_view(local_tensor(tensor), place, part.length)))
-    return parts
 
 
 def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:
@@ -261,7 +243,7 @@ def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:
     dim = added.start.index(max(added.start))
     old = Box.whole([added.start[d] if d == dim else n for d, n in enumerate(tensor.shape)])
     total = torch.zeros([1 if d == dim else n for d, n in enumerate(tensor.shape)], dtype=torch.float64)
-    for part, memory in _own_parts(tensor, old) if is_first_replica(tensor) else ():
+    for part, memory in local_parts(tensor, old) if is_first_replica(tensor) else ():
         place = tuple(slice(None) if d == dim else s for d, s in enumerate(part.slices))
         for rows in torch.split(memory, max(1, _SLAB_ELEMENTS * memory.shape[dim] // memory.numel()), dim):
             total[place] += rows.double().sum(dim, keepdim=True).cpu()

@@ -88,7 +88,9 @@ def model_class(
     """
     if auto_class is not None:
         return class_named(auto_class)
-    names = _architectures(config)
+    listed = getattr(config, "architectures", None)  # of which a damaged file may make anything
+    entries = listed if isinstance(listed, list | tuple) else [listed]
+    names = [name for name in entries if isinstance(name, str)]
     own_code = _own_code(config)
     remote = next(
         (getattr(transformers, n) for n, cls in own_code.items() if str(cls).rpartition(".")[2] in names), None
@@ -112,13 +114,6 @@ def class_named(auto_class: Any) -> Any:
     alike = [entry for entry in dir(transformers) if entry[:3].lower() == name[:3].lower()]  # of all, it takes seconds
     cure = did_you_mean(name, alike, otherwise=". Use AutoModelForCausalLM, AutoModel, …, or a model class.")
     raise ConfigError(f"auto_class {quoted(auto_class)} is no model class of transformers{cure}")
-
-
-def _architectures(config: PreTrainedConfig) -> list[str]:
-    """The names in `architectures`, of which a damaged file may make anything."""
-    named = getattr(config, "architectures", None)
-    entries = named if isinstance(named, list | tuple) else [named]
-    return [name for name in entries if isinstance(name, str)]
 
 
 def _own_class(config: PreTrainedConfig, name: str) -> Any:

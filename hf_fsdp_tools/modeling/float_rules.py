@@ -19,8 +19,7 @@ floats of that dtype, [rows, values]."""
 
 def _scaled_in_fp32(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Fine-grained FP8, and 4-bit values two to a byte: times the scale in float32."""
-    floats = Fp8Dequantize(None)._dequantize_one(values, scales["scale"], dtype)
-    assert isinstance(floats, torch.Tensor)
+    floats: torch.Tensor = Fp8Dequantize(None)._dequantize_one(values, scales["scale"], dtype)
     return floats
 
 
@@ -28,8 +27,7 @@ def _mxfp4(values: torch.Tensor, scales: Mapping[str, torch.Tensor], dtype: torc
     """MXFP4 as gpt-oss stores it: blocks of 32 values that share an exponent."""
     exponents = scales["scale"].unsqueeze(0)
     blocks = values.view(*exponents.shape, -1)
-    floats = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
-    assert isinstance(floats, torch.Tensor)
+    floats: torch.Tensor = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
     return floats
 
 
@@ -90,8 +88,9 @@ def _of_bitsandbytes(
     bytes_ = values.view(torch.uint8)
     rows, block = bytes_.shape[0], 2 * bytes_.shape[1]
     ops: Any = torch.ops.bitsandbytes
-    floats = ops.dequantize_4bit(bytes_.reshape(-1, 1), scale.reshape(-1), block, kind, (rows, block), dtype)
-    assert isinstance(floats, torch.Tensor)
+    floats: torch.Tensor = ops.dequantize_4bit(
+        bytes_.reshape(-1, 1), scale.reshape(-1), block, kind, (rows, block), dtype
+    )
     return floats
 
 

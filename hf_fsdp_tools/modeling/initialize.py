@@ -2,19 +2,18 @@
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from hf_fsdp_tools.distributed.shards import local_tensor, part_of
+from hf_fsdp_tools.distributed.shards import keep_part
 from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.modeling.module_tree import original_classes
+from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 
 ModulePath = tuple[tuple[str, nn.Module], ...]
 """A module and its ancestors, root first, each with its fqn."""
@@ -44,7 +43,7 @@ def initialize_missing(model: nn.Module, *, missing_keys: Collection[str], seed:
                 untouched += [_fqn(name, key) for key in wanted if key not in made]
                 for key, tensor in wanted.items():
                     if key in made:
-                        _copy_into(tensor, made[key])
+                        keep_part(tensor, made[key])
                     tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
     if untouched:
         raise CheckpointError(
@@ -153,30 +152,14 @@ def _initializers(path: ModulePath) -> Iterator[Callable[[], object]]:
             yield partial(owners[-1]._init_weights, module)
 
 
-@contextmanager
-def _without_padding(*modules: nn.Module) -> Iterator[None]:
+def _without_padding(*modules: nn.Module) -> AbstractContextManager[None]:
     """Unset the `padding_idx` of embeddings for a block; initialisers of some models zero that row of loaded weights.
 
     They index the weight, and the mark of what is initialised is not on the row.
     """
-    padded = [(module, padding) for module in modules if (padding := getattr(module, "padding_idx", None)) is not None]
-    for module, _ in padded:
-        module.padding_idx = None  # type: ignore[assignment]  # as nn.Embedding has it
-    try:
-        yield
-    finally:
-        for module, padding in padded:
-            module.padding_idx = padding
+    return replaced(*(each for each in modules if getattr(each, "padding_idx", None) is not None), padding_idx=None)
 
 
 def _zeros_on_cpu(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     zeros = torch.zeros(tuple(shape), dtype=like.dtype, device="cpu")
     return nn.Parameter(zeros, requires_grad=False) if isinstance(like, nn.Parameter) else zeros
-
-
-def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            local_tensor(target).copy_(part_of(whole, target))
-        else:
-            target.copy_(whole)  # a flat shard takes its part itself

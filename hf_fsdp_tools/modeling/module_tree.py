@@ -285,6 +285,19 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 @contextmanager
+def replaced(*owners: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of objects, classes or Python modules other values for a block."""
+    former = [(owner, name, getattr(owner, name)) for owner in owners for name in values]
+    try:
+        for owner, name, _ in former:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for owner, name, value in former:
+            setattr(owner, name, value)
+
+
+@contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
     """Give the modules of a model their own classes for a block.
 

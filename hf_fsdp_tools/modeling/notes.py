@@ -45,9 +45,8 @@ class Note:
     """Of a model that was loaded: the `Heads` of its checkpoint that it has no modules for; saves copy them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
-        return replace(
-            self, hooks=(), rows=None
-        )  # process groups cannot be copied, and a copy of a sharded model has no hooks
+        # Process groups cannot be copied, and a copy of a sharded model has no hooks.
+        return replace(self, hooks=(), rows=None)
 
 
 _EMPTY = Note()

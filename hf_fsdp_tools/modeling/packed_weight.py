@@ -265,16 +265,6 @@ def linear(
     return output
 
 
-def _multiplied(
-    how: str, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, offs: Any = None
-) -> torch.Tensor:
-    factors = [each for lhs, rhs, _ in weight.added for each in (lhs, rhs)]
-    scalings = tuple(scaling for *_, scaling in weight.added)
-    look = _Look(weight.form, weight.dtype, weight.is_flipped, scalings)
-    result: torch.Tensor = _Product.apply(how, look, x, bias, offs, *factors, *weight.parts)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Product(torch.autograd.Function):
     """The product of activations and a packed weight, which is dequantised in either direction."""
 
@@ -377,28 +367,27 @@ def _flip(weight: PackedWeight, *dims: int) -> Any:
     return weight.with_(is_flipped=not weight.is_flipped)
 
 
-def _on_the_right(how: str, x: Any, weight: Any) -> Any:
-    is_right = isinstance(weight, PackedWeight) and not isinstance(x, PackedWeight) and len(weight.shape) == 2
-    return _multiplied(how, x, weight) if is_right else NotImplemented
-
-
-def _linear_of(x: Any, weight: Any, bias: Any = None) -> Any:
+def _times(how: str, x: Any, weight: Any, bias: Any = None, offs: Any = None) -> Any:
+    """The product with a packed weight on the right, and no other."""
     if isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
         return NotImplemented
-    return _multiplied("linear", x, weight, bias=bias)
+    factors = [each for lhs, rhs, _ in weight.added for each in (lhs, rhs)]
+    scalings = tuple(scaling for *_, scaling in weight.added)
+    look = _Look(weight.form, weight.dtype, weight.is_flipped, scalings)
+    return _Product.apply(how, look, x, bias, offs, *factors, *weight.parts)  # type: ignore[no-untyped-call]
+
+
+def _matmul(x: Any, weight: Any) -> Any:
+    return _times("matmul", x, weight) if len(weight.shape) == 2 else NotImplemented
 
 
 def _addmm(bias: Any, x: Any, weight: Any, **factors: Any) -> Any:
-    if factors or isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
-        return NotImplemented
-    return _multiplied("addmm", x, weight, bias=bias)
+    return NotImplemented if factors else _times("addmm", x, weight, bias)
 
 
 def _grouped(x: Any, weight: Any, *, offs: Any = None, **others: Any) -> Any:
     is_other = offs is None or any(option is not None for option in others.values())
-    if is_other or isinstance(x, PackedWeight) or not isinstance(weight, PackedWeight):
-        return NotImplemented
-    return _multiplied("grouped", x, weight, offs=offs)
+    return NotImplemented if is_other else _times("grouped", x, weight, offs=offs)
 
 
 def _looks() -> Iterator[Any]:
@@ -413,13 +402,13 @@ _WRITES = ("__set__", "__setitem__")
 
 _OWN: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: lambda weight: weight,  # type: ignore[attr-defined]
-    functional.linear: _linear_of,
+    functional.linear: partial(_times, "linear"),
     torch._grouped_mm: _grouped,  # as which torch's own `grouped_mm` comes here
     torch.addmm: _addmm,
-    torch.matmul: partial(_on_the_right, "matmul"),
-    torch.mm: partial(_on_the_right, "matmul"),
-    torch.Tensor.matmul: partial(_on_the_right, "matmul"),
-    torch.Tensor.__matmul__: partial(_on_the_right, "matmul"),
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
     torch.Tensor.__getitem__: _index,
     torch.Tensor.transpose: _flip,
     torch.transpose: _flip,

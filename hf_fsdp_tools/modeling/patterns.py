@@ -5,8 +5,7 @@ Nothing ends a match of Python's `re` within a process, and `(a+)+b` takes endle
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import regex
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.text import first_line, quoted
 
 _MATCH_S = 1.0
@@ -42,16 +42,9 @@ def matched(pattern: str, name: str, *, how: str = "match", where: object = "qua
         ) from error
 
 
-@contextmanager
-def matched_in(library: str, where: object) -> Iterator[None]:
+def matched_in(library: str, where: object) -> AbstractContextManager[None]:
     """A block in which the modules of an imported library, which reads patterns of a file, match by `matched`."""
     bounded = {how: partial(matched, how=how, where=where) for how in ("match", "fullmatch", "search")}
     modules: list[Any] = [m for name, m in sys.modules.items() if name.startswith(f"{library}.")]
     modules = [module for module in modules if vars(module).get("re") is re]
-    for module in modules:
-        module.re = SimpleNamespace(**vars(re) | bounded)
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.re = re
+    return replaced(*modules, re=SimpleNamespace(**vars(re) | bounded))

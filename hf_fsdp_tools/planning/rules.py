@@ -14,7 +14,7 @@ from torch import nn
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, Weight, class_name, has_forward
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts, major_blocks
-from hf_fsdp_tools.text import listed
+from hf_fsdp_tools.text import grouped, listed
 
 
 def size_bound(tree: ModuleTree, stacks: list[list[ModuleNode]]) -> int:
@@ -117,10 +117,7 @@ def measured(plan: WrapPlan, tree: ModuleTree) -> WrapPlan:
     """The plan with the sizes that its units have in a tree; units without parameters are left out."""
     unit_of = units_by_node(tree, plan)
     replicated = {tree.weight(name) for name in plan.replicated}
-    held: dict[int, list[Weight]] = {}
-    for weight in tree.weights:
-        if weight not in replicated:
-            held.setdefault(unit_of[weight.owners[0]], []).append(weight)
+    held = grouped((unit_of[weight.owners[0]], weight) for weight in tree.weights if weight not in replicated)
     units = [
         replace(
             unit,

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, class_name, has_forward
 from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.text import grouped
 
 MAJOR_SHARE = 0.10
 """Share of the model's parameters from which a stack is major. (assumed; a part of the definition of a correct plan)"""
@@ -97,10 +98,7 @@ def _members(node: ModuleNode, *, nested: bool) -> list[ModuleNode]:
         children = _distinct(_opened(children))
         is_plain_list = not isinstance(node.module, nn.Sequential)
         return _repeating(children, nested=nested, keep_all=is_plain_list, allow_one=is_plain_list)
-    families: dict[str, list[ModuleNode]] = {}
-    for child in children:
-        if match := _NUMBERED.match(child.name):
-            families.setdefault(match[1], []).append(child)
+    families = grouped((match[1], child) for child in children if (match := _NUMBERED.match(child.name)))
     numbered = [child for family in families.values() if len(family) >= _MIN_NUMBERED for child in family]
     return _repeating(numbered, nested=True, keep_all=False, allow_one=False)
 

@@ -15,13 +15,7 @@ from hf_fsdp_tools.accelerator import SideStream, side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
 from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
-from hf_fsdp_tools.distributed.shards import (
-    Box,
-    is_first_replica,
-    local_boxes_of,
-    local_tensor,
-    memory_view,
-)
+from hf_fsdp_tools.distributed.shards import Box, is_first_replica, local_boxes_of, local_parts, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.text import first_line, show_bytes
@@ -225,12 +219,11 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     CPUs, by gloo as a rule; in a group that has no backend for them (`has_cpu_backend`), between devices: NCCL then
     makes a communicator for each sender, which takes memory of rank 0's GPU.
     """
-    rank, whole, local = rank_and_size()[0], None, local_tensor(tensor)
+    rank, whole = rank_and_size()[0], None
     parts: list[tuple[Box, torch.Tensor]] = []
-    for box, start in local_boxes_of(tensor) if is_first_replica(tensor) else ():
+    for box, _ in local_boxes_of(tensor) if is_first_replica(tensor) else ():
         for slab in box.slabs(staging_bytes, tensor.element_size()):
-            at = [a + s - b for a, s, b in zip(start, slab.start, box.start, strict=True)]
-            parts.append((slab, memory_view(local, at, slab.length)))
+            parts += local_parts(tensor, slab)
     with agreed("gathering a tensor"):
         if rank == 0:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)

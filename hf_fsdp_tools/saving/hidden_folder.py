@@ -296,14 +296,11 @@ def _remove_if_killed(path: Path, now_s: float) -> None:
     """Remove the hidden folder of a save that was killed; refuse to go on beside a save that runs."""
     owner: dict[str, Any] = {}
     is_free = None
-    with suppress(OSError):  # it ended meanwhile, is another user's, or there are no locks
-        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            with suppress(ValueError):
-                owner = json.loads(os.read(descriptor, 10_000))
-            is_free = try_lock(descriptor)
-        finally:
-            os.close(descriptor)
+    # The save may have ended meanwhile, or be another user's, and there may be no locks.
+    with suppress(OSError), open(path / _OWNER, "r+b") as file:
+        with suppress(ValueError):
+            owner = json.loads(file.read(10_000))
+        is_free = try_lock(file.fileno())
     if is_free is False:
         raise CheckpointError(
             f"Another job is saving to {str(path.parent)!r}: process {owner.get('process')} on {owner.get('host')}, "

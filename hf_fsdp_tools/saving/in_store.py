@@ -7,7 +7,6 @@ the weights, those that differ are put right before it; if that fails, the forme
 
 import json
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
 from hf_fsdp_tools.distributed.shards import Box
-from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError
+from hf_fsdp_tools.errors import CheckpointError, FSDPToolsError, warn
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.fill import read_into
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
@@ -350,7 +349,7 @@ def _publish(url: str, sizes: Mapping[str, int], beside: Mapping[str, bytes], in
     except CheckpointError as error:
         if WEIGHTS in outdated and WEIGHTS in files_at(url):
             raise
-        warnings.warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}", stacklevel=2)
+        warn(f"{told(url)!r} is saved, but weight files of an earlier save take space: {error}")
 
 
 def _put(url: str, beside: Mapping[str, bytes], last: tuple[str, bytes]) -> None:

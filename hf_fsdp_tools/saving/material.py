@@ -1,6 +1,5 @@
 """Models without values, and where their values are: in files alone, or in an adapter too."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, warn
 from hf_fsdp_tools.loading.adapter_state import restore_adapter
 from hf_fsdp_tools.loading.conversion import assume_conversions, persistent_tensors, set_conversions
 from hf_fsdp_tools.loading.fill import fill_shards
@@ -75,7 +74,7 @@ def material_of_model(
         if match.index.is_model_state:
             raise CheckpointError(f"{fact}. {_FIT}")
         if rank_and_size()[0] == 0:
-            warnings.warn(f"{fact}. They are left out.", stacklevel=2)
+            warn(f"{fact}. They are left out.")
     quantized = {key for key, stored in match.index.tensors.items() if isinstance(stored, QuantizedTensor)}
     for key, stored in match.loaded.items():
         dtypes = {match.index.source_dtype(source) for source in stored.sources}

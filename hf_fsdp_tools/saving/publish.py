@@ -16,14 +16,13 @@ import filecmp
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hf_fsdp_tools.errors import frames_of_package, storage_errors
+from hf_fsdp_tools.errors import storage_errors, warn
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.loading.weight_files import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder, keep, switch
@@ -144,10 +143,9 @@ def _set_aside(hidden: HiddenFolder, names: Iterable[str]) -> list[Path]:
 
 def _warn_of(folder: Path, aside: Iterable[Path]) -> None:
     if renamed := [str(path) for path in aside if path.suffix != ".former"]:
-        warnings.warn(
+        warn(
             f"{str(folder)!r} held another kind of model, whose {listed(renamed)} would be opened with what is saved "
-            "there now. Renamed to *.former.",
-            stacklevel=frames_of_package(),
+            "there now. Renamed to *.former."
         )
 
 
@@ -164,10 +162,9 @@ def _remove_former(folder: Path, names: Iterable[str], threads: bool) -> None:
         with ThreadPoolExecutor() if threads else nullcontext() as pool:
             list(pool.map(remove, names) if pool else map(remove, names))
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{str(folder)!r} is saved, but weight files of an earlier save cannot be removed: {error}. They are not "
-            "opened, but take space.",
-            stacklevel=2,
+            "opened, but take space."
         )
 
 

@@ -43,7 +43,7 @@ from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
-from hf_fsdp_tools.text import dtype_name
+from hf_fsdp_tools.text import dtype_name, grouped
 
 _SLAB_BYTES = 16 * 2**20
 """Bytes of a head that a rank copies at a time. (assumed)"""
@@ -383,9 +383,8 @@ def _gather(
     """
     state: Mapping[str, torch.Tensor] = saved_tensors(model)
     failure: Exception | None = None
-    saved_from: dict[tuple[str, ...], list[str]] = {}  # of fused experts, each of which is saved, once for all
-    for key in keys:
-        saved_from.setdefault(tuple(sorted(layout.places[key].symbol.sources)), []).append(key)
+    # What has the same sources, as the experts that are fused, is gathered once for all.
+    saved_from = grouped((tuple(sorted(layout.places[key].symbol.sources)), key) for key in keys)
     for sources, saved in saved_from.items():
         whole = {name: gather_to_first(state[name], staging_bytes=staging_bytes) for name in sources}
         try:

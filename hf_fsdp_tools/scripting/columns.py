@@ -64,7 +64,8 @@ def with_names_of_recipe(
             raise ConfigError(f"{option}: {name} has no such column{near} It has {listed(there, 20)}.")
         if source in moved.values():
             raise ConfigError(f"{option}: another option names this column too. Give each a column of its own.")
-        target = _name_for(word, target, row.get(source, _field(row, source)))
+        if word == "image" and isinstance(row.get(source, _field(row, source)), list):
+            target = "images"
         if target in columns and target not in chosen.values():
             other = " or give --dataset_text_field instead." if word == "text" else " or remove that column."
             raise ConfigError(
@@ -94,8 +95,3 @@ def _field(row: Mapping[str, Any], path: str) -> Any:
 
 def _with_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
     return {target: _field(row, path) for target, path in fields.items()}
-
-
-def _name_for(word: str, target: str, value: Any) -> str:
-    """The recipe's name for a column, which may hold a list of images."""
-    return "images" if word == "image" and isinstance(value, list) else target

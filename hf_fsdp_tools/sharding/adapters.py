@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_fsdp_tools.distributed.agreement import agreed, opened, rank_and_size, same_on_all_ranks, shared_rng_state
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, ConfigError, frames_of_package, library_errors
+from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, warn
 from hf_fsdp_tools.hub import fetch, local_path
 from hf_fsdp_tools.modeling.packed import listed_as_parameters
 from hf_fsdp_tools.modeling.patterns import matched_in
@@ -205,10 +205,9 @@ def _say_what_has_none(model: nn.Module, config: Any) -> None:
     if fused and rank_and_size()[0] == 0:
         share = sum(fused.values()) / sum(parameter.numel() for parameter in model.parameters())
         names = sorted({".".join(name.split(".")[-2:]) for name in fused})
-        warnings.warn(
+        warn(
             f"{share:.0%} of the weights get no adapter: all-linear means linear layers, and these are fused experts. "
-            f"LoraConfig(target_parameters={names}) adds to them.",
-            stacklevel=frames_of_package(),
+            f"LoraConfig(target_parameters={names}) adds to them."
         )
 
 

@@ -1,6 +1,5 @@
 """Checks of parameters, before they are sharded and before the first training pass; and of optimizers of shards."""
 
-import warnings
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
 from hf_fsdp_tools.distributed.mesh import Axes
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.text import listed
@@ -99,7 +98,7 @@ def check_first_pass(model: nn.Module, device: torch.device, axes: Axes) -> None
             )
         if rank_and_size()[0] == 0:
             for problem in filter(None, problems):
-                warnings.warn(problem, stacklevel=2)
+                warn(problem)
 
     handle = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 

@@ -13,7 +13,7 @@ of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and los
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.meta import copy_on_meta
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.alike import compare_rows
@@ -226,19 +226,10 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     ]
 
 
-@contextmanager
-def whole_outputs(model: nn.Module) -> Iterator[None]:
+def whole_outputs(model: nn.Module) -> AbstractContextManager[None]:
     """A block in which a model gives the outputs of whole rows beside a loss too, which take more memory."""
-    rows = _rows_of(model) or Rows(None, 0, 1)
-    rows.joins_outputs = True
-    try:
-        yield
-    finally:
-        rows.joins_outputs = False
-
-
-def _rows_of(model: nn.Module) -> Rows | None:
-    return next((rows for module in model.modules() if (rows := note_of(module).rows) is not None), None)
+    found = (rows for module in model.modules() if (rows := note_of(module).rows) is not None)
+    return replaced(next(found, Rows(None, 0, 1)), joins_outputs=True)
 
 
 def _blocks(model: Any) -> dict[str, nn.Module]:

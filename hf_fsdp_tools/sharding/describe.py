@@ -11,7 +11,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.float8 import is_float8
 from hf_fsdp_tools.sharding.shard import sharding_of
-from hf_fsdp_tools.text import dtype_name, merge_alike, show_bytes
+from hf_fsdp_tools.text import dtype_name, grouped, merge_alike, show_bytes
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -70,10 +70,11 @@ def describe_sharding(model: nn.Module) -> str:
         of_all = f", {share:.2%} of the parameters" if name == "trained" else ""
         num_bytes = sum(local_tensor(p).nbytes for p in group)
         lines.append(f"{name:<13}{dtypes}, {show_bytes(num_bytes)} on this rank{of_all}{offloaded}")
-    split: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == sharding.mesh.ndim:
-            split.setdefault(getattr(parameter.placements[-1], "dim", 0), []).append(name)
+    split = grouped(
+        (getattr(parameter.placements[-1], "dim", 0), name)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == sharding.mesh.ndim
+    )
     for dim in sorted(split.keys() - {0}):
         why = f"split along dimension {dim}, having too few rows for {sharding.mesh.size(-1)} ranks"
         lines += [f"{why}: {names}" for names in merge_alike(split[dim])]

@@ -9,7 +9,6 @@ each forward pass of the model: nothing tells that a script has written to `para
 import importlib.metadata
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
@@ -199,7 +198,7 @@ def convert_to_float8(tree: ModuleTree, policy: MixedPrecisionPolicy, device_typ
         return
     config = float8_config(policy, device_type)
     if device_type == "cpu" and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.", stacklevel=5)
+        warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.")
     own = replace(config, enable_fsdp_float8_all_gather=False)  # torchao would wrap the parameter; see `gather_float8`
     for layer in float8_layers(tree, policy).values():
         made = import_torchao().convert_to_float8_training(layer, config=own)

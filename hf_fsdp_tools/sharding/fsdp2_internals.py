@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_fsdp_tools.accelerator import pinned_empty
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.module_tree import own_class
+from hf_fsdp_tools.modeling.module_tree import own_class, replaced
 from hf_fsdp_tools.sharding.parallel import install_style, parallel_parameters, placeholder
 
 # ---- units and their parameters ----
@@ -82,11 +82,8 @@ def bytes_sharded() -> Iterator[None]:
 
     if not hasattr(own, "__wrapped__"):
         torchs.FSDPParam.init_dtype_attrs = init_dtype_attrs
-    torchs.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
-    try:
+    with replaced(torchs, nn=SimpleNamespace(**{**vars(nn), "Parameter": parameter})):
         yield
-    finally:
-        torchs.nn = nn
 
 
 def reduce_in_one_dtype() -> None:
@@ -335,11 +332,7 @@ def use_frozen_in_place(module: FSDPModule, args: object) -> None:
                 continue
             entry.all_gather_outputs = [data]  # FSDP2 copies what it gathers to this memory: a tensor to itself
             entry.__dict__.pop("_unsharded_param", None)  # made anew, of this memory
-            entry.free_unsharded_param = _free_nothing
-
-
-def _free_nothing() -> None:
-    """Leave the memory of a shard after its use."""
+            entry.free_unsharded_param = lambda: None  # the memory is the shard's
 
 
 def follow_training(module: FSDPModule) -> None:

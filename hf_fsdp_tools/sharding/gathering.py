@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_fsdp_tools.accelerator import free_bytes
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import rank_on_node
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
 from hf_fsdp_tools.sharding.fsdp2_internals import (
@@ -72,14 +73,9 @@ def _kept(root: nn.Module) -> Iterator[None]:
     marked: list[Any] = []
     if not (is_parallel(root) or any(note_of(module).rows for module in root.modules())):
         marked = [module for module in root.modules() if getattr(module, "_is_fsdp_managed_module", False)]
-    try:
-        for module in marked:
-            module._is_fsdp_managed_module = False  # by this mark, `generate` goes on until every rank has finished
-        with keep_gathered(root):
-            yield
-    finally:
-        for module in marked:
-            module._is_fsdp_managed_module = True
+    # By the mark, `generate` goes on until every rank has finished.
+    with replaced(*marked, _is_fsdp_managed_module=False), keep_gathered(root):
+        yield
 
 
 def generate_on_shards(model: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ torch calls these for every DTensor of a process, from the first model on that i
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,15 +24,10 @@ aten = torch.ops.aten
 _DRAWING = (aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float, aten.exponential_.default)
 _DRAWING_LIKE = (aten.randn_like.default, aten.rand_like.default)
 
-_is_done = False
 
-
+@cache
 def guard_habits() -> None:
     """Let torch call the functions below, in this process. Nothing is communicated."""
-    global _is_done
-    if _is_done:
-        return
-    _is_done = True
     reduce_in_one_dtype()
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers

@@ -1,7 +1,7 @@
 """Make sharded models look right to transformers and to scripts: class names, marks, methods and `use_cache`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.configs import write_older_keys
-from hf_fsdp_tools.modeling.module_tree import original_classes, own_class
+from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
@@ -206,15 +206,6 @@ def turn_cache_off(model: nn.Module) -> None:
         add_to_note(model, cache_is_off=True)
 
 
-@contextmanager
-def with_cache_as_found(model: nn.Module) -> Iterator[None]:
+def with_cache_as_found(model: nn.Module) -> AbstractContextManager[None]:
     """Undo `turn_cache_off` in the config for a block that writes the config to a checkpoint."""
-    if not note_of(model).cache_is_off:
-        yield
-        return
-    config: Any = model.config
-    config.use_cache = True
-    try:
-        yield
-    finally:
-        config.use_cache = False
+    return replaced(model.config, use_cache=True) if note_of(model).cache_is_off else nullcontext()

@@ -68,11 +68,8 @@ def guard_injection() -> None:
 
     @wraps(load)
     def load_adapter(outer: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = outer.register_load_state_dict_pre_hook(_cut_whole)
-        try:
+        with outer.register_load_state_dict_pre_hook(_cut_whole):
             return load(outer, *args, **kwargs)
-        finally:
-            hook.remove()
 
     activate = ParamWrapper._activate_lora
 

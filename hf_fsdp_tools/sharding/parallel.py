@@ -8,7 +8,6 @@ leave whole is whole on every rank of a group, where its gradients are equal. An
 all ranks of its group, so the mean over ranks is that of all ranks, not of those that share its weights.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,14 +23,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_fsdp_tools.distributed.dcp_boxes import let_dcp_see_boxes
 from hf_fsdp_tools.distributed.mesh import Axes, axes_of, rank_on_node
-from hf_fsdp_tools.errors import ConfigError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.meta import copy_on_meta
-from hf_fsdp_tools.modeling.module_tree import slots
+from hf_fsdp_tools.modeling.module_tree import replaced, slots
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.context_parallel import check_rows, run_on_meta
-from hf_fsdp_tools.text import did_you_mean, first_line, listed
+from hf_fsdp_tools.text import did_you_mean, first_line, grouped, listed
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -101,10 +100,9 @@ def parallelize_model(
             f"experts_implementation {implementation!r} has no kernels for CPUs. Use 'grouped_mm' or 'batched_mm'."
         )
     if dist.get_rank() == 0 and (processes := rank_on_node()[1]) % layers:
-        warnings.warn(
+        warn(
             f"tp_size {layers} does not divide the {processes} process(es) of this machine (LOCAL_WORLD_SIZE): the "
-            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest.",
-            stacklevel=frames_of_package(),
+            "exchanges of each layer go between machines. Use a divisor, and dp_shard_size for the rest."
         )
     if axes.dims.cp_size > 1:  # while it can still be tried without other ranks
         check_rows(model, axes.dims.cp_size)
@@ -290,9 +288,7 @@ def divided_dims(style: str, name: str, ndim: int) -> list[int]:
 
 def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None:
     """Leave tied parameters whole, with their modules, unless all their modules divide them alike."""
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
+    places = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     for parameter, names in places.items():
         ways = {
             (kind, tuple(divided_dims(style, name, parameter.dim())))
@@ -309,10 +305,7 @@ def _drop_half_tied(model: nn.Module, rules: dict[str, tuple[str, str]]) -> None
 @contextmanager
 def _ties_kept(model: nn.Module) -> Iterator[None]:
     """Tie again what was tied before the block."""
-    places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
-    for store, name, tensor in slots(model):
-        if isinstance(tensor, nn.Parameter):
-            places.setdefault(tensor, []).append((store, name))
+    places = grouped((each, (store, name)) for store, name, each in slots(model) if isinstance(each, nn.Parameter))
     yield
     for where in places.values():
         first = where[0][0][where[0][1]]
@@ -350,7 +343,12 @@ def _install(module: nn.Module, *, style: str, group: DeviceMesh, layers: Device
     if style == DISPATCH:
         ALL_PARALLEL_STYLES[style].install_forward(module, ep_mesh=group, tp_mesh=layers, ep_implementation=by)
     elif style == _SUMMED:
-        module.forward = partial(_with_summed_gradients, module.forward, module=module, group=group)
+        module.forward = partial(
+            with_summed_gradients,
+            module.forward,
+            module=module,
+            summed=lambda weight: _AllReduceBackward.apply(weight, group.get_group()),
+        )
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, group)
     module.forward = partial(_run, module.forward)
@@ -381,14 +379,13 @@ class _NoView(torch.autograd.Function):
         return gradient
 
 
-def _with_summed_gradients(inner: Any, *args: Any, module: nn.Module, group: DeviceMesh, **kwargs: Any) -> Any:
+def with_summed_gradients(inner: Any, *args: Any, module: nn.Module, summed: Callable[..., Any], **kwargs: Any) -> Any:
     """Run a module whose whole weights see this rank's heads alone: their gradients are summed over the group.
 
     transformers (5.23) sums what a parameter has accumulated instead, which is wrong from the second micro-batch on.
     """
     own = dict(module._parameters)
-    summed = {name: _AllReduceBackward.apply(p, group.get_group()) for name, p in own.items() if p is not None}
-    module._parameters.update(summed)
+    module._parameters.update({name: summed(parameter) for name, parameter in own.items() if parameter is not None})
     try:
         return inner(*args, **kwargs)
     finally:
@@ -541,19 +538,9 @@ def _shapes_taken(twin: nn.Module, tp_size: int) -> dict[str, torch.Size]:
             module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True)
         if note_of(module).is_dispatched:  # where tokens go depends on values; they come back in the same shape
             module.forward = lambda hidden, *routing: hidden
-    with _without_communication():
+    with replaced(dist, all_reduce=lambda tensor, *args, **kwargs: None):  # tensors on meta have no values
         run_on_meta(twin, 4 * tp_size)
     return taken
-
-
-@contextmanager
-def _without_communication() -> Iterator[None]:
-    """A block in which torch's all-reduce leaves tensors as they are; those on meta have no values."""
-    former, dist.all_reduce = dist.all_reduce, lambda tensor, *args, **kwargs: None
-    try:
-        yield
-    finally:
-        dist.all_reduce = former
 
 
 def placeholder(parameter: torch.Tensor, parallel: tuple[DeviceMesh, Any] | None) -> torch.Tensor:

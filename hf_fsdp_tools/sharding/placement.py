@@ -1,13 +1,12 @@
 """Choose the dimension along which a parameter is sharded: 0, unless it has too few indices for the ranks."""
 
 import math
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import units_by_node
@@ -78,11 +77,10 @@ def warn_of_padding(tree: ModuleTree, plan: WrapPlan, ranks: int, ranks_of_exper
         share += weight.nbytes / over
         held += weight.nbytes / over * (1.0 if is_even else padded_ratio(weight.shape[0], over))
     if held > _MOST_HELD * share and held - share > _MOST_HELD_BYTES:
-        warnings.warn(
+        warn(
             f"The first of {ranks} ranks holds {show_bytes(round(held))} of weights, where its share is "
             f"{show_bytes(round(share))}: some weights have too few rows for so many ranks, and FSDP2 pads all "
-            "shards to the longest. Shard over fewer ranks (dp_replicate_size), or divide experts first (ep_size).",
-            stacklevel=2,
+            "shards to the longest. Shard over fewer ranks (dp_replicate_size), or divide experts first (ep_size)."
         )
 
 

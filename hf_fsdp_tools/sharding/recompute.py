@@ -26,7 +26,7 @@ from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.sharding.reached import first_float
-from hf_fsdp_tools.text import did_you_mean, first_line, quoted, show_bytes
+from hf_fsdp_tools.text import did_you_mean, first_line, grouped, quoted, show_bytes
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -151,11 +151,10 @@ def checkpoint_activations(
 
 def _stacks(model: nn.Module) -> Iterator[list[GradientCheckpointingLayer]]:
     """Yield the blocks that transformers checkpoints, those below one module together."""
-    stacks: dict[str, list[GradientCheckpointingLayer]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            stacks.setdefault(name.rpartition(".")[0], []).append(module)
-    yield from stacks.values()
+    blocks = (
+        (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
+    )
+    yield from grouped((name.rpartition(".")[0], block) for name, block in blocks).values()
 
 
 # ---- results that are kept ----

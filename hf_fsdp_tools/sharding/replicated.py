@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, local_tensor, replicated_axes
+from hf_fsdp_tools.text import grouped
 
 _REDUCED_ALONE = 2**22
 """Elements from which a gradient is reduced where it lies. Smaller ones are copied into one tensor, which takes 4 bytes
@@ -145,10 +146,7 @@ def _sort_of(gradient: torch.Tensor) -> str:
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
     """Shards of each mesh, and whole tensors, on each device, in a list of its own; empty lists are left out."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        kinds.setdefault((mesh, tensor.device), []).append(tensor)
+    kinds = grouped(((t.device_mesh if isinstance(t, DTensor) else None, t.device), t) for t in tensors)
     return list(kinds.values())
 
 

@@ -1,6 +1,5 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
 from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
-from hf_fsdp_tools.errors import ConfigError, WrapPlanError, frames_of_package
+from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
 from hf_fsdp_tools.modeling.meta import kept_in_fp32
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
@@ -69,8 +68,8 @@ class Sharding:
 
     plan: WrapPlan
     """The units."""
-    mesh: DeviceMesh
-    """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
+    axes: Axes
+    """What the axes of the whole mesh are for."""
     mp_policy: MixedPrecisionPolicy
     """The dtypes of computation and of gradient reduction."""
     offload_policy: OffloadPolicy
@@ -79,13 +78,11 @@ class Sharding:
     """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
     compile: Mapping[str, Any] | None = None
     """Options of `torch.compile` for the blocks; None where they are not compiled."""
-    axes: Axes = None  # type: ignore[assignment]  # see `__post_init__`
-    """What the axes of the whole mesh are for; without one, all of `mesh` is for shards."""
 
-    def __post_init__(self) -> None:
-        if self.axes is None:
-            object.__setattr__(self, "axes", Axes(shards=self.mesh))
-        object.__setattr__(self, "activation_checkpointing", as_recompute(self.activation_checkpointing))
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
+        return self.axes.shards
 
     @property
     def device(self) -> torch.device:
@@ -219,8 +216,7 @@ def checked_sharding(
     )
     return Sharding(
         plan=plan,
-        mesh=_without_names(mesh),
-        axes=axes,
+        axes=replace(axes, shards=_without_names(mesh)),
         mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
         offload_policy=offload_policy,
         activation_checkpointing=recompute,
@@ -239,7 +235,7 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)
     convert_to_float8(tree, sharding.mp_policy, mesh.device_type)
     if sharding.activation_checkpointing is not None:
         turn_cache_off(model)  # a cache would keep activations that are to be recomputed
@@ -266,10 +262,9 @@ def warn_of_drift(model: nn.Module) -> None:
     sharding = sharding_of(model)
     names = [] if sharding is None else drifted(model, sharding.axes.layers)
     if names and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"{len(names)} weights that each rank of a layer (tp_size) holds whole differ: {listed(names)}. "
-            "They saw other rows, or drew other random numbers, and one rank's are saved.",
-            stacklevel=frames_of_package(),
+            "They saw other rows, or drew other random numbers, and one rank's are saved."
         )
 
 
@@ -372,16 +367,14 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         in_fp32=in_fp32,
         is_one_rank=sharding.mesh.size(-1) == 1,
     )
-    add_to_note(model, hooks=(*note_of(model).hooks, *gather_float8(model)))
-    add_to_note(model, hooks=(*note_of(model).hooks, *divide_loss(model, sharding.axes.layers)))
+    hooks = [*note_of(model).hooks, *gather_float8(model), *divide_loss(model, sharding.axes.layers)]
     if sharding.mesh.size() > 1:
         ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        alike = (*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh))
-        add_to_note(model, hooks=(*note_of(model).hooks, *alike))
+        hooks += [*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)]
     if sharding.axes.rows is not None:
-        add_to_note(model, hooks=(*note_of(model).hooks, *share_rows(model, sharding.axes.rows)))
+        hooks += share_rows(model, sharding.axes.rows)
+    add_to_note(model, hooks=tuple(hooks), sharding=sharding)
     _check_host(model, sharding)
-    add_to_note(model, sharding=sharding)
     guard_injection()
 
 

@@ -82,7 +82,7 @@ def an_absent_rank_is_named_and_given_up():
         told.append(text)
         rounds._patience_s.set(0.1)  # it is over only when the rank has been warned of
 
-    with patch.object(liveness.warnings, "warn", warn), pytest.raises(RanksError) as error:
+    with patch.object(liveness, "warn", warn), pytest.raises(RanksError) as error:
         all_ranks(1, "saving the model")
     say(f"given up {dist.get_rank()}")
     expected = "rank 2 is in no call of hf_fsdp_tools; every rank must call"

@@ -138,7 +138,7 @@ def wait_for_storage(folder: Path) -> None:
     while storage._watcher.is_alive():  # that of an earlier load warns as late as it did there
         time.sleep(0.01)
     soon = {"_WARN_S": 0.2, "_POLL_S": 0.02} if dist.get_rank() == 1 else {"_POLL_S": 0.02}
-    with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage.warnings, "warn", warn):
+    with preadv(stuck, rank=1), patch.multiple(storage, **soon), patch.object(storage, "warn", warn):
         load_weights(model, folder)
     assert named.is_set() == (dist.get_rank() == 1)
     assert all(torch.equal(t, expected[key]) for key, t in full_state(model).items())

@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import _or_policy, _recursive_wrap, transformer
 
 from hf_fsdp_tools.errors import WrapPlanError
 from hf_fsdp_tools.fsdp1 import hybrid_auto_wrap_policy
-from hf_fsdp_tools.fsdp1.flat_shards import flat_boxes
+from hf_fsdp_tools.fsdp1.flat_shards import FlatShare
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from tests._checkpoints import make_model
@@ -99,12 +99,14 @@ def test_a_policy_for_another_model_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (3, 1, 2), (1, 5)])
-def test_flat_boxes_are_the_range(shape):
+def test_boxes_of_a_flat_share_are_its_run(shape):
     count = math.prod(shape)
     whole = torch.arange(count).view(shape)
     for start in range(count + 1):
         for stop in range(start, count + 1):
-            boxes = list(flat_boxes(shape, start, stop))
+            run = whole.view(-1)[start:stop]
+            share = FlatShare(whole.shape, run, start, requires_grad=False, is_first_replica=True)
+            boxes = [box for box, _ in share.local_boxes()]
             parts = [whole[tuple(slice(s, s + n) for s, n in zip(b.start, b.length, strict=True))] for b in boxes]
             assert [x for part in parts for x in part.flatten().tolist()] == list(range(start, stop))
             assert len(boxes) <= 2 * max(len(shape), 1) - 1, "few boxes, whatever the range"

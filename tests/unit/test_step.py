@@ -18,6 +18,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.training_args import OptimizerNames
 
 from hf_fsdp_tools import Muon, make_wrap_plan
+from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, TensorSize, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
@@ -70,10 +71,10 @@ def real_step(config: Any, plan: WrapPlan, setup: TrainingSetup) -> list[int]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     sharding = Sharding(
         plan=plan,
-        mesh=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"],
+        axes=Axes(shards=mesh if setup.dp_replicate_size > 1 else mesh["dp_shard"]),
         mp_policy=MixedPrecisionPolicy(DTYPES[setup.precision], DTYPES[setup.reduce_dtype]),
         offload_policy=OffloadPolicy(),
-        activation_checkpointing=setup.activation_checkpointing,
+        activation_checkpointing=setup.recompute,
     )
     apply_sharding(model, sharding)
     allocate(model, device=torch.device("cpu"))

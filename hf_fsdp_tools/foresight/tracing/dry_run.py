@@ -6,7 +6,7 @@ forward passes of the plan's modules, hooks on the gradients of their outputs, a
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -27,7 +27,7 @@ from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, n
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
-from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
@@ -37,7 +37,7 @@ from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
 from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.sharding.shard import runners_of_experts
-from hf_fsdp_tools.text import first_line, show_count
+from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = (4, 5)
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
@@ -165,9 +165,7 @@ def _dry_run(
 
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
     """Yield every parameter, tied ones once."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = grouped((parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False))
     values: dict[str, int] = {}
     for fqn, form in packed_parameters(model).items():
         values |= {**dict.fromkeys(form.parts(fqn), 0), part_name(fqn, "packed"): math.prod(form.shape)}
@@ -280,8 +278,7 @@ def _needing_gradients(value: Any) -> list[torch.Tensor]:
 
 def _watch_head(model: nn.Module, recorder: Recorder) -> None:
     """Tell the recorder where logits are made, and where their gradient is complete."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return
 
@@ -325,16 +322,11 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         ) from error
 
 
-@contextmanager
-def _no_packed_sequences() -> Iterator[None]:
+def _no_packed_sequences() -> AbstractContextManager[None]:
     """Tell transformers that sequences are not packed: of fake tensors it makes a mask, which no flash kernel takes."""
     find = masking_utils.find_packed_sequence_indices
 
     def none_are_packed(position_ids: torch.Tensor) -> None:
         find(position_ids)  # its temporary memory is that of a real run
 
-    masking_utils.find_packed_sequence_indices = none_are_packed
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
+    return replaced(masking_utils, find_packed_sequence_indices=none_are_packed)

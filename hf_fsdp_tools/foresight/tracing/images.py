@@ -38,6 +38,7 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING
 from hf_fsdp_tools.foresight.tracing.repeats import short_copy
 from hf_fsdp_tools.hub import local_path
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.text import first_line
 
 _SIDE = 512  # Height and width of a picture where neither the setup nor the configuration says one. (assumed)
@@ -375,12 +376,9 @@ def known_values() -> Iterator[Values]:
         real = values.of(fake)
         return plain(fake) if real is None else real.tolist()
 
-    kind.tolist = tolist  # torch's own reads one element after the other: seconds for the tokens of a long sequence
-    try:
-        with _Lists(), Values() as values:
-            yield values
-    finally:
-        kind.tolist = plain
+    # torch's own reads one element after the other: seconds for the tokens of a long sequence
+    with replaced(kind, tolist=tolist), _Lists(), Values() as values:
+        yield values
 
 
 def _count(mask: torch.Tensor, shape: torch.Size) -> int:

@@ -14,7 +14,13 @@ from torch.nn import functional
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.parallel import DISPATCH, checked_rules, divided_dims, install_style
+from hf_fsdp_tools.sharding.parallel import (
+    DISPATCH,
+    checked_rules,
+    divided_dims,
+    install_style,
+    with_summed_gradients,
+)
 
 _TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts")
 """Styles whose input is whole, so that each rank has a part of its gradient."""
@@ -80,8 +86,7 @@ def follow_parts(model: Any) -> None:
     """Let a copy of a cut model compute as on a rank that has these parts."""
     for module in model.modules():
         install_style(module)
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module) and note_of(head).style is not None and hasattr(model, "loss_function"):
         # `sharding.vocabulary_parallel` computes the loss of this rank's words
         head.forward = partial(_taking_whole, head.__dict__.pop("forward").args[0])
@@ -97,7 +102,7 @@ def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
     if style == DISPATCH:
         module.forward = partial(_dispatched, inner, experts=module, setup=setup)
     elif style == "replicated_with_grad_allreduce":
-        module.forward = partial(_summing_weights, inner, module=module)
+        module.forward = partial(with_summed_gradients, inner, module=module, summed=_summed_back)
     elif style == "mla_kv_a_proj":
         module.forward = partial(_summing_rotary, inner, width=module.config.qk_rope_head_dim)
     elif style not in _AS_IT_IS:
@@ -115,23 +120,15 @@ def _exchanging(
         first = first.chunk(size, -1)[0]
     if style in _TAKE_WHOLE:
         first = _summed_back(first)
-        rest = tuple(_summed_back(each) if _needs_gradient(each) else each for each in rest)
+        rest = tuple(
+            _summed_back(each) if isinstance(each, torch.Tensor) and each.requires_grad else each for each in rest
+        )
     output = inner(first, *rest, **kwargs)
     if style in _GIVE_SUMS:
         output = _summed(output)
     if style in _GATHER:
         output = _Gathered.apply(output, -1, size)  # type: ignore[no-untyped-call]  # torch's own
     return output
-
-
-def _summing_weights(inner: Callable[..., Any], *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-    own = dict(module._parameters)
-    summed = {name: _summed_back(parameter) for name, parameter in own.items() if parameter is not None}
-    module._parameters.update(summed)  # type: ignore[arg-type]
-    try:
-        return inner(*args, **kwargs)
-    finally:
-        module._parameters.update(own)
 
 
 def _summing_rotary(inner: Callable[..., Any], *args: Any, width: int, **kwargs: Any) -> Any:
@@ -172,10 +169,6 @@ def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
     counts = [rows.shape[0] // size + (rank < rows.shape[0] % size) for rank in range(size)]
     exchanged: torch.Tensor = torch.ops._c10d_functional_autograd.all_to_all_single(rows, counts, counts, "experts")
     return exchanged
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:

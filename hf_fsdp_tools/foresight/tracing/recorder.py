@@ -4,7 +4,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_tools.foresight.events import COLLECTIVES, Alloc, Event, Free, Gradient, Kind, Mark, Phase, Work
 from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_on, scratch
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
 
@@ -121,8 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         unit = self._passes[-1].unit
         self.events.append(Work(operation, 0.0, float(num_bytes), unit, self.phase, "activations"))
 
-    @contextmanager
-    def chunks_once(self) -> Iterator[None]:
+    def chunks_once(self) -> AbstractContextManager[None]:
         """A block in which the first of the chunks in which a weight is dequantised stands for all of them."""
         own, on_cuda = PackedForm.chunks, self.on_cuda
 
@@ -132,11 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             yield found[0]
             self.times = 1
 
-        PackedForm.chunks = first  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            PackedForm.chunks = own  # type: ignore[method-assign]
+        return replaced(PackedForm, chunks=first)
 
     def close(self) -> None:
         """Note nothing more: what is freed from now on outlives the micro-step."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed
-from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, local_tensor, memory_view
+from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, keep_part, local_boxes_of, local_parts
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import LoadMap
 from hf_fsdp_tools.loading.formats.stored import Stored, StoredTensor
@@ -80,7 +80,8 @@ def match_4bit(
             if texts[fqn] not in index.tensors and not problem:
                 problems.append(f"{fqn!r}: {texts[fqn]!r} is missing")
         else:
-            plain[fqn] = _transposed(tensor) if form.is_transposed and tensor.dim() == 2 else tensor
+            turned: Any = tensor.t() if form.is_transposed and tensor.dim() == 2 else tensor
+            plain[fqn] = turned
             problems += _not_plain(fqn, form, plain[fqn], index)
     if problems:
         raise CheckpointError(
@@ -135,12 +136,6 @@ def _not_plain(fqn: str, form: PackedForm, tensor: PieceTensor, index: Checkpoin
         )
     elif tensor.pieces is None:
         yield f"{fqn!r} is computed while it is loaded (from {len(tensor.sources)} tensors), so no file has its blocks"
-
-
-def _transposed(tensor: PieceTensor) -> PieceTensor:
-    transposed = tensor.t()
-    assert isinstance(transposed, PieceTensor)
-    return transposed
 
 
 # ---- this rank's part ----
@@ -206,7 +201,7 @@ def quantize_weights(
         for share, own in zip(batch, scales, strict=True):
             _join_scales(own, share.parts["packed"])
             for name, whole in _parts_of_scales(own, share.form).items():
-                _keep_share(share.parts[name], whole)
+                keep_part(share.parts[name], whole)
     return stats
 
 
@@ -266,9 +261,8 @@ def _parts_of(weights: Sequence[Share], scales: Sequence[torch.Tensor], many: in
     """Yield this rank's blocks in parts of at most `many` values."""
     for share, own in zip(weights, scales, strict=True):
         step = max(1, many // share.form.flat_block)
-        local = local_tensor(share.parts["packed"])
-        for box, first in local_boxes_of(share.parts["packed"]):
-            memory, (begin, _), (length, _) = memory_view(local, first, box.length), box.start, box.length
+        for box, memory in local_parts(share.parts["packed"]):
+            (begin, _), (length, _) = box.start, box.length
             for at in range(0, length, step):
                 some = memory[at : at + step]
                 start, stop = begin + at, begin + at + len(some)
@@ -328,13 +322,6 @@ def _parts_of_scales(scales: torch.Tensor, form: PackedForm) -> dict[str, torch.
     }
 
 
-def _keep_share(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill this rank's part of a tensor."""
-    local = local_tensor(tensor)
-    for box, start in local_boxes_of(tensor):
-        memory_view(local, start, box.length).copy_(whole[box.slices])
-
-
 def read_texts(
     weights: Weights4Bit, state: Mapping[str, torch.Tensor], index: CheckpointIndex, reader: Reader
 ) -> TransferStats:
@@ -371,5 +358,5 @@ def read_texts(
                 "config that belongs to the checkpoint."
             )
         if offset is not None:
-            _keep_share(state[part_name(fqn, "offset")], torch.tensor([[offset]]).view(torch.uint8))
+            keep_part(state[part_name(fqn, "offset")], torch.tensor([[offset]]).view(torch.uint8))
     return stats
