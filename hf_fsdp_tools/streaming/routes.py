@@ -163,21 +163,13 @@ def holders_of(
     Every rank holds all of a plain tensor. A mesh that was cut out of a larger one is repeated along the axes that it
     lacks. `boxes` are those of each rank, of tensors that alone know their own.
     """
-    grids = cache(repetitions)
+    everyone, grids = tuple(range(num_ranks)), cache(repetitions)
 
     @cache
-    def of(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh | None) -> Holders:
-        if mesh is None:
-            return Holders(shape, [(Box.whole(shape), tuple(range(num_ranks)))])
-        return _held(
-            shape,
-            (
-                (int(grid[coordinate]), box)
-                for grid in grids(mesh)
-                for coordinate in product(*map(range, grid.shape))
-                for box, _ in local_boxes(shape, placements, grid.shape, coordinate)
-            ),
-        )
+    def of(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> Holders:
+        ranks = ((grid, coordinate) for grid in grids(mesh) for coordinate in product(*map(range, grid.shape)))
+        boxes_of = ((int(grid[at]), local_boxes(shape, placements, grid.shape, at)) for grid, at in ranks)
+        return _held(shape, ((rank, box) for rank, some in boxes_of for box, _ in some))
 
     found = {}
     for key, tensor in tensors.items():
@@ -187,7 +179,7 @@ def holders_of(
         elif isinstance(tensor, DTensor):
             found[key] = of(shape, tensor.placements, tensor.device_mesh)
         else:
-            found[key] = of(shape, (), None)
+            found[key] = Holders(shape, [(Box.whole(shape), everyone)])
     return found
 
 

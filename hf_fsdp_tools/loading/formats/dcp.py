@@ -238,9 +238,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
 Shapes = Mapping[str, tuple[int, ...] | None]
 """The keys of a DCP folder, with the shapes of tensors."""
 
-_Stamp = tuple[int, ...]
-
-_checked: dict[Path, tuple[dict[Path, _Stamp], Shapes]] = {}
+_checked: dict[Path, tuple[dict[Path, tuple[int, ...]], Shapes]] = {}
 """What `check_dcp` found in folders, and the files in which it looked, as they were then."""
 
 
@@ -258,7 +256,7 @@ def check_dcp(folder: Path) -> Shapes:
     return shapes
 
 
-def _stamp(file: Path) -> _Stamp:
+def _stamp(file: Path) -> tuple[int, ...]:
     """What changes when a file is written."""
     with watched(file), storage_errors("read", file):
         status = file.stat()
@@ -266,7 +264,7 @@ def _stamp(file: Path) -> _Stamp:
 
 
 @_collecting_later()
-def _check(folder: Path) -> tuple[dict[Path, _Stamp], Shapes]:
+def _check(folder: Path) -> tuple[dict[Path, tuple[int, ...]], Shapes]:
     file = folder / METADATA
     files = {file: _stamp(file)}
     metadata, _ = _read_metadata(file)
