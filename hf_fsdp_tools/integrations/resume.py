@@ -22,7 +22,7 @@ from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
@@ -74,9 +74,7 @@ def refuse_damage(folder: Path) -> None:
                     f"{str(below)!r} has no {METADATA}, without which nothing is found in it. Use another checkpoint."
                 )
             if is_first:
-                check_dcp(below)
-            if rank == 0:
-                parse_dcp(below)  # the same for all ranks: whether the files hold what the metadata says
+                check_dcp(below, complete=rank == 0)  # which is the same for all ranks
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
             load_pickled(file, device="meta" if file.name in _FULL else "cpu", safe=TORCH_SAFE_GLOBALS)
         for name in (f"rng_state_{rank}.pth", "rng_state.pth", f"random_states_{rank}.pkl"):

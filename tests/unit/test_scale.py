@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.loading.regions import Piece, View, slice_view
 from hf_fsdp_tools.streaming import routes
@@ -63,6 +64,8 @@ def write_metadata(folder: Path, chunks: int) -> Path:
             [dcp.ChunkStorageMetadata(offset, torch.Size((8, 3))) for offset in offsets],
         )
         places |= {dcp.MetadataIndex(key, o, i): _StorageInfo(f"__{i}_0.distcp", 0, 96) for i, o in enumerate(offsets)}
+    for i in range(chunks // 2):
+        (folder / f"__{i}_0.distcp").write_bytes(bytes(96))
     content = dcp.Metadata(entries, storage_data=places)  # type: ignore[arg-type]
     (folder / METADATA).write_bytes(pickle.dumps(content))
     return folder
@@ -76,6 +79,16 @@ def test_a_chunk_is_checked_in_few_steps_and_a_folder_once(tmp_path: Path) -> No
     (few / METADATA).write_bytes(b"\x80\x02ctorch\nSize\n(N}U\x03oddK\x01stb.")
     with pytest.raises(CheckpointError, match="sets attributes of"):
         check_dcp(few)
+
+
+def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
+    folder = write_metadata(tmp_path / "optimizer_0", 64)
+    with patch.object(dcp_format, "_read_metadata", side_effect=dcp_format._read_metadata) as read:
+        refuse_damage(tmp_path)
+        assert check_dcp(folder) == {key: (256, 3) for key in ("exp_avg", "exp_avg_sq")} and read.call_count == 1
+        (folder / "__5_0.distcp").unlink()
+        with pytest.raises(CheckpointError, match=r"__5_0\.distcp: is not there"):
+            refuse_damage(tmp_path)
 
 
 def test_one_rank_of_a_node_checks_for_the_others(ranks: int, tmp_path: Path) -> None:

@@ -217,8 +217,12 @@ def _collecting_later() -> Iterator[None]:
 @_collecting_later()
 def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]:
     """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata."""
-    file = folder / METADATA
-    metadata, num_bytes = _read_metadata(file)
+    metadata, num_bytes = _read_metadata(folder / METADATA)
+    return _complete_tensors(folder / METADATA, metadata), num_bytes
+
+
+def _complete_tensors(file: Path, metadata: dcp.Metadata) -> list[tuple[SavedPath, ChunkedTensor]]:
+    """As `_tensors`; refuses those of which the files lack a part."""
     problems: list[str] = []
     file_sizes: dict[Path, int] = {}
     with library_errors(f"{file}: is not as DCP writes it", "Save it again."):
@@ -232,7 +236,7 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
             problems.append(str(error))
     if problems:
         raise CheckpointError(listed_lines(problems, 3, head=""))  # a file that is gone is a problem of each tensor
-    return tensors, num_bytes
+    return tensors
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
@@ -242,16 +246,16 @@ _checked: dict[Path, tuple[dict[Path, tuple[int, ...]], Shapes]] = {}
 """What `check_dcp` found in folders, and the files in which it looked, as they were then."""
 
 
-def check_dcp(folder: Path) -> Shapes:
+def check_dcp(folder: Path, *, complete: bool = False) -> Shapes:
     """Refuse a DCP folder that would run code when torch reads it; return its keys, with the shapes of tensors.
 
     torch unpickles the metadata, and every value that is no tensor, without restriction (2.13:
     `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read,
-    once while the files stay as they are.
+    once while the files stay as they are. `complete` refuses tensors of which the files lack a part, too.
     """
     files, shapes = _checked.pop(folder, ({}, {}))
-    if not files or any(_stamp(file) != stamp for file, stamp in files.items()):
-        files, shapes = _check(folder)
+    if complete or not files or any(_stamp(file) != stamp for file, stamp in files.items()):
+        files, shapes = _check(folder, complete)
     _checked[folder] = files, shapes
     return shapes
 
@@ -264,10 +268,12 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 @_collecting_later()
-def _check(folder: Path) -> tuple[dict[Path, tuple[int, ...]], Shapes]:
+def _check(folder: Path, complete: bool) -> tuple[dict[Path, tuple[int, ...]], Shapes]:
     file = folder / METADATA
     files = {file: _stamp(file)}
     metadata, _ = _read_metadata(file)
+    if complete:
+        _complete_tensors(file, metadata)
     with library_errors(f"{file}: is not as DCP writes it", "Save it again."):
         for index, place in metadata.storage_data.items():
             _place(file, index, place)
