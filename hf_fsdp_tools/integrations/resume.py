@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.errors import CheckpointError, storage_errors, warn
 from hf_fsdp_tools.integrations.version1 import is_version1
 from hf_fsdp_tools.loading.dcp_reader import from_stores
-from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp, parse_dcp
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
@@ -59,19 +60,20 @@ def stored_format(folder: Path) -> str | None:
 def refuse_damage(folder: Path) -> None:
     """Refuse a training state that is damaged, or would run code when torch or Accelerate reads it, whoever wrote it.
 
-    Read are the DCP folders' metadata and their values that are no tensors (see `check_dcp`), and all files that
-    `torch.load` opens, by each rank those that it is going to open. Every rank must call, before anything else is read.
+    Read are the DCP folders' metadata and their values that are no tensors (see `check_dcp`), by one rank of each node,
+    and all files that `torch.load` opens, by each rank those that it is going to open. Every rank must call, before
+    anything else is read.
     """
     rank, _ = rank_and_size()
+    is_first = rank == 0 or rank_on_node()[0] == 0
     with agreed("checking the saved state", folder), storage_errors("read", folder):
         for below in sorted(path for path in folder.iterdir() if _SHARDED_FOLDER.fullmatch(path.name)):
             if not (below / METADATA).is_file():
                 raise CheckpointError(
                     f"{str(below)!r} has no {METADATA}, without which nothing is found in it. Use another checkpoint."
                 )
-            check_dcp(below)
-            if rank == 0:
-                parse_dcp(below)  # the same for all ranks: whether the files hold what the metadata says
+            if is_first:
+                check_dcp(below, complete=rank == 0)  # which is the same for all ranks
         for file in sorted(path for path in folder.iterdir() if _PICKLED.fullmatch(path.name)):
             load_pickled(file, device="meta" if file.name in _FULL else "cpu", safe=TORCH_SAFE_GLOBALS)
         for name in (f"rng_state_{rank}.pth", "rng_state.pth", f"random_states_{rank}.pkl"):
@@ -231,21 +233,20 @@ def awaiting_state(model: nn.Module, optimizer: Any, folder: Path, index: int = 
 def _without_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, index: int
 ) -> list[torch.nn.Parameter]:
-    """The trainable parameters for which a sharded checkpoint holds no optimizer state."""
-    source = folder / f"{OPTIMIZER_NAME}_{index}"
-    if not source.is_dir():
-        return []
-    begin = "optimizer.state."
-    keys = check_dcp(source)
-    stored = {key.removeprefix(begin).rpartition(".")[0] for key in keys if key.startswith(begin)}
+    """The trainable parameters for which a sharded checkpoint holds no optimizer state. Rank 0 reads."""
+    source, begin = folder / f"{OPTIMIZER_NAME}_{index}", "optimizer.state."
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter in held}
-    if unknown := sorted(stored - names.keys()):
-        raise CheckpointError(
-            f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not train, "
-            f"as {unknown[0]!r}. Make model and optimizer as in the run that saved it."
-        )
-    return [parameter for name, parameter in names.items() if name not in stored and parameter.requires_grad]
+    without: list[str] = []
+    if rank_and_size()[0] == 0 and source.is_dir():
+        stored = {key.removeprefix(begin).rpartition(".")[0] for key in check_dcp(source) if key.startswith(begin)}
+        if unknown := sorted(stored - names.keys()):
+            raise CheckpointError(
+                f"{str(source)!r} holds optimizer state of {len(unknown)} parameters that this optimizer does not "
+                f"train, as {unknown[0]!r}. Make model and optimizer as in the run that saved it."
+            )
+        without = [name for name, parameter in names.items() if name not in stored and parameter.requires_grad]
+    return [names[name] for name in all_ranks(without, "reading what the saved optimizer holds")[0]]
 
 
 def _warn_of_other_world(folder: Path, manifest: Manifest | None) -> bool:

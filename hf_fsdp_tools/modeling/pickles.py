@@ -8,7 +8,7 @@ import io
 import json
 import os
 import pickle
-import pickletools
+import re
 import stat
 import struct
 import zipfile
@@ -238,41 +238,46 @@ def damaged(file: Path, fact: str) -> CheckpointError:
 
 
 # ---- the size of what a pickle builds ----
+#
+# DCP's metadata has 70 operations for each chunk, so the loop below keeps of a value only what it must know: a text is
+# its bytes, a class its module and name, a number _ATOM, or _LARGE where its hash can be chosen; a tuple of these is
+# 256 * the values in it + its depth. All else, and what may yet be filled, is a list of:
+_VALUES, _DEPTH, _IS_INSIDE, _NUM_ODD, _IS_ODD, _LAST = range(6)
+# the values in it, however deep and often; its depth; whether another holds it already; how many values with hashes of
+# the file's choice it gives to a call, which may make keys of them; whether it is such a value; a tuple's last value.
 
+_ATOM, _LARGE = 256, 512
 
-class _Value:
-    """A value that a pickle would build."""
+_NUMBERS = dict(zip(b"KMJGN\x88\x89)", (1, 2, 4, 8, 0, 0, 0, 0), strict=True))
+"""Operations for numbers and their like, with the bytes of each."""
 
-    __slots__ = ("depth", "inside", "is_global", "is_odd", "num_odd", "num_values", "text")
+_TEXTS = dict(zip(b"\x8cX\x8dUCB", (1, 4, 8, 1, 1, 4), strict=True))
+"""Operations for texts, with the bytes of their lengths."""
 
-    def __init__(self, argument: Any = None) -> None:
-        self.text: Any = argument if isinstance(argument, (str, bytes)) else ""
-        """A text, or the module and name of a class; of a tuple, that of its last value."""
-        self.is_global = False
-        self.is_odd = not isinstance(argument, (str, bytes, float, int)) or (
-            isinstance(argument, int) and argument.bit_length() > 32
-        )
-        """Whether the file could choose its hash."""
-        self.num_odd = 0
-        """How many odd values it gives to a call, which may make keys of them."""
-        self.num_values = 1
-        """Values in it, however deep and however often."""
-        self.depth = 0
-        self.inside = False
-        """Whether another value holds it already."""
+_GET, _PUT, _NUMBER = ord("h"), ord("q"), struct.Struct("<I").unpack_from
+_GETS, _PUTS = {_GET: 1, ord("j"): 4}, {_PUT: 1, ord("r"): 4}
+"""Operations for what is remembered, with the bytes of its number."""
 
-    def hold(self, values: "Sequence[_Value]") -> None:
-        """Put values into this one."""
-        if values and (self.inside or any(value is self for value in values)):
-            raise pickle.UnpicklingError("a container is filled after it was put into another")
-        for value in values:
-            value.inside = True
-            self.num_values += value.num_values
-            self.depth = max(self.depth, 1 + value.depth)
+_SKIPPED = {0x80: 1, 0x95: 8, ord("Q"): 0}
+"""PROTO and FRAME, with the bytes of their arguments; a storage (BINPERSID), for which its name may stand."""
 
+_TUPLES = {ord("t"): 0, 0x85: 1, 0x86: 2, 0x87: 3}
+_FILLS = dict(zip(b"baseu\x90", (1, 1, 2, 0, 0, 0), strict=True))
+"""Operations that make tuples, and that put values into the one below, with their number; 0: all after a mark."""
 
-_INTO_TARGET = ("SETITEMS", "APPENDS", "ADDITEMS", "SETITEM", "APPEND", "BUILD")
-"""Operations of a pickle that put values into the one below them."""
+_ADD_KEYS, _ADD_VALUES, _EMPTY, _CALLS, _REDUCE = b"su\x90", b"ae", b"]}\x8f", b"R\x81", ord("R")
+_MEMOIZE, _MARK, _ADDITEMS, _GLOBAL, _STACK_GLOBAL, _LONG1, _STOP = b"\x94(\x90c\x93\x8a."
+
+_LONGEST_NAME = 300
+"""Bytes of a module's or a class's name of which more are not looked at."""
+
+_RECORD = b")\x81\x94}\x94("
+"""What follows a class where a record of DCP begins: NEWOBJ, and the dict of its fields."""
+
+_SIZES = re.compile(
+    rb"(?:N\x85|NN\x86|NNN\x87|\(N*t)\x94\x85\x94R\x94".replace(b"N", rb"(?:K.|M..|J.{4}|\x8a\x05.{5})"), re.DOTALL
+)
+"""What follows `torch.Size`: the tuple of numbers, the tuple of arguments, and the call."""
 
 
 def refuse_endless(text: bytes) -> None:
@@ -283,65 +288,131 @@ def refuse_endless(text: bytes) -> None:
     hashes, and texts that are encoded again and again. Nothing ends these from outside, so all values are counted
     first. A pickle may set attributes on a class, too; that is refused.
     """
-    mark, stack = _Value(), list[_Value]()
-    memo: dict[int, _Value] = {}
-    num_keys, most_values = 0, max(_MOST_HELD, 8 * len(text))
-    for operation, argument, _ in pickletools.genops(text):
-        name = operation.name
-        if num_keys > _MOST_KEYS:
-            raise pickle.UnpicklingError(f"more than {_MOST_KEYS:,} keys are neither texts nor small integers")
-        if name in ("PROTO", "FRAME", "STOP"):
-            continue
-        if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            memo[len(memo) if argument is None else argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument or 0)])
-        elif name == "MARK":
-            stack.append(mark)
-        elif len(operation.stack_after) == 1:
-            values = _taken(stack, operation.stack_before, mark)
-            made = values.pop(0) if name in _INTO_TARGET else _Value(argument)
-            if name == "BUILD" and made.is_global:
-                raise pickle.UnpicklingError(f"it sets attributes of {quoted(made.text)}")
-            if name == "REDUCE":
-                _refuse_inflating(*values)
-                num_keys += values[1].num_odd
-            elif name.startswith(("SETITEM", "ADDITEM")):
-                num_keys += sum(value.is_odd for value in (values[::2] if name.startswith("SETITEM") else values))
-            elif name.startswith("APPEND"):
-                made.num_odd += sum(value.is_odd for value in values)
-            elif name.startswith("TUPLE") and values:
-                made.text, made.num_odd = values[-1].text, sum(value.num_odd for value in values)
-            elif name in ("GLOBAL", "STACK_GLOBAL"):
-                made.is_global = True
-                made.text = made.text or " ".join(str(value.text) for value in values)
-            elif name == "NEWOBJ":
-                made.is_odd = False  # records of DCP's metadata
-            made.hold(values)
-            if made.num_values > most_values or made.depth > _MOST_NESTED:
-                raise pickle.UnpicklingError(
-                    f"containers hold {made.num_values:,} values in {made.depth} levels, expected at most "
-                    f"{most_values:,} in {_MOST_NESTED}"
-                )
+    stack, marks, memo = list[Any](), list[int](), list[Any]()
+    i, num_keys, most_values = 0, 0, max(_MOST_HELD, 8 * len(text))
+    while (code := text[i]) != _STOP:
+        i += 1
+        if code in _GETS:
+            value = memo[text[i] if code == _GET else _NUMBER(text, i)[0]]
+            i += _GETS[code]
+            stack.append(value)
+            if type(value) is str and text.startswith(_RECORD, i):
+                stack[-1:] = held = [3, 1, False, 0, False, None], [1, 0, False, 0, True, None]
+                memo += held
+                marks.append(len(stack))
+                i += len(_RECORD)
+            elif value == "torch Size" and (call := _SIZES.match(text, i)):
+                most = 256 * (call.end() - i)  # of bytes, and so of values
+                memo += most + 1, most + 2, most + 3
+                stack[-1] = most + 3
+                i = call.end()
+        elif code in _FILLS:
+            start = len(stack) - _FILLS[code] if _FILLS[code] else marks.pop()
+            values = stack[start:]
+            del stack[start:]
+            if type(made := stack[-1]) is not list:
+                raise pickle.UnpicklingError(f"it sets attributes of {quoted(made)}")
+            _hold(made, values, most_values)
+            if code in _ADD_KEYS:
+                num_keys += _num_odd(values if code == _ADDITEMS else values[::2])
+            elif code in _ADD_VALUES:
+                made[_NUM_ODD] += _num_odd(values)
+        elif code == _MEMOIZE:
+            memo.append(stack[-1])
+        elif code in _NUMBERS:
+            stack.append(_ATOM)
+            i += _NUMBERS[code]
+        elif code == _MARK:
+            marks.append(len(stack))
+        elif code in _TEXTS:
+            start = i + _TEXTS[code]
+            i = start + int.from_bytes(text[i:start], "little")
+            stack.append(text[start:i])
+        elif code in _TUPLES:
+            start = len(stack) - _TUPLES[code] if _TUPLES[code] else marks.pop()
+            values = stack[start:]
+            del stack[start:]
+            made = [1, 0, False, 0, True, values[-1] if values else None]
+            made[_NUM_ODD] = _hold(made, values, most_values)
+            is_short = not made[_NUM_ODD] and type(made[_LAST]) is not bytes
+            stack.append(256 * made[_VALUES] + made[_DEPTH] if is_short else made)
+        elif code in _CALLS:
+            function, arguments = values = stack[-2:]
+            del stack[-2:]
+            made = [1, 0, False, 0, code == _REDUCE, None]  # NEWOBJ makes records of DCP's metadata
+            num_odd = _hold(made, values, most_values)
+            if code == _REDUCE:
+                _refuse_inflating(function, arguments)
+                num_keys += num_odd
             stack.append(made)
+        elif code in _EMPTY:
+            stack.append([1, 0, False, 0, True, None])
+        elif code in _PUTS:
+            place = text[i] if code == _PUT else _NUMBER(text, i)[0]
+            if place > len(memo):
+                raise pickle.UnpicklingError("what it remembers is not numbered as torch does")
+            memo[place : place + 1] = stack[-1:]
+            i += _PUTS[code]
+        elif code == _STACK_GLOBAL:
+            stack[-2:] = [b" ".join(name[:_LONGEST_NAME] for name in stack[-2:]).decode()]
+        elif code == _GLOBAL:
+            start, i = i, text.index(b"\n", text.index(b"\n", i) + 1) + 1
+            stack.append(text[start : i - 1].decode().replace("\n", " "))
+        elif code == _LONG1:
+            stack.append(_ATOM if text[i] < 5 else _LARGE)
+            i += 1 + text[i]
+        elif code in _SKIPPED:
+            i += _SKIPPED[code]
         else:
-            raise pickle.UnpicklingError(f"operation {name} is none that torch writes")
+            raise pickle.UnpicklingError(f"operation {bytes([code])!r} is none that torch writes")
+    if num_keys > _MOST_KEYS:
+        raise pickle.UnpicklingError(f"more than {_MOST_KEYS:,} keys are neither texts nor small integers")
 
 
-def _taken(stack: list[_Value], before: Sequence[Any], mark: _Value) -> list[_Value]:
-    """Take the values of an operation from the stack."""
-    start = len(stack) - len(before)
-    if pickletools.markobject in before:
-        start = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] is mark)
-        start -= before.index(pickletools.markobject)
-    values = [value for value in stack[start:] if value is not mark]
-    del stack[start:]
-    return values
+def _hold(made: list[Any], values: Sequence[Any], most_values: int) -> int:
+    """Put values into another; return how many odd ones they give to a call."""
+    num_values, depth, num_odd = made[_VALUES], made[_DEPTH] or len(values[:1]), 0
+    for value in values:
+        if type(value) is int:
+            num_values += value >> 8
+            if value & 255 >= depth:
+                depth = 1 + (value & 255)
+        elif type(value) is list:
+            value[_IS_INSIDE] = True
+            num_values += value[_VALUES]
+            num_odd += value[_NUM_ODD]
+            if value[_DEPTH] >= depth:
+                depth = 1 + value[_DEPTH]
+        else:
+            num_values += 1
+    if made[_IS_INSIDE] and values:  # it may be one of the values
+        raise pickle.UnpicklingError("a container is filled after it was put into another")
+    if num_values > most_values or depth > _MOST_NESTED:
+        raise pickle.UnpicklingError(
+            f"containers hold {num_values:,} values in {depth} levels, expected at most {most_values:,} in "
+            f"{_MOST_NESTED}"
+        )
+    made[_VALUES], made[_DEPTH] = num_values, depth
+    return num_odd
 
 
-def _refuse_inflating(function: _Value, arguments: _Value) -> None:
+def _num_odd(values: Sequence[Any]) -> int:
+    """How many values there are whose hashes the file could choose."""
+    count = 0
+    for value in values:
+        if type(value) is int:
+            count += value != _ATOM
+        elif type(value) is list:
+            count += value[_IS_ODD]
+    return count
+
+
+def _refuse_inflating(function: Any, arguments: Any) -> None:
     """Refuse calls that make much of little; torch encodes bytes as latin1."""
-    if function.text == "_codecs encode" and arguments.text not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"it encodes as {quoted(arguments.text)}, expected latin1")
-    if str(function.text).endswith(" bytearray"):
+    last = arguments[_LAST] if type(arguments) is list else None
+    if function == "_codecs encode" and last not in (b"latin1", b"latin-1"):
+        raise pickle.UnpicklingError(
+            f"it encodes as {quoted(last.decode() if isinstance(last, bytes) else last)}, expected latin1"
+        )
+    if str(function).endswith(" bytearray"):
         raise pickle.UnpicklingError("it makes a bytearray, of any length")

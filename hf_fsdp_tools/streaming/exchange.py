@@ -101,7 +101,7 @@ def deliver(
     if device.type != "cpu" and dist.is_initialized():  # ranks that send nothing would not make NCCL's communicator
         dist.all_reduce(torch.zeros(1, device=device))
     flying: list[Delivery] = []
-    sizes: list[int] = [most_of(bucket.bytes_of()) for bucket in buckets]
+    sizes: list[int] = [most_of(bucket.bytes_of) for bucket in buckets]
     try:
         for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
             if flying and sizes[i - 1] + sizes[i] > bucket_bytes:

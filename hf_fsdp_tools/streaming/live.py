@@ -21,7 +21,7 @@ from hf_fsdp_tools.streaming.exchange import Held, deliver
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import Merging, with_merged
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
-from hf_fsdp_tools.streaming.routes import Bucket, Holders, holders_of, plan_buckets, spread_of
+from hf_fsdp_tools.streaming.routes import Bucket, Spread, holders_of, plan_buckets, spread_of
 from hf_fsdp_tools.text import listed
 
 BUCKET_BYTES = 2**30
@@ -200,24 +200,14 @@ class LiveWeights:
         for names, state in zip(steps, self._states(steps), strict=True):
             yield dict(parts_of({name: self.tensors[name] for name in names}, state, every_replica=True))
 
-    def spread(self) -> Callable[[str], Holders]:
+    def spread(self) -> Callable[[str], Spread]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
         state = {key: self._standing_for.get(id(t), t) for key, t in saved_tensors(self._model).items()}
         own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
         every = all_ranks(own, "planning what is sent")
 
-        @cache
-        def holders(key: str) -> Holders:
-            boxes = [each[key] for each in every] if key in own else None
-            return holders_of(state[key], len(every), boxes)
-
-        def spread(name: str) -> Holders:
-            tensor = self.tensors[name]
-            sources = tensor.symbol.sources
-            shapes = {key: tuple(state[key].shape) for key in sources}
-            return spread_of(tensor, shapes, {key: holders(key) for key in sources})
-
-        return cache(spread)
+        held = holders_of(state, len(every), {key: [each[key] for each in every] for key in own})
+        return cache(lambda name: spread_of(self.tensors[name], held))
 
     @property
     def device(self) -> torch.device:

@@ -25,7 +25,6 @@ from hf_fsdp_tools.streaming.owners import (
     Matrix,
     Ownership,
     assign_owners,
-    both_ways,
     matrices_in,
 )
 from hf_fsdp_tools.streaming.routes import holders_of
@@ -172,8 +171,7 @@ class Muon(torch.optim.Optimizer):
             size = rank_and_size()[1] if any(isinstance(p, DTensor) for p in chosen) else 1
             self._planned[key] = assign_owners(
                 [(i, piece) for i, p in enumerate(chosen) for piece in self._pieces[p]],
-                [tuple(p.shape) for p in chosen],
-                [holders_of(p, size) for p in chosen],
+                list(holders_of(dict(enumerate(chosen)), size).values()),
                 size,
                 self._bucket_bytes,
             )
@@ -309,7 +307,7 @@ class _Step:
 
     def run(self, meanwhile: Callable[[], Any]) -> None:
         """Step all matrices; `meanwhile` is called while the first ones travel."""
-        ways = [both_ways(self._ownership, bucket, self._rank) for bucket in self._ownership.buckets]
+        ways = self._ownership.ways(self._rank)
         coming = self._gather(ways[0]) if ways else None
         meanwhile()
         for matrix in self._ownership.matrices:

@@ -12,7 +12,7 @@ from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.loading.adapter_state import tensors_by_peft
 from hf_fsdp_tools.loading.conversion import map_saving
-from hf_fsdp_tools.loading.regions import Piece, View, slice_view
+from hf_fsdp_tools.loading.regions import Piece, slice_view
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 
@@ -84,9 +84,11 @@ def chosen_by_peft(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str
     return all_ranks(found, "asking PEFT what belongs to the adapter")[0]
 
 
-def boxes_of_piece(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, View]]:
-    """Yield the boxes of a tensor that a box of the source of a piece holds, and where they lie in that box, stored
-    row-major on its own; `shape` is the source's."""
+def views_of_piece(
+    piece: Piece, memory: torch.Tensor, box: Box, shape: Sequence[int]
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a tensor that a box of the source of a piece holds, each with its elements, as views of the
+    contiguous memory of that box; `shape` is the source's."""
     view = piece.view
     if shape:  # most experts of a stack lie in none of a rank's rows
         row = math.prod(shape[1:])
@@ -95,12 +97,5 @@ def boxes_of_piece(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[tup
             return
     for part, view in slice_view(piece.view, shape, box):
         start = tuple(a + b for a, b in zip(piece.box.start, part.start, strict=True))
-        yield Box(start=start, length=part.length), view
-
-
-def views_of_piece(
-    piece: Piece, memory: torch.Tensor, box: Box, shape: Sequence[int]
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """`boxes_of_piece`, each with its elements, as views of the contiguous memory of the source's box."""
-    for part, view in boxes_of_piece(piece, shape, box):
-        yield part, memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
+        data = memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
+        yield Box(start=start, length=part.length), data

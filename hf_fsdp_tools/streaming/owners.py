@@ -1,9 +1,10 @@
 """Which rank orthogonalises which matrix, and what the ranks send each other for it, as data: no tensor is touched."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heapreplace
 
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.matrices import newton_schulz_flops
-from hf_fsdp_tools.streaming.outgoing import boxes_of_piece
 from hf_fsdp_tools.streaming.routes import Holders
 from hf_fsdp_tools.text import show_bytes
 
@@ -111,6 +111,11 @@ class Matrix:
         return self.owner if self.owner in cell.ranks else cell.ranks[cell.matrix % len(cell.ranks)]
 
 
+Ways = tuple[dict[int, list[Cell]], dict[int, list[Cell]], dict[int, list[Cell]], dict[int, list[Cell]]]
+"""What a rank sends to owners and gets as owner, and what it sends as owner and gets from owners; by the other rank, in
+an order that is the same on both."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
     """The matrices of one step with their owners, the same on every rank."""
@@ -118,6 +123,7 @@ class Ownership:
     matrices: tuple[Matrix, ...]
     num_ranks: int
     bucket_bytes: int
+    _ways: dict[int, tuple[Ways, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
@@ -144,7 +150,10 @@ class Ownership:
     @cached_property
     def flops(self) -> tuple[int, ...]:
         """Of one iteration of Newton-Schulz over all matrices, by rank."""
-        return tuple(sum(m.flops for m in self.matrices if m.owner == rank) for rank in range(self.num_ranks))
+        of_rank = Counter[int]()
+        for matrix in self.matrices:
+            of_rank[matrix.owner] += matrix.flops
+        return tuple(of_rank[rank] for rank in range(self.num_ranks))
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -158,6 +167,29 @@ class Ownership:
                 sent[matrix.owner] += num_bytes * sum(rank != matrix.owner for rank in cell.ranks)
         return tuple(sent)
 
+    def ways(self, rank: int) -> tuple[Ways, ...]:
+        """What a rank sends and gets, bucket by bucket; worked out once."""
+        if rank not in self._ways:
+            self._ways[rank] = tuple(self._ways_of(bucket, rank) for bucket in self.buckets)
+        return self._ways[rank]
+
+    def _ways_of(self, bucket: Sequence[int], rank: int) -> Ways:
+        ways: Ways = (defaultdict(list), defaultdict(list), defaultdict(list), defaultdict(list))
+        out, into, back, home = ways
+        for matrix in (self.matrices[i] for i in bucket):
+            for cell in matrix.cells:
+                if rank == matrix.owner:
+                    if (source := matrix.source_of(cell)) != rank:
+                        into[source].append(cell)
+                    for other in cell.ranks:
+                        if other != rank:
+                            back[other].append(cell)
+                elif rank in cell.ranks:
+                    home[matrix.owner].append(cell)
+                    if matrix.source_of(cell) == rank:
+                        out[matrix.owner].append(cell)
+        return ways
+
     def __str__(self) -> str:
         home = sum(matrix.is_home for matrix in self.matrices)
         mean = sum(self.flops) / self.num_ranks
@@ -170,7 +202,6 @@ class Ownership:
 
 def assign_owners(
     pieces: Sequence[tuple[int, Piece]],
-    shapes: Sequence[tuple[int, ...]],
     holders: Sequence[Holders],
     num_ranks: int,
     bucket_bytes: int,
@@ -182,14 +213,12 @@ def assign_owners(
 
     Args:
         pieces: (number of the parameter, its part that is a matrix).
-        shapes: of the parameters.
         holders: which ranks hold which boxes of each parameter.
     """
     cells = [
         [
             Cell(matrix=i, box=box, held=held, view=view, ranks=ranks)
-            for held, ranks in holders[parameter]
-            for box, view in boxes_of_piece(piece, shapes[parameter], held)
+            for box, view, held, ranks in holders[parameter].parts_of(piece)
         ]
         for i, (parameter, piece) in enumerate(pieces)
     ]
@@ -204,10 +233,12 @@ def assign_owners(
         if owner is not None and load[owner] + flops[i] <= max(share, flops[i]):
             owners[i] = owner
             load[owner] += flops[i]
+    least = list(zip(load, range(num_ranks), strict=True))
+    heapify(least)
     for i in order:
         if i not in owners:
-            owners[i] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-            load[owners[i]] += flops[i]
+            flops_before, owners[i] = least[0]
+            heapreplace(least, (flops_before + flops[i], owners[i]))
     return Ownership(
         matrices=tuple(
             Matrix(
@@ -222,28 +253,3 @@ def assign_owners(
         num_ranks=num_ranks,
         bucket_bytes=bucket_bytes,
     )
-
-
-def both_ways(
-    ownership: Ownership, bucket: Sequence[int], rank: int
-) -> tuple[Mapping[int, list[Cell]], Mapping[int, list[Cell]], Mapping[int, list[Cell]], Mapping[int, list[Cell]]]:
-    """What a rank sends to owners and gets as owner, and what it sends as owner and gets from owners; by the other
-    rank, in an order that is the same on both."""
-    out: dict[int, list[Cell]] = defaultdict(list)
-    into: dict[int, list[Cell]] = defaultdict(list)
-    back: dict[int, list[Cell]] = defaultdict(list)
-    home: dict[int, list[Cell]] = defaultdict(list)
-    for i in bucket:
-        matrix = ownership.matrices[i]
-        for cell in matrix.cells:
-            source = matrix.source_of(cell)
-            if rank == source != matrix.owner:
-                out[matrix.owner].append(cell)
-            if rank == matrix.owner != source:
-                into[source].append(cell)
-            for other in cell.ranks:
-                if rank == matrix.owner != other:
-                    back[other].append(cell)
-                if rank == other != matrix.owner:
-                    home[matrix.owner].append(cell)
-    return out, into, back, home

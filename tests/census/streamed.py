@@ -43,9 +43,9 @@ def is_made_up(weights: LiveWeights, name: str) -> bool:
             for key, shape in shapes.items():
                 how = (Shard(min(dim, len(shape) - 1)),) if shape else (Replicate(),)
                 boxes = [box for rank in range(size) for box, _ in local_boxes(shape, how, (size,), (rank,))]
-                held[key] = [(box, (0,)) for box in dict.fromkeys(boxes)]
+                held[key] = Holders(shape, [(box, (0,)) for box in dict.fromkeys(boxes)])
             times = torch.zeros(tensor.symbol.shape, dtype=torch.int32)
-            for box, _ in spread_of(tensor, shapes, held):
+            for box, _ in spread_of(tensor, held):
                 times[box.slices] += 1
             if not bool((times == 1).all()):
                 return False

@@ -86,7 +86,7 @@ def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str
             arrived += bucket
         assert arrived == (list(weights.tensors) if to is None or rank in to else []), what
         (plan,) = weights._plans.values()
-        assert all(most_of(bucket.bytes_of()) <= bound for bucket in plan)
+        assert all(most_of(bucket.bytes_of) <= bound for bucket in plan)
 
 
 def placements(names: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:

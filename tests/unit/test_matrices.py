@@ -10,7 +10,8 @@ from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.loading.regions import Piece, View
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.matrices import find_matrices, newton_schulz_flops, sizes_of_matrices
-from hf_fsdp_tools.streaming.owners import assign_owners, both_ways, matrices_in
+from hf_fsdp_tools.streaming.owners import assign_owners, matrices_in
+from hf_fsdp_tools.streaming.routes import Holders
 from tests._checkpoints import make_model, tiny_config
 
 KINDS = (
@@ -93,21 +94,21 @@ def matrix(rows: int, columns: int) -> Piece:
     return Piece(box=Box.whole((rows, columns)), source="m", view=view)
 
 
-def halves(rows: int, columns: int) -> list[tuple[Box, tuple[int, ...]]]:
-    return [(Box(start=(i * rows // 2, 0), length=(rows // 2, columns)), (i,)) for i in range(2)]
+def halves(rows: int, columns: int) -> Holders:
+    boxes = [(Box(start=(i * rows // 2, 0), length=(rows // 2, columns)), (i,)) for i in range(2)]
+    return Holders((rows, columns), boxes)
 
 
 def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
     shapes = [(8, 16), (8, 16), (4, 4), (16, 8), (2, 64), (8, 16)]
-    home = [(Box.whole((8, 16)), (1,))]
+    home = Holders((8, 16), [(Box.whole((8, 16)), (1,))])
     holders = [*(halves(*shape) for shape in shapes[:-1]), home]
-    ownership = assign_owners([(i, matrix(*s)) for i, s in enumerate(shapes)], shapes, holders, 2, 600)
+    ownership = assign_owners([(i, matrix(*s)) for i, s in enumerate(shapes)], holders, 2, 600)
     assert ownership.matrices[-1].owner == 1 and ownership.matrices[-1].is_home
     assert max(ownership.flops) <= 1.1 * sum(ownership.flops) / 2
     travelling = [i for bucket in ownership.buckets for i in bucket]
     assert sorted(travelling) == [0, 1, 2, 3, 4] and len(ownership.buckets) > 1
-    ways = [[both_ways(ownership, bucket, rank) for rank in range(2)] for bucket in ownership.buckets]
-    for one, other in ways:
+    for one, other in zip(*map(ownership.ways, range(2)), strict=True):
         for way, back in ((0, 1), (2, 3)):  # what one sends is what the other gets, in the same order
             assert one[way][1] == other[back][0] and other[way][0] == one[back][1]
     gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])

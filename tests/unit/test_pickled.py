@@ -132,6 +132,8 @@ ENDLESS: dict[str, tuple[Any, str]] = {
     ),
     "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
     "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
+    "a tuple in a tuple in a tuple": (archive(b"\x80\x02K\x01" + b"\x85" * 300 + b"."), "values in 101 levels"),
+    "a memo of 2 GB": (archive(b"\x80\x02]r\xff\xff\xff\x7f."), "remembers is not numbered as torch does"),
     "records in one place": (archive(DOUBLED, records=50), r"its records hold more than the [\d,]+ bytes"),
     "compressed": (lambda file: rezipped(saved(file), file, zipfile.ZIP_DEFLATED), "is compressed, expected"),
 }

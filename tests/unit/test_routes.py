@@ -8,10 +8,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.streaming.routes import EVERY, Holders, most_of, plan_buckets
+from hf_fsdp_tools.streaming.routes import EVERY, Spread, most_of, plan_buckets
 
 
-def holders(shape: tuple[int, ...], placements: tuple[Shard | Replicate, ...], mesh: tuple[int, ...]) -> Holders:
+def holders(shape: tuple[int, ...], placements: tuple[Shard | Replicate, ...], mesh: tuple[int, ...]) -> Spread:
     ranks_of: dict[Box, list[int]] = {}
     for rank in range(torch.Size(mesh).numel()):
         coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(rank), mesh))
@@ -46,7 +46,7 @@ def test_what_is_wanted_arrives_once(shapes, dims, replicas):
                     assert route.source in holding[0]
                     assert route.source == worker or worker not in holding[0], "what is there is not sent"
             assert torch.equal(times, torch.ones_like(times))
-    assert all(most_of(bucket.bytes_of()) <= bound for bucket in buckets)
+    assert all(most_of(bucket.bytes_of) <= bound for bucket in buckets)
     assert [name for bucket in buckets for name in bucket.arrivals_at(0)] == list(names), "in order"
 
 
@@ -56,7 +56,7 @@ def test_what_all_ranks_want_is_broadcast_and_replicas_send_in_turns():
     (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 4 * 64)
     assert [route.to for route in bucket.routes] == 8 * [EVERY]
     assert [route.source for route in bucket.routes] == [0, 1, 2, 3] * 2
-    assert dict(bucket.bytes_of()) == {EVERY: 128}
+    assert dict(bucket.bytes_of) == {EVERY: 128}
     assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 64)) == 2
     with pytest.raises(ConfigError, match=r"bucket_bytes=63 does not hold 'a'.*bucket_bytes=64"):
         plan_buckets(range(4), wanted, lambda name: spread, 4, 63)

@@ -3,10 +3,12 @@
 Each chunk is one `torch.save` archive inside a `.distcp` file, from which any rank reads what its shards need.
 """
 
+import gc
 import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from torch.serialization import _get_layout
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.distributed.storage import watched
-from hf_fsdp_tools.errors import CheckpointError, library_errors
+from hf_fsdp_tools.errors import CheckpointError, library_errors, storage_errors
 from hf_fsdp_tools.loading.formats.stored import ChunkedTensor, StoredTensor, TensorChunk, check_cover, leaves_folder
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, WRAPPED, plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled, refuse_endless
@@ -200,10 +202,27 @@ def find_dcp_folder(folder: Path) -> Path | None:
     return below[0] if below else None
 
 
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Let Python's garbage collector wait: looking at all that is read takes it longer than the reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_collecting_later()
 def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]:
     """The tensors of a DCP folder, each with its path in the saved state dict; and the bytes of the metadata."""
-    file = folder / METADATA
-    metadata, num_bytes = _read_metadata(file)
+    metadata, num_bytes = _read_metadata(folder / METADATA)
+    return _complete_tensors(folder / METADATA, metadata), num_bytes
+
+
+def _complete_tensors(file: Path, metadata: dcp.Metadata) -> list[tuple[SavedPath, ChunkedTensor]]:
+    """As `_tensors`; refuses those of which the files lack a part."""
     problems: list[str] = []
     file_sizes: dict[Path, int] = {}
     with library_errors(f"{file}: is not as DCP writes it", "Save it again."):
@@ -217,31 +236,59 @@ def parse_dcp(folder: Path) -> tuple[list[tuple[SavedPath, ChunkedTensor]], int]
             problems.append(str(error))
     if problems:
         raise CheckpointError(listed_lines(problems, 3, head=""))  # a file that is gone is a problem of each tensor
-    return tensors, num_bytes
+    return tensors
 
 
-def check_dcp(folder: Path) -> dict[str, tuple[int, ...] | None]:
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""The keys of a DCP folder, with the shapes of tensors."""
+
+_checked: dict[Path, tuple[dict[Path, tuple[int, ...]], Shapes]] = {}
+"""What `check_dcp` found in folders, and the files in which it looked, as they were then."""
+
+
+def check_dcp(folder: Path, *, complete: bool = False) -> Shapes:
     """Refuse a DCP folder that would run code when torch reads it; return its keys, with the shapes of tensors.
 
     torch unpickles the metadata, and every value that is no tensor, without restriction (2.13:
-    `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read.
+    `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Call it before torch does; all values are read,
+    once while the files stay as they are. `complete` refuses tensors of which the files lack a part, too.
     """
+    files, shapes = _checked.pop(folder, ({}, {}))
+    if complete or not files or any(_stamp(file) != stamp for file, stamp in files.items()):
+        files, shapes = _check(folder, complete)
+    _checked[folder] = files, shapes
+    return shapes
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written."""
+    with watched(file), storage_errors("read", file):
+        status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@_collecting_later()
+def _check(folder: Path, complete: bool) -> tuple[dict[Path, tuple[int, ...]], Shapes]:
     file = folder / METADATA
+    files = {file: _stamp(file)}
     metadata, _ = _read_metadata(file)
+    if complete:
+        _complete_tensors(file, metadata)
     with library_errors(f"{file}: is not as DCP writes it", "Save it again."):
-        for index in metadata.storage_data:
-            _place(file, metadata, index)
-        values = [key for key, kind in metadata.state_dict_metadata.items() if type(kind) is dcp.BytesStorageMetadata]
-        places = {key: _place(file, metadata, dcp.MetadataIndex(key)) for key in values}
+        for index, place in metadata.storage_data.items():
+            _place(file, index, place)
         entries = metadata.state_dict_metadata.items()
+        values = {key: dcp.MetadataIndex(key) for key, kind in entries if type(kind) is dcp.BytesStorageMetadata}
+        places = {key: _place(file, index, metadata.storage_data.get(index)) for key, index in values.items()}
         shapes = {key: _sizes(e.size) if isinstance(e, dcp.TensorStorageMetadata) else None for key, e in entries}
     with at_hand((folder / name, offset, offset + length) for name, offset, length in places.values()):
+        files |= {path: _stamp(path) for path in {folder / name for name, _, _ in places.values()}}
         for key, (name, offset, length) in places.items():
             try:
                 load_pickled(folder / name, offset, length)
             except CheckpointError as error:
                 raise CheckpointError(f"{quoted(key)}: {error}") from None
-    return shapes
+    return files, shapes
 
 
 # ---- the metadata file ----
@@ -300,7 +347,8 @@ def _tensors(file: Path, metadata: dcp.Metadata) -> Iterator[tuple[SavedPath, Ch
             box = Box(start=_sizes(saved.offsets, len(shape)), length=_sizes(saved.sizes, len(shape)))
             if not box.numel:
                 continue
-            place, offset, length = _place(file, metadata, dcp.MetadataIndex(key, saved.offsets))
+            index = dcp.MetadataIndex(key, saved.offsets)
+            place, offset, length = _place(file, index, metadata.storage_data.get(index))
             ranges = ", ".join(f"{s}:{s + n}" for s, n in zip(box.start, box.length, strict=True))
             name = f"{key}[{ranges}]" if shape else key
             stored = StoredTensor(
@@ -311,9 +359,8 @@ def _tensors(file: Path, metadata: dcp.Metadata) -> Iterator[tuple[SavedPath, Ch
         yield tuple(str(part) for part in path), tensor
 
 
-def _place(file: Path, metadata: dcp.Metadata, index: dcp.MetadataIndex) -> tuple[str, int, int]:
-    """File name, position and length of a value or a chunk."""
-    place = metadata.storage_data.get(index)
+def _place(file: Path, index: dcp.MetadataIndex, place: Any) -> tuple[str, int, int]:
+    """File name, position and length of a value or a chunk, by its record."""
     if place is None:
         raise ValueError(f"{index.fqn!r} lies nowhere")
     if getattr(place, "transform_descriptors", None):

@@ -1,0 +1,131 @@
+"""A rank's own work follows its share: what it plans, reads and checks among many ranks, counted and not timed."""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_fsdp_tools.distributed.shards import Box
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.integrations.resume import refuse_damage
+from hf_fsdp_tools.loading.formats import dcp as dcp_format
+from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
+from hf_fsdp_tools.loading.regions import Piece, View, slice_view
+from hf_fsdp_tools.streaming import routes
+from hf_fsdp_tools.streaming.owners import assign_owners
+from hf_fsdp_tools.streaming.routes import holders_of
+
+
+@pytest.fixture
+def ranks() -> Iterator[int]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    yield 64
+    dist.destroy_process_group()
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions a piece of work calls, of Python's and of C's."""
+    count = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+# ---- DCP's metadata ----
+
+
+def write_metadata(folder: Path, chunks: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    entries, places = {}, {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        offsets = [torch.Size((8 * i, 0)) for i in range(chunks // 2)]
+        entries[key] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(),
+            torch.Size((4 * chunks, 3)),
+            [dcp.ChunkStorageMetadata(offset, torch.Size((8, 3))) for offset in offsets],
+        )
+        places |= {dcp.MetadataIndex(key, o, i): _StorageInfo(f"__{i}_0.distcp", 0, 96) for i, o in enumerate(offsets)}
+    for i in range(chunks // 2):
+        (folder / f"__{i}_0.distcp").write_bytes(bytes(96))
+    content = dcp.Metadata(entries, storage_data=places)  # type: ignore[arg-type]
+    (folder / METADATA).write_bytes(pickle.dumps(content))
+    return folder
+
+
+def test_a_chunk_is_checked_in_few_steps_and_a_folder_once(tmp_path: Path) -> None:
+    few, many = (write_metadata(tmp_path / str(n), n) for n in (64, 128))
+    steps = [calls_of(lambda folder=folder: check_dcp(folder)) for folder in (few, many)]
+    assert steps[1] - steps[0] < 64 * 150, "calls for 64 chunks more; by pickletools there were 1,000 for each"
+    assert calls_of(lambda: check_dcp(many)) < 60, "it is as it was"
+    (few / METADATA).write_bytes(b"\x80\x02ctorch\nSize\n(N}U\x03oddK\x01stb.")
+    with pytest.raises(CheckpointError, match="sets attributes of"):
+        check_dcp(few)
+
+
+def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
+    folder = write_metadata(tmp_path / "optimizer_0", 64)
+    with patch.object(dcp_format, "_read_metadata", side_effect=dcp_format._read_metadata) as read:
+        refuse_damage(tmp_path)
+        assert check_dcp(folder) == {key: (256, 3) for key in ("exp_avg", "exp_avg_sq")} and read.call_count == 1
+        (folder / "__5_0.distcp").unlink()
+        with pytest.raises(CheckpointError, match=r"__5_0\.distcp: is not there"):
+            refuse_damage(tmp_path)
+
+
+def test_one_rank_of_a_node_checks_for_the_others(ranks: int, tmp_path: Path) -> None:
+    write_metadata(tmp_path / "optimizer_0", 64)
+    for local in ("0", "3"):
+        with (
+            patch.dict(os.environ, {"LOCAL_RANK": local}),
+            patch("hf_fsdp_tools.integrations.resume.check_dcp") as check,
+        ):
+            refuse_damage(tmp_path)
+        assert check.called == (local == "0")
+
+
+# ---- which ranks a piece meets ----
+
+
+def piece_of(expert: int, shape: tuple[int, int, int]) -> Piece:
+    _, rows, columns = shape
+    view = View(offset=expert * rows * columns, length=(rows, columns), strides=(columns, 1))
+    return Piece(box=Box.whole((rows, columns)), source="experts", view=view)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> None:
+    """Experts on dimension 0 are on one rank each; split within, they are cut alike, and that is worked out once."""
+    shape, mesh = (ranks, 2 * ranks, ranks), init_device_mesh("cpu", (ranks,))
+    part = torch.empty([n // ranks if d == dim else n for d, n in enumerate(shape)], device="meta")
+    layers = {layer: DTensor.from_local(part, mesh, [Shard(dim)], run_check=False) for layer in range(2)}
+    held = holders_of(layers, ranks)
+    assert held[0] is held[1], "tensors that are sharded alike share what is worked out"
+    pieces = [(layer, piece_of(expert, shape)) for layer in layers for expert in range(ranks)]
+    with patch.object(routes, "slice_view", side_effect=slice_view) as tested:
+        ownership = assign_owners(pieces, list(held.values()), ranks, 2**20)
+    assert tested.call_count == ranks
+    each = 1 if dim == 0 else ranks
+    assert [len(matrix.cells) for matrix in ownership.matrices] == [each] * len(pieces)
+    expert = ownership.matrices[ranks + 5]
+    by_all = [(part, view, box) for box, _ in held[0] for part, view in slice_view(pieces[5][1].view, shape, box)]
+    assert [(cell.box, cell.view, cell.held) for cell in expert.cells] == by_all
+    assert ownership.ways(3) is ownership.ways(3) and (dim == 0) == all(m.is_home for m in ownership.matrices)
