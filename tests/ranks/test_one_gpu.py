@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +423,7 @@ def _all_cases(folder: Path, out: Path, few: bool) -> dict[str, Any]:
     in_turn = {each: (False, True) if _is_gpu() else (bool(i % 2),) for i, each in enumerate(precisions)}
     cases: dict[str, Any] = {
         "load, train, save": partial(_loading, folder, out / "loading"),
-        "4-bit weights": partial(_packed, folder),
+        **({"4-bit weights": partial(_packed, folder)} if find_spec("bitsandbytes") else {}),
         "staging buffers": partial(_staged, out),
         **{
             f"{kind}, offload {offload}, fused {fused}": partial(_mixed, folder, kind, offload, fused)
