@@ -100,17 +100,19 @@ def save(figure: "Figure", path: str | Path) -> None:
 
 
 @styled
-def draw_losses(runs: Mapping[str, Sequence[tuple[int, float]]], *, title: str | None = None, setting: str) -> "Figure":
-    """The loss of each run over its steps."""
+def draw_losses(
+    runs: Mapping[str, Sequence[tuple[int, float]]], *, quantity: str = "loss", title: str | None = None, setting: str
+) -> "Figure":
+    """The loss, or another quantity, of each run over its steps."""
     if not runs or not all(runs.values()):
         raise ConfigError("There is a run without steps, or no run at all. Give (step, loss) of each logged step.")
     if title is None:
         name, points = next(iter(runs.items()))
         (first, before), (last, after) = points[0], points[-1]
-        title = f"Loss of {name}: {before:.3g} at step {first:,}, {after:.3g} at {last:,}"
+        title = f"{quantity.capitalize()} of {name}: {before:.3g} at step {first:,}, {after:.3g} at {last:,}"
     figure = new_figure(title, 4.2)
-    axes = figure.add_subplot(title=setting, xlabel="optimizer step", ylabel="loss")
+    axes = figure.add_subplot(title=setting, xlabel="optimizer step", ylabel=quantity)
     for (name, points), color in zip(runs.items(), LINES, strict=False):
-        axes.plot(*zip(*points, strict=True), color=color, label=name)
+        axes.plot(*zip(*points, strict=True), "o-" if len(points) == 1 else "-", color=color, label=name)
     axes.legend()
     return figure

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_tools.cli.options import decide
+from hf_fsdp_tools.cli.options import ANY_ADDRESS, decide
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.text import did_you_mean
 
@@ -70,6 +70,11 @@ def _launch(recipe: Path, options: argparse.Namespace) -> int:
         _check_file(path, launch)
         return _run([*command, "--config_file", str(path), *script])
     config, _ = decide(launch)
+    if config.main_process_ip == ANY_ADDRESS:
+        raise ConfigError(
+            f"--num_machines {config.num_machines}: give --main_process_ip, the address of machine 0, and on each "
+            "machine its --machine_rank"
+        )
     with tempfile.TemporaryDirectory(prefix="hf-fsdp-") as folder:
         path = Path(folder, "config.yaml")
         path.write_text(config.to_accelerate_yaml(), encoding="utf-8")

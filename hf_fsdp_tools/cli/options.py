@@ -123,7 +123,7 @@ def write(path: Path, text: str) -> None:
 _GPUS_PER_MACHINE = 8
 """GPUs of another machine where more are wanted and no number of machines is given. (assumed: most have 8)"""
 
-_ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
+ANY_ADDRESS = "ADDRESS-OF-MACHINE-0"
 """Address in a file for several machines where none is given: the command that starts each machine gives it."""
 
 
@@ -199,7 +199,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
     reasons |= dict.fromkeys(typed, "asked for")
     if (machines or 1) > 1:
         for name, value, reason in (
-            ("main_process_ip", _ANY_ADDRESS, "the launch command gives it"),
+            ("main_process_ip", ANY_ADDRESS, "the launch command gives it"),
             ("main_process_port", 29500, "PyTorch's usual port"),
         ):
             if name not in changes:
@@ -210,7 +210,7 @@ def decide(options: Mapping[str, Any], file: Mapping[str, Any] | None = None) ->
 def address_words(config: "FSDPConfig") -> list[str]:
     """Options of the launch command that differ between machines, or that the file leaves open."""
     words = ["--machine_rank", str(config.machine_rank)] if config.num_machines > 1 else []
-    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == _ANY_ADDRESS else [])]
+    return [*words, *(["--main_process_ip", "ADDRESS"] if config.main_process_ip == ANY_ADDRESS else [])]
 
 
 def machines_of(num_processes: int) -> int:

@@ -3,9 +3,11 @@
 import resource
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # has no stubs
 from transformers import TrainerCallback
 
 from hf_fsdp_tools.accelerator import find_accelerator
@@ -29,15 +31,15 @@ _SHOWN = {
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Adds speed and memory to each log, and prints logs as readable lines where the Trainer shows no bar.
+    """Adds speed and memory to each log, and prints logs as readable lines, above the Trainer's bar where it has one.
 
     It adds `tokens_per_second` (of all ranks; `samples_per_second` where the trainer does not count tokens) and
     `peak_memory_gb` (of the rank that needs most). For this it must come before the callbacks that report. Every rank
     needs one; each log exchanges one number.
     """
 
-    def __init__(self, *, prints: bool = True) -> None:
-        self.prints = prints
+    def __init__(self, *, has_bar: bool = False) -> None:
+        self.say = tqdm.write if has_bar else partial(print, flush=True)
         self.last: tuple[float, int | None, int] | None = None  # time, tokens counted and step of the last log
         self.evaluating_s: float | None = None  # when the evaluation began that is going on
 
@@ -60,11 +62,11 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers is not ty
             logs.update(measured)
             if state.log_history:
                 state.log_history[-1].update(measured)
-        if self.prints and state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
+        if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             hidden = {"loss", "eval_loss"} if {"reward", "eval_reward"} & set(logs) else set()
             shown = [text.format(float(logs[name])) for name, text in _SHOWN.items() if name in {*logs} - hidden]
             line = ", ".join(shown) + self._time_left(state)
-            print(f"step {state.global_step:,} of {state.max_steps:,}: {line}", flush=True)
+            self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the clock, for an evaluation's time is not the training's."""

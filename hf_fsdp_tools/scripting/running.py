@@ -126,6 +126,13 @@ def _four_bits(model_args: Any, mixed_precision: str) -> dict[str, Any]:
     return {"quantization_config": get_quantization_config(replace(model_args, dtype=dtype))}
 
 
+class _Bar(ProgressCallback):  # type: ignore[misc]  # transformers is not typed
+    """The Trainer's bar, above which `Progress` writes."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Print no dictionary."""
+
+
 class _EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers is not typed
     """Goes on counting where the checkpoint stopped from which a run resumes; the Trainer would begin anew."""
 
@@ -174,10 +181,12 @@ def train(trainer: Any, training: Any, model_args: Any = None) -> tuple[float | 
     trainer.allow_nan = training.logging_nan_inf_filter  # which recipes leave off
     check_prepared_rows(trainer)
     has_bar = sys.stderr.isatty() and not training.disable_tqdm
-    for kind in (PrinterCallback, Progress, *(() if has_bar else (ProgressCallback,))):
+    for kind in (PrinterCallback, Progress, ProgressCallback):
         while trainer.pop_callback(kind) is not None:
             continue
-    trainer.callback_handler.callbacks.insert(0, Progress(prints=not has_bar))  # before those that report logs
+    trainer.callback_handler.callbacks.insert(0, Progress(has_bar=has_bar))  # before those that report logs
+    if has_bar:
+        trainer.add_callback(_Bar())
     if (patience := getattr(model_args, "early_stopping_patience", None)) is not None:
         trainer.add_callback(_EarlyStopping(patience))
     if getattr(training, "packing", False) or getattr(training, "padding_free", False):
@@ -247,9 +256,9 @@ def finish(
 ) -> None:
     """Save the model, the log of the run and its picture, and print a summary.
 
-    In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` where
-    matplotlib is installed, `merged/` with `--merge_adapters`, `ema/` with `--ema_decay`. With `--push_to_hub` the
-    folder is uploaded.
+    In the output folder: the model or adapter, `trainer_state.json` with all that was logged, `loss.png` (or
+    `reward.png`) where matplotlib is installed, `merged/` with `--merge_adapters`, `ema/` with `--ema_decay`. With
+    `--push_to_hub` the folder is uploaded.
 
     Args:
         trainer: after `train`.
@@ -309,18 +318,19 @@ def finish(
 
 
 def _picture(trainer: Any, folder: Path) -> str:
-    """Draw the losses of the run, on rank 0; return the picture's place for the summary."""
-    losses = {"training": _logged(trainer, "loss"), "evaluation": _logged(trainer, "eval_loss")}
-    losses = {name: points for name, points in losses.items() if points}
-    if not losses or find_spec("matplotlib") is None:
+    """Draw the losses or rewards of the run, on rank 0; return the picture's place for the summary."""
+    quantity = "reward" if _logged(trainer, "reward") else "loss"
+    runs = {"training": _logged(trainer, quantity), "evaluation": _logged(trainer, f"eval_{quantity}")}
+    runs = {name: points for name, points in runs.items() if points}
+    if not runs or find_spec("matplotlib") is None:
         return ""
     if trainer.accelerator.is_main_process:
         from hf_fsdp_tools.plots import draw_losses, save
 
         args = trainer.args
         setting = f"{args.world_size} processes, learning rate {args.learning_rate:g}, {trainer.state.max_steps} steps"
-        save(draw_losses(losses, setting=setting), folder / "loss.png")
-    return f", {folder / 'loss.png'}"
+        save(draw_losses(runs, quantity=quantity, setting=setting), folder / f"{quantity}.png")
+    return f", {folder / quantity}.png"
 
 
 def run(main: Callable[[], object], name: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """The tokenizer of a recipe's model, or its processor of images and text, with the chat template of the options."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def load_processor(model_args: Any, training: Any) -> Any:
         try:
             processor = AutoProcessor.from_pretrained(name, **hub_options(model_args, training))
         except ImportError as error:
-            raise ConfigError(f"The processor of {name} needs a package: {first_line(error)}.") from error
+            needed = re.search(r"requires the (\w+) library", f"{error}")
+            cure = f"pip install {needed[1].lower()}" if needed else first_line(error)
+            raise ConfigError(f"The processor of {name} needs a package: {cure}.") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{name} has a tokenizer and no processor of images that can be loaded: {first_line(error)}. Copy "

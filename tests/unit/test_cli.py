@@ -129,6 +129,7 @@ def test_plan_options_reach_the_plan(capsys, llama):
         ("plan {llama} --output {tmp}/unknown/config.json/plan.json", "config.json is a file, not a folder; name"),
         ("plan {llama} --output {tmp}/empty", "empty is a folder; name a file"),
         ("estimate {llama} --num-processes 12", "use 8 or 16, or say with --num-machines"),
+        ("finetune --num_machines 2 --num_processes 4", "--num_machines 2: give --main_process_ip, the address of m"),
         ("estimate {llama} --images 5", "images=5: LlamaForCausalLM takes no images"),
         ("estimate {llama} --tokens 1e9", "--tokens and --price belong together"),
         ("estimate {llama} --wrapping none --offload-params", "wrapping='none' has none"),

@@ -28,6 +28,7 @@ from hf_fsdp_tools.scripting import (
     load_splits,
     load_tokenizer,
     parse_arguments,
+    progress,
     run,
     running,
     streams,
@@ -643,3 +644,31 @@ def test_a_share_of_a_stream_is_not_divided_again_and_needs_a_row(monkeypatch):
         share(monkeypatch, 2, 3, stream(1, count=2))
     with pytest.raises(ConfigError, match=r"train on: 5 different rows are held out.* or --eval_strategy no"):
         share(monkeypatch, 0, 1, stream(1, count=5), held_out=list(stream(1, count=5)))
+
+
+# ---- what a run shows ----
+
+
+def test_a_bar_has_the_lines_of_logs_above_it_and_no_dictionaries(capsys, monkeypatch):
+    written = []
+    monkeypatch.setattr(progress.tqdm, "write", written.append)
+    monkeypatch.setattr(progress, "all_ranks", lambda value, doing: [value])
+    state = SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True, log_history=[])
+    args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1, world_size=1)
+    lines = progress.Progress(has_bar=True)
+    lines.on_train_begin(args, state, None)
+    state.global_step = 5
+    for shown in (lines, running._Bar()):
+        shown.on_log(args, state, None, logs={"loss": 2.5})
+    (line,) = written
+    assert line.startswith("step 5 of 10: loss 2.500, ") and capsys.readouterr().out == ""
+
+
+def test_the_picture_of_a_run_that_is_rewarded_shows_rewards(tmp_path):
+    pytest.importorskip("matplotlib")
+    for quantity, other in (("reward", "loss"), ("loss", "none")):
+        log = [{"step": 1, quantity: 0.5, other: 9.0}]
+        accelerator, args = SimpleNamespace(is_main_process=True), SimpleNamespace(world_size=1, learning_rate=1e-3)
+        state = SimpleNamespace(max_steps=1, log_history=log)
+        place = running._picture(SimpleNamespace(accelerator=accelerator, args=args, state=state), tmp_path)
+        assert place == f", {tmp_path / quantity}.png" and (tmp_path / f"{quantity}.png").is_file()
