@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_fsdp_tools import __version__
 from hf_fsdp_tools.cli.config import add_config
@@ -59,11 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that understands `--config_file` for `--config-file`, as Accelerate's does."""
+    """A parser that understands `--config_file` for `--config-file`, as Accelerate's does, and prints no usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in args or ()]
         return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

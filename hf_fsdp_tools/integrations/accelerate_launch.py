@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from accelerate.commands.launch import launch_command_parser
@@ -32,6 +32,7 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
     """The settings of `accelerate launch` in the command of a recipe, the launcher's words without file and device, and
     the recipe's words."""
     parser = launch_command_parser()
+    parser.error = _refuse  # its own prints a hundred lines of usage
     parser._actions = [action for action in parser._actions if action.option_strings]  # no script is named
     for name in _OF_RECIPES:
         parser._option_string_actions.pop(name, None)
@@ -53,6 +54,10 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str], list[s
         place = names.index("__config_file")
         del own[place : place + (1 if "=" in own[place] else 2)]
     return {name: getattr(settings, name) for name in _SETTINGS}, own, rest
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"accelerate launch: {message.removeprefix('argument ')}")
 
 
 def main() -> None:

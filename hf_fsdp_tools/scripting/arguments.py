@@ -218,6 +218,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         file = {} if options.config is None else _read_file(options.config, names)
         os.environ.update({key: str(value) for key, value in file.pop("env", {}).items()})
         self.given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words} | {*file}
+        if other := next((name for name in self.given if name in _OF_OTHERS), None):
+            raise ConfigError(f"--{other} is no option of this recipe: did you mean --{_OF_OTHERS[other]}?")
         self.set_defaults_with_config(**file)
         for action in self._actions:
             if action.dest == "optim" and action.choices is not None:
@@ -290,6 +292,14 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
 _AXES = ("cp_size", "tp_size", "ep_size", "dp_replicate_size")
 
 _HELP = "; --help lists all."
+
+_OF_OTHERS = {
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "max_seq_length": "max_length",
+}
+"""Names that other programs have for options of TRL."""
 
 
 def _read_file(path: Path, names: list[str]) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def _checked(dataset: Any, name: str, used: AbstractSet[str], worded: AbstractSe
     def has_words(*cells: Any) -> bool:
         *values, index = cells
         row = dict(zip(columns, values, strict=True))
-        for column in worded:
+        for column in sorted(worded):
             try:
                 if turns := _other_turns(row[column], column, keeps_parts):
                     turned[column] = turned.get(column, False) or any("tool_calls" in turn for turn in turns)

@@ -176,11 +176,11 @@ EXPERTS, UP = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.up_
 OF_EXPERTS = {
     "wrong divisor": ((shard, "divide_by", _wrong_number), r"gradients: model\.layers\.\d\.mlp\.experts", ""),
     "swapped expert": (
-        _patched(EXPERTS.AllToAllEP, "_dispatch_tokens", _other_experts),
+        _patched(AllToAllEP, "_dispatch_tokens", _other_experts),
         "loss: ",
         "layers.0.mlp.experts",
     ),
-    "wrong rank": (_patched(EXPERTS.AllToAllEP, "_dispatch_tokens", _other_ranks), "loss: ", "layers.0.mlp.experts"),
+    "wrong rank": (_patched(AllToAllEP, "_dispatch_tokens", _other_ranks), "loss: ", "layers.0.mlp.experts"),
     "stale scale": (
         (pretrained, "load_weights", partial(_with_stale_scale, EXPERTS)),
         f"loaded weights: 1 tensors differ, {EXPERTS} first",

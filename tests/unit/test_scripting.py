@@ -98,6 +98,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
+        ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
         ("--deepspeed ds.json", "--deepspeed: FSDP2 shards here"),
         ("--use_peft --lora_r 0", "--lora_r: give at least 1."),
         ("--save_steps 0", "--save_steps 0 keeps no checkpoint on the way"),
