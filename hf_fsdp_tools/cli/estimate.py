@@ -115,7 +115,7 @@ def _notes(memory: "MemoryEstimate", whole_loss: "MemoryEstimate | None", more: 
     if whole_loss is not None:
         fits = "" if whole_loss.fits else ", which does not fit"
         total = show_bytes(whole_loss.total)
-        yield f"loss in pieces, as the recipes make it; with whole logits (--loss full) {total} in all{fits}"
+        yield f"chunked loss, as the recipes make it; with whole logits (--loss full) {total} in all{fits}"
     if more is not None:
         near = "; ".join(more) or "nothing near; take a smaller model"
         yield f"what fits: {near}. `hf-fsdp config` with the model's name searches for the fastest setting"

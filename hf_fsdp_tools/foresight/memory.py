@@ -35,7 +35,7 @@ _NCCL_CHANNELS = 24
 _SHOWN = 0.001  # Part of the GPU's memory below which a kind of memory is counted as "other". (assumed)
 MARGIN = 0.1
 """Part of a GPU's memory that a recommended setting leaves free: of 66 published peaks on real GPUs 62 stood within it
-above what is foreseen (`docs/foresight.md`)."""
+above the estimate (`docs/foresight.md`)."""
 
 WASTED = 0.03  # Part of the GPU's memory that another setting of the allocator must save to be named. (assumed)
 

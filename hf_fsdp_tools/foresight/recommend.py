@@ -120,7 +120,7 @@ class Recommendation:
         if whole := self.whole_logits_bytes:
             fits = "" if whole <= self.gpu_bytes * (1 - self.margin) else ", which does not fit"
             words = f"with whole logits {show_bytes(whole)}{fits}"
-            lines.append(f"loss      in pieces, as the recipes make it; {words}")
+            lines.append(f"loss      chunked, as the recipes make it; {words}")
         if cost.host_bytes:
             processes = min(setup.gpus_per_node, setup.num_gpus)
             lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")

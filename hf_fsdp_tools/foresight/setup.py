@@ -190,7 +190,7 @@ class TrainingSetup:
                 f"{self.optimizer} on {self.master_dtype}",
                 f"computed in {self.precision}",
                 f"reduced in {self.reduce_dtype}" + " after the last micro-step" * is_reduced_late,
-                *(["loss in pieces" if self.loss == "chunked" else "whole logits"] if self.loss else []),
+                *(["chunked loss" if self.loss == "chunked" else "whole logits"] if self.loss else []),
                 *(["CPU offload"] if self.offload else []),
                 *self._words_of_activations,
                 f"{self.attn_implementation} attention",

@@ -182,7 +182,7 @@ def errors_of_peft(config: Any) -> Iterator[None]:
         raise ConfigError(f"PEFT cannot make this {_kind(config)} adapter: {first_lines(error)}.") from None
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
         if type(error) is RuntimeError and not any(word in str(error) for word in _OF_SHARDS):
-            raise
+            raise  # the others are how methods of PEFT meet layers that they do not know; what they say is passed on
         cure = "Load the base that it was trained on." if "size mismatch" in str(error) else _PLAIN
         raise ConfigError(
             f"PEFT cannot make a {_kind(config)} adapter on this model ({first_lines(error)}). {cure}"

@@ -209,8 +209,6 @@ class Muon(torch.optim.Optimizer):
 
 
 def _refuse(model: Any) -> None:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"Muon needs torch 2.9; this is {torch.__version__}.")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"Muon takes a model, which says what a matrix is, and no {kind}: Muon(model).")
