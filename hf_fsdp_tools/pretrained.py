@@ -33,7 +33,8 @@ from hf_fsdp_tools.sharding.compile import as_compile, as_mesh, as_mp_policy, as
 from hf_fsdp_tools.sharding.injection import refuse_for_shards
 from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.recompute import as_recompute
-from hf_fsdp_tools.sharding.shard import Sharding, checked_sharding, shard_checked
+from hf_fsdp_tools.sharding.shard import checked_sharding, shard_checked
+from hf_fsdp_tools.sharding.sharding import Sharding
 from hf_fsdp_tools.text import quoted
 
 

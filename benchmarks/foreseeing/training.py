@@ -19,7 +19,8 @@ from hf_fsdp_tools.modeling.packed_forms import stored_forms
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
-from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding
+from hf_fsdp_tools.sharding.shard import apply_sharding
+from hf_fsdp_tools.sharding.sharding import Sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

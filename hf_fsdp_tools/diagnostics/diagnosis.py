@@ -19,7 +19,7 @@ from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.policy import HybridPolicy, as_policy
-from hf_fsdp_tools.sharding.shard import sharded_module, sharding_of
+from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, listed
 
 _DOING = "diagnosing the model"

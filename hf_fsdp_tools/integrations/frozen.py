@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.integrations.model import digest_of_shards, shard_in_place
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 
 FROZEN = ("ref_model", "teacher_model")
 """Attributes of TRL's trainers with a reference model (DPO, KTO, GRPO, …) and with a teacher (distillation)."""

@@ -27,12 +27,8 @@ from hf_fsdp_tools.sharding.fsdp2_internals import count_units
 from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.parallel import parallelize_model
 from hf_fsdp_tools.sharding.replicated import is_averaged
-from hf_fsdp_tools.sharding.shard import (
-    compile_sharded,
-    shard_model,
-    sharded_module,
-    sharding_of,
-)
+from hf_fsdp_tools.sharding.shard import compile_sharded, shard_model
+from hf_fsdp_tools.sharding.sharding import sharded_module, sharding_of
 from hf_fsdp_tools.streaming.muon import Muon
 from hf_fsdp_tools.text import listed
 

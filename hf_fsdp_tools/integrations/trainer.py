@@ -81,7 +81,7 @@ from hf_fsdp_tools.sharding.averages import ParameterEMA
 from hf_fsdp_tools.sharding.checks import check_optimizers
 from hf_fsdp_tools.sharding.context_parallel import whole_outputs
 from hf_fsdp_tools.sharding.fsdp2_internals import make_root, reshard_units
-from hf_fsdp_tools.sharding.shard import sharded_module
+from hf_fsdp_tools.sharding.sharding import sharded_module
 from hf_fsdp_tools.stores import local_folder
 from hf_fsdp_tools.streaming.muon import make_muon, wants_muon
 

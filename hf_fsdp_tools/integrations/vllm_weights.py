@@ -8,7 +8,7 @@ import torch
 
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.streaming.live import BUCKET_BYTES, LiveWeights, live_weights
 from hf_fsdp_tools.text import first_lines
 

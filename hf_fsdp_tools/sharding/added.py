@@ -27,7 +27,8 @@ from hf_fsdp_tools.sharding.hf_interface import answer_for_shards, let_answer
 from hf_fsdp_tools.sharding.injection import refuse_for_any
 from hf_fsdp_tools.sharding.parallel import divide_adapters, refuse_adapters
 from hf_fsdp_tools.sharding.replicated import average_gradients, is_averaged
-from hf_fsdp_tools.sharding.shard import Sharding, apply_again, sharded_module, sharding_of
+from hf_fsdp_tools.sharding.shard import apply_again
+from hf_fsdp_tools.sharding.sharding import Sharding, sharded_module, sharding_of
 
 
 def plan_with_adapters(model: nn.Module, policy: HybridPolicy) -> WrapPlan:

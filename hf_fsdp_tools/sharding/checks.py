@@ -1,6 +1,6 @@
 """Checks of parameters, before they are sharded and before the first training pass; and of optimizers of shards."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import rank_and_size
-from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError, warn
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.alike import compare_inputs, draw_alike
+from hf_fsdp_tools.sharding.phases import Hook, Phase
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import listed
 
 
@@ -59,48 +61,61 @@ def never_called(model: nn.Module, *, is_sharded: bool) -> str:
     )
 
 
-def check_first_pass(model: nn.Module, device: torch.device, axes: Axes) -> None:
-    """Have shards checked once before the first training pass, before anything is gathered for it.
+class ParameterChecks(Feature):
+    """Parameters are looked at before they are sharded, and once more before the first training pass."""
 
-    Shards that were moved from `device`, and different rows on ranks that share layers, are refused; from then on such
-    ranks draw the same random numbers. A warning on rank 0 names fp16 master weights, and hooks that nobody calls.
-    """
-    handle: Any = None
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Trained parameters that shards would change are refused."""
+        check_parameters(model, sharding.plan.replicated)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        parameters = list(module.parameters())
-        moved = {p.device.type for p in parameters if isinstance(p, DTensor)} - {device.type, "meta"}
-        if moved:
-            raise ConfigError(
-                f"Shards of {type(module).__name__} are on {' and '.join(sorted(moved))}, and its mesh is on "
-                f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
-                "model.cpu(); the mesh decides where shards are."
-            )
-        trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
-        is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
-        if packed_parameters(module) and not trained and not is_prefixed:
-            raise ConfigError(
-                f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give from_pretrained "
-                "a peft_config, or dequantize=True; or run it under torch.no_grad()."
-            )
-        handle.remove()
-        if axes.layers is not None and axes.layers.size() > 1:
-            compare_inputs((*args, *kwargs.values()), axes.layers.get_group(), "layers (tp_size)")
-            draw_alike([axes.layers], device)  # what dropout leaves out
-        problems = [never_called(module, is_sharded=True)]
-        if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
-            problems.append(
-                f"The trained weights of {type(module).__name__} are float16: small updates of them vanish. Load them "
-                "in float32 and compute in float16: make_accelerator(mixed_precision='fp16')."
-            )
-        if rank_and_size()[0] == 0:
-            for problem in filter(None, problems):
-                warn(problem)
+    def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Hooks that nobody will call are named."""
+        if rank_and_size()[0] == sharding.mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
+            warn(problem)
 
-    handle = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Before anything is gathered for the first training pass, refuse shards that were moved from their device, and
+        different rows on ranks that share layers, which from then on draw the same random numbers.
+
+        A warning on rank 0 names fp16 master weights, and hooks that nobody calls.
+        """
+        device, axes = sharding.device, sharding.axes
+        is_checked = False
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal is_checked
+            if is_checked or not module.training or not torch.is_grad_enabled():
+                return
+            parameters = list(module.parameters())
+            moved = {p.device.type for p in parameters if isinstance(p, DTensor)} - {device.type, "meta"}
+            if moved:
+                raise ConfigError(
+                    f"Shards of {type(module).__name__} are on {' and '.join(sorted(moved))}, and its mesh is on "
+                    f"{device.type}: they were moved after they were made. Leave out model.to(…), model.cuda() and "
+                    "model.cpu(); the mesh decides where shards are."
+                )
+            trained = any(getattr(each, "requires_grad", False) for each in (*parameters, *args, *kwargs.values()))
+            is_prefixed = kwargs.get("past_key_values") is not None  # by PEFT's prefix tuning
+            if packed_parameters(module) and not trained and not is_prefixed:
+                raise ConfigError(
+                    f"Nothing of {type(module).__name__} can be trained: its weights stay quantised. Give "
+                    "from_pretrained a peft_config, or dequantize=True; or run it under torch.no_grad()."
+                )
+            is_checked = True
+            if axes.layers is not None and axes.layers.size() > 1:
+                compare_inputs((*args, *kwargs.values()), axes.layers.get_group(), "layers (tp_size)")
+                draw_alike([axes.layers], device)  # what dropout leaves out
+            problems = [never_called(module, is_sharded=True)]
+            if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
+                problems.append(
+                    f"The trained weights of {type(module).__name__} are float16: small updates of them vanish. Load "
+                    "them in float32 and compute in float16: make_accelerator(mixed_precision='fp16')."
+                )
+            if rank_and_size()[0] == 0:
+                for problem in filter(None, problems):
+                    warn(problem)
+
+        yield Hook(model, Phase.FIRST_PASS, check)
 
 
 # ---- optimizers ----

@@ -13,9 +13,11 @@ from transformers import Cache
 from hf_fsdp_tools.distributed.mesh import ParallelDims, dims_of
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.arguments import as_dtype
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.float8 import Float8Policy
 from hf_fsdp_tools.sharding.recompute import Recompute
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, quoted
 
 
@@ -48,6 +50,24 @@ def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any])
     for name in chosen:
         _compile(modules[name], options)
     return tuple(sorted(chosen))
+
+
+class CompiledBlocks(Feature):
+    """Blocks are compiled in place, as a model's `compile` says."""
+
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """The options are looked at."""
+        if sharding.compile is not None:
+            check_options(sharding.compile, sharding.mesh.device_type, sharding.activation_checkpointing)
+
+    def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Each block is compiled when it is called first."""
+        self.again(model, sharding)
+
+    def again(self, model: nn.Module, sharding: Sharding) -> None:
+        """A copied block is compiled again."""
+        if sharding.compile is not None:
+            compile_blocks(model, sharding.plan, sharding.compile)
 
 
 def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ of the heads, and back (Ulysses, arXiv 2309.14509). Norms, experts, head and los
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -33,6 +32,8 @@ from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.alike import compare_rows
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery, install
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import first_line
 
 _WITH_ANY_MASK = ("eager", "sdpa")
@@ -165,7 +166,7 @@ def _tried(model: nn.Module, size: int) -> str:
     except Exception:  # values decide what it computes (experts, images), so nothing can be said
         return ""
     rows = Rows(None, 0, size)
-    _add_hooks(twin, rows)
+    install(twin, _made(twin, rows))
     try:
         run_on_meta(twin, 4 * size)
     except Exception as error:
@@ -186,24 +187,31 @@ def run_on_meta(twin: nn.Module, length: int) -> None:
         twin(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"), attention_mask=mask, use_cache=False)
 
 
-def share_rows(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
-    """Let the ranks of a mesh with one axis share the rows of a model; return the handles of the hooks.
+class ContextParallel(Feature):
+    """The ranks of a mesh with one axis share the rows of a model.
 
-    Every rank of the mesh must call. In each later forward pass without a cache, all must give the same rows. In every
-    block, forward and backward, 4 all-to-alls of each attention carry (size - 1) / size of this rank's part of
-    queries, keys, values and outputs.
-
-    The model must be one that `check_rows` takes.
+    In each forward pass without a cache, all must give the same rows. In every block, forward and backward, 4
+    all-to-alls of each attention carry (size - 1) / size of this rank's part of queries, keys, values and outputs.
     """
-    return _add_hooks(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """The model is tried on meta."""
+        if sharding.axes.rows is not None:
+            check_rows(model, sharding.axes.dims.cp_size)
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
+        """Rows are cut and joined, and heads exchanged around attention."""
+        if (mesh := sharding.axes.rows) is None:
+            return ()
+        return _made(model, Rows(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
 
 
-def follow_rows(model: nn.Module, size: int) -> None:
+def follow_rows(model: nn.Module, size: int) -> list[Hook | Surgery]:
     """Let a model that is followed on tensors without data run as on a rank that shares its rows."""
-    _add_hooks(model, Rows("rows", 0, size))
+    return _made(model, Rows("rows", 0, size))
 
 
-def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
+def _made(model: nn.Module, rows: Rows) -> list[Hook | Surgery]:
     blocks = list(_blocks(model).values())
     copies: dict[int, Any] = {}
     exchanges = [_Exchange(attention, rows, copies) for block in blocks for attention in _attentions(block)]
@@ -215,14 +223,14 @@ def _add_hooks(model: nn.Module, rows: Rows) -> list[Any]:
     return [
         *exchanges,
         *between,
-        model.register_forward_pre_hook(partial(_before_model, rows=rows), with_kwargs=True),
+        Hook(model, Phase.CONTEXT, partial(_own_loss, model, rows)),
+        Hook(model, Phase.ROWS, partial(_before_model, rows=rows)),
         *(
-            block.register_forward_pre_hook(partial(_before_block, rows=rows, is_first=not index), with_kwargs=True)
+            Hook(block, Phase.ROWS, partial(_before_block, rows=rows, is_first=not index))
             for index, block in enumerate(blocks)
         ),
-        decoder.register_forward_hook(partial(_after_decoder, rows=rows)),
-        model.register_forward_hook(partial(_after_model, rows=rows), with_kwargs=True),
-        model.register_forward_hook(partial(_forget_loss, rows=rows), always_call=True),
+        Hook(decoder, Phase.WHOLE, partial(_after_decoder, rows=rows)),
+        Hook(model, Phase.WHOLE, partial(_after_model, rows=rows)),
     ]
 
 
@@ -479,7 +487,7 @@ def _after_decoder(decoder: nn.Module, args: object, output: Any, *, rows: Rows)
     return output
 
 
-def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], output: Any, *, rows: Rows) -> Any:
+def _after_model(model: nn.Module, args: object, output: Any, *, rows: Rows) -> Any:
     """Let every rank of the group see the outputs and the loss of whole rows; beside a loss, not logits."""
     if not rows.is_cut:
         return output
@@ -508,10 +516,14 @@ def _after_model(model: nn.Module, args: object, kwargs: Mapping[str, Any], outp
     return output
 
 
-def _forget_loss(model: Any, args: object, output: object, *, rows: Rows) -> None:
-    """Give the model back its loss function, also after a pass that failed."""
-    if rows.former_loss is not None:
-        model.__dict__.pop("_loss_function", None)
-        if rows.former_loss[0] is not None:
-            model.loss_function = rows.former_loss[0]
-        rows.former_loss = None
+@contextmanager
+def _own_loss(model: Any, rows: Rows) -> Iterator[None]:
+    """A forward pass, after which the model has its own loss function again, also if it failed."""
+    try:
+        yield
+    finally:
+        if rows.former_loss is not None:
+            model.__dict__.pop("_loss_function", None)
+            if rows.former_loss[0] is not None:
+                model.loss_function = rows.former_loss[0]
+            rows.former_loss = None

@@ -10,7 +10,7 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.sharding.float8 import is_float8
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from hf_fsdp_tools.text import dtype_name, grouped, merge_alike, show_bytes
 
 

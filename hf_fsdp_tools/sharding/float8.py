@@ -28,9 +28,10 @@ from hf_fsdp_tools.errors import ConfigError, warn
 from hf_fsdp_tools.modeling.module_tree import ADAPTED, ModuleNode, ModuleTree, plain_name, reads_child
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
-from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import ShardMemory, gather_instead
+from hf_fsdp_tools.sharding.phases import Hook, Phase
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean
 
 _MULTIPLE = 16
@@ -167,44 +168,7 @@ def _is_router(node: ModuleNode) -> bool:
     )
 
 
-def check_float8(
-    tree: ModuleTree, plan: WrapPlan, policy: MixedPrecisionPolicy | None, device_type: str, **sizes: int
-) -> None:
-    """Refuse FP8 that this model, device or mesh cannot have, before anything is changed. Nothing is communicated."""
-    if not isinstance(policy, Float8Policy):
-        return
-    if shared := [f"{name} {size}" for name, size in sizes.items() if size > 1]:
-        raise ConfigError(
-            f"FP8 is for weights that FSDP alone divides, and the mesh has {' and '.join(shared)}. Use bf16, or "
-            f"{' and '.join(name for name, size in sizes.items() if size > 1)} 1."
-        )
-    if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
-        raise ConfigError(f"FP8 beside {policy.param_dtype} is not part of this package. Use bf16 beside it.")
-    partly = [unit for unit in plan.units if type(unit.reshard_after_forward) is int]
-    if float8_config(policy, device_type).enable_fsdp_float8_all_gather and partly:
-        raise ConfigError(
-            f"reshard_after_forward {partly[0].reshard_after_forward} keeps parts of gathered weights, which FSDP2 "
-            "cannot of FP8. Use True or False, or bf16."
-        )
-    float8_layers(tree, policy)
-
-
 # ---- conversion ----
-
-
-def convert_to_float8(tree: ModuleTree, policy: MixedPrecisionPolicy, device_type: str) -> None:
-    """Let the linear layers of a model that `check_float8` found right compute in FP8, in place; no value changes."""
-    if not isinstance(policy, Float8Policy):
-        return
-    config = float8_config(policy, device_type)
-    if device_type == "cpu" and (not dist.is_initialized() or dist.get_rank() == 0):
-        warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.")
-    own = replace(config, enable_fsdp_float8_all_gather=False)  # torchao would wrap the parameter; see `gather_float8`
-    for layer in float8_layers(tree, policy).values():
-        made = import_torchao().convert_to_float8_training(layer, config=own)
-        layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
-        layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
-        add_to_note(layer, float8=config)
 
 
 @cache
@@ -226,22 +190,6 @@ def _evaluable(cls: Any) -> type[nn.Module]:
 def is_float8(module: nn.Module) -> bool:
     """Whether a module computes in FP8."""
     return note_of(module).float8 is not None
-
-
-def gather_float8(model: nn.Module) -> list[Any]:
-    """Let the units of a sharded model gather weights of FP8 layers as FP8; return the handles of its hooks."""
-    layers = {
-        module: note_of(module).float8
-        for module in model.modules()
-        if is_float8(module) and note_of(module).float8.enable_fsdp_float8_all_gather
-    }
-    scales = _Scales()
-    gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
-    scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
-    if not scales.shards:
-        return []
-    _count_steps()
-    return [model.register_forward_pre_hook(scales.before_pass, prepend=True)]
 
 
 class _Float8Shard:
@@ -309,7 +257,7 @@ class _Scales:
         self.seen: int | None = None
         """Steps of optimizers after which the scales were computed."""
 
-    def before_pass(self, model: nn.Module, args: object) -> None:
+    def before_pass(self, model: nn.Module, args: object, kwargs: object) -> None:
         """Renew the scales before a forward pass of the model."""
         if not note_of(model).gathered:  # then nothing is gathered
             self._compute()
@@ -332,6 +280,62 @@ class _Scales:
                 is_rounded = shard.layer.config.round_scales_to_power_of_2
                 shard.scale = import_torchao().amax_to_scale(amax, shard.dtype, is_rounded)
         self.seen = _steps
+
+
+class Float8(Feature):
+    """Linear layers compute in FP8, where the policy of a model is a `Float8Policy`."""
+
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """The model, the device and the mesh are looked at."""
+        policy = sharding.mp_policy
+        if not isinstance(policy, Float8Policy):
+            return
+        dims = sharding.axes.dims
+        sizes = {"tp_size": dims.tp_size, "ep_size": dims.ep_size}
+        if shared := [f"{name} {size}" for name, size in sizes.items() if size > 1]:
+            raise ConfigError(
+                f"FP8 is for weights that FSDP alone divides, and the mesh has {' and '.join(shared)}. Use bf16, or "
+                f"{' and '.join(name for name, size in sizes.items() if size > 1)} 1."
+            )
+        if not isinstance(policy.param_dtype, torch.dtype | None) or policy.param_dtype == torch.float16:
+            raise ConfigError(f"FP8 beside {policy.param_dtype} is not part of this package. Use bf16 beside it.")
+        partly = [unit for unit in sharding.plan.units if type(unit.reshard_after_forward) is int]
+        config = float8_config(policy, sharding.mesh.device_type)
+        if config.enable_fsdp_float8_all_gather and partly:
+            raise ConfigError(
+                f"reshard_after_forward {partly[0].reshard_after_forward} keeps parts of gathered weights, which FSDP2 "
+                "cannot of FP8. Use True or False, or bf16."
+            )
+        float8_layers(tree, policy)
+
+    def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Layers get a class that computes in FP8; no value changes."""
+        policy, device_type = sharding.mp_policy, sharding.mesh.device_type
+        if not isinstance(policy, Float8Policy):
+            return
+        config = float8_config(policy, device_type)
+        if device_type == "cpu" and (not dist.is_initialized() or dist.get_rank() == 0):
+            warn("FP8 is emulated on CPUs, in fp32: right values, and no time saved.")
+        own = replace(config, enable_fsdp_float8_all_gather=False)  # torchao would wrap the parameter; see `hooks`
+        for layer in float8_layers(tree, policy).values():
+            made = import_torchao().convert_to_float8_training(layer, config=own)
+            layer.__class__ = _evaluable(type(made))  # type: ignore[assignment, arg-type]  # a class of layers
+            layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
+            add_to_note(layer, float8=config)
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Units gather weights of FP8 layers as FP8, with scales that are renewed before each forward pass."""
+        layers = {
+            module: note_of(module).float8
+            for module in model.modules()
+            if is_float8(module) and note_of(module).float8.enable_fsdp_float8_all_gather
+        }
+        scales = _Scales()
+        gather_instead(model, {(module, "weight"): _Float8Shard(module, scales) for module in layers})
+        scales.shards = [shard for shard in scales.shards if shard.memory is not None]  # others are whole on every rank
+        if scales.shards:
+            _count_steps()
+            yield Hook(model, Phase.SCALES, scales.before_pass)
 
 
 _steps = 0

@@ -1,12 +1,16 @@
 """Private parts of FSDP2 that this package needs, behind named functions; no other file uses private names of FSDP2.
 
-They are those of torch 2.11 to 2.15, in `torch/distributed/fsdp/_fully_shard` and `_composable/contract.py`. A "state"
+They are those of torch 2.11 to 2.15, in `torch/distributed/fsdp/_fully_shard` and `_composable/contract.py`; a torch
+without one of them is refused when this file is imported. A "state"
 is torch's record of one unit, which all modules of `fully_shard([a, b])` share; a "group" the parameters that it
 gathers together; an "entry" torch's record of one of these (`FSDPParam`).
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce, wraps
@@ -18,7 +22,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
@@ -29,6 +33,29 @@ from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import own_class, replaced
 from hf_fsdp_tools.sharding.parallel import install_style, parallel_parameters, placeholder
+from hf_fsdp_tools.text import listed
+
+_OURS = {"__class__", "__dict__", "was_trained", "instead", "keep_unsharded_storage"}
+"""Names that no torch needs to have."""
+
+
+def names_of_fsdp2() -> set[str]:
+    """The names that this file reads of torch's states, groups and entries: `group.name`, wherever it stands."""
+    code = inspect.getsource(sys.modules[__name__])
+    return set(re.findall(r"\b(?:state|group|entry|info)\.(\w+)", code)) - _OURS
+
+
+def refuse_without(names: Iterable[str], code: str) -> None:
+    """Refuse a torch in whose code one of these names does not occur."""
+    if missing := sorted(name for name in names if not re.search(rf"\b{name}\b", code)):
+        raise ConfigError(
+            f"FSDP2 of torch {torch.__version__} has no {listed(missing)}, which this package reads. Install one "
+            "that was tested: torch 2.11 to 2.15."
+        )
+
+
+refuse_without(names_of_fsdp2(), "".join(map(inspect.getsource, (_fsdp_state, _fsdp_param, _fsdp_param_group))))
+
 
 # ---- units and their parameters ----
 
@@ -309,8 +336,7 @@ def make_gathered_memory(module: FSDPModule) -> None:
                 )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def use_frozen_in_place(module: FSDPModule, args: object) -> None:
+def use_frozen_in_place(module: FSDPModule, args: object, kwargs: object) -> None:
     """Let a unit on one rank compute with its frozen shards themselves, which FSDP2 would copy before each use.
 
     Nothing is gathered on one rank, and what is gathered is the shard where its dtype is that of computation. A hook
@@ -369,7 +395,6 @@ def pass_through(
     return output
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
 def gather_for_backward(module: FSDPModule, args: object, output: object) -> None:
     """Let the backward pass of each module of a unit gather it, not of the last one alone; a hook after forward."""
     if not in_backward():

@@ -5,84 +5,86 @@ which computes losses in fp32: FSDP2 itself would cast what enters the root, wit
 other hooks keep memory, outputs and gradients right where FSDP2 leaves a gap; each says below which one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import all_ranks
-from hf_fsdp_tools.modeling.notes import add_to_note, note_of
+from hf_fsdp_tools.modeling.meta import kept_in_fp32
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.planning.stacks import lists_of_experts
 from hf_fsdp_tools.sharding.fsdp2_internals import (
     complete_unit,
     follow_training,
+    gather_as_stored,
     gather_for_backward,
     in_backward,
     make_gathered_memory,
     unit_modules,
     use_frozen_in_place,
 )
+from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, with_tensor
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _IS_BEFORE_2_13 = not hasattr(FSDPModule, "reset_iter_state")
 """Whether torch is older than 2.13."""
+
+_OF_RECURRENCES = (".A_log", ".dt_bias")
+"""Parameters with which models compute in fp32, whatever the rest computes in; autocast leaves them as they are."""
 
 _LOWER = (torch.bfloat16, torch.float16)
 """The dtypes to which autocast casts."""
 
 
-def add_hooks(
-    model: nn.Module,
-    *,
-    param_dtype: torch.dtype | None,
-    output_dtype: torch.dtype | None = None,
-    device_type: str = "cpu",
-    kept: Collection[nn.Module] = (),
-    experts: Mapping[nn.Module, nn.Module] | None = None,
-    in_fp32: Collection[torch.Tensor] = (),
-    is_one_rank: bool = False,
-) -> None:
-    """Give a model with all its units these hooks; those of an earlier call are removed."""
-    for handle in note_of(model).hooks:
-        handle.remove()
-    units = {module for module in model.modules() if isinstance(module, FSDPModule)}
-    hooks: list[Any] = []
-    for module in units:
-        assert isinstance(module, nn.Module)
-        if module is not model and module._parameters:  # before FSDP2's own hook, which frees
-            hooks.append(module.register_forward_hook(_part_from_weights, prepend=True))
-        # before FSDP2's own hook, which gathers
-        hooks.append(module.register_forward_pre_hook(_prepare_unit, prepend=True))
-        if is_one_rank:
-            hooks.append(module.register_forward_pre_hook(use_frozen_in_place, prepend=True))
-        if len(unit_modules(module)) > 1:
-            hooks.append(module.register_forward_hook(gather_for_backward))
-    if param_dtype is not None:
-        replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        options: Any = {"replicated": replicated, "in_fp32": in_fp32, "device_type": device_type}
-        hooks += add_casts(model, param_dtype, units=units, **options)
-        if output_dtype is None:
-            hooks.append(model.register_forward_hook(_return_fp32))
-    else:
-        hooks += _cast_around_copies(model)
-    hooks += reach_experts(experts or {})
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
-        hooks.append(base.register_forward_hook(partial(_gather_head, head=head)))
-    # after FSDP2's own hooks
-    if _IS_BEFORE_2_13:
-        hooks.append(model.register_forward_hook(_complete_units))
-    hooks.append(model.register_forward_hook(partial(_reshard_after_evaluation, kept=frozenset(kept))))
-    add_to_note(model, hooks=tuple(hooks))
+class Units(Feature):
+    """What FSDP2 leaves open around units: dtypes of inputs and outputs, memory, gradients of what did not run."""
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Each hook says below which gap it closes."""
+        policy = sharding.mp_policy
+        param_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, policy.param_dtype)}
+        in_fp32 |= {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
+        gather_as_stored(model, in_fp32)
+        units = {module for module in model.modules() if isinstance(module, FSDPModule)}
+        for module in units:
+            assert isinstance(module, nn.Module)
+            if module is not model and module._parameters:
+                yield Hook(module, Phase.COPY, _part_from_weights)
+            if sharding.mesh.size(-1) == 1:
+                yield Hook(module, Phase.MEMORY, use_frozen_in_place)
+            yield Hook(module, Phase.MEMORY, _prepare_unit)
+            if len(unit_modules(module)) > 1:
+                yield Hook(module, Phase.KEEP, gather_for_backward)
+        if param_dtype is not None:
+            replicated = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+            options: Any = {"replicated": replicated, "in_fp32": in_fp32, "device_type": sharding.mesh.device_type}
+            yield from hooks_of_casts(model, param_dtype, units=units, **options)
+            if policy.output_dtype is None:
+                yield Hook(model, Phase.OUTPUT, _return_fp32)
+        else:
+            yield from _cast_around_copies(model)
+        yield from hooks_of_experts(tree)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if isinstance(head, FSDPModule) and (base := getattr(model, "base_model", model)) is not model:
+            yield Hook(base, Phase.KEEP, partial(_gather_head, head=head))
+        stay = {name for unit in sharding.plan.units if unit.kept_for == "user" for name in unit.modules}
+        kept = {module for name, module in model.named_modules(remove_duplicate=False) if name in stay}
+        if _IS_BEFORE_2_13:
+            yield Hook(model, Phase.OUTPUT, _complete_units)
+        yield Hook(model, Phase.OUTPUT, partial(_reshard_after_evaluation, kept=kept))
 
 
-def add_casts(
+def hooks_of_casts(
     model: nn.Module,
     param_dtype: torch.dtype,
     *,
@@ -90,9 +92,8 @@ def add_casts(
     replicated: Collection[torch.Tensor],
     in_fp32: Collection[torch.Tensor] = (),
     device_type: str = "cpu",
-) -> list[Any]:
-    """Give the modules of a model the hooks of mixed precision; return their handles. Nothing is communicated."""
-    hooks: list[Any] = []
+) -> Iterator[Hook]:
+    """Yield the hooks of mixed precision for the modules of a model."""
     casting = dict.fromkeys(_first_with_shards(model, units, {*replicated, *in_fp32}))
     for module in [each for each in casting if (own := set(each.parameters())) and own.issubset(in_fp32)]:
         del casting[module]
@@ -101,22 +102,21 @@ def add_casts(
         names = tuple(name for name, weight in module._parameters.items() if weight in cast_apart)
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             if module.affine:
-                hooks += _around(module, partial(_weights_in, module, ("weight", "bias"), None))
+                yield Hook(module, Phase.CONTEXT, partial(_weights_in, module, ("weight", "bias"), None))
         elif names:
-            hooks += _around(module, partial(_weights_in, module, names, param_dtype))
+            yield Hook(module, Phase.CONTEXT, partial(_weights_in, module, names, param_dtype))
             casting.setdefault(module)
     casting.pop(model, None)  # the root takes labels and counts too
     for module in casting:
-        hooks.append(module.register_forward_pre_hook(partial(cast_inputs, dtype=param_dtype), with_kwargs=True))
+        yield Hook(module, Phase.CAST, partial(cast_inputs, dtype=param_dtype))
         # in the dtype of the gathered weights, norms and softmax too: autocast would keep more memory
-        hooks += _around(module, partial(torch.autocast, device_type, enabled=False))
+        yield Hook(module, Phase.CONTEXT, partial(torch.autocast, device_type, enabled=False))
     if param_dtype in _LOWER:
         # the root's own code, which computes losses and the like in fp32, as under DDP
-        hooks += _around(model, partial(torch.autocast, device_type, param_dtype, cache_enabled=False))
-    return hooks
+        yield Hook(model, Phase.CONTEXT, partial(torch.autocast, device_type, param_dtype, cache_enabled=False))
 
 
-def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
+def _cast_around_copies(model: nn.Module) -> Iterator[Hook]:
     """Let the copies that PEFT trains in another dtype than their originals take and give what these do."""
     for wrapper in model.modules():
         original, copies = (wrapper._modules.get(name) for name in ("original_module", "modules_to_save"))
@@ -126,19 +126,18 @@ def _cast_around_copies(model: nn.Module) -> Iterator[Any]:
             floats = ([p.dtype for p in each.parameters() if p.is_floating_point()] for each in (original, copy))
             stored, own = (next(iter(dtypes), None) for dtypes in floats)
             if own is not None and stored is not None and own != stored:
-                yield copy.register_forward_pre_hook(partial(cast_inputs, dtype=own), with_kwargs=True)
-                yield copy.register_forward_hook(lambda _module, _args, output, dtype=stored: _cast(output, dtype))
+                yield Hook(copy, Phase.CAST, partial(cast_inputs, dtype=own))
+                yield Hook(copy, Phase.OUTPUT, partial(_cast_output, dtype=stored))
 
 
-def reach_experts(experts: Mapping[nn.Module, nn.Module]) -> list[Any]:
-    """Let every expert be part of the result of the module that runs it; return the handles of the hooks."""
-    return [  # before FSDP2's own hook, which reshards
-        runner.register_forward_hook(partial(_reach_experts, experts=members), prepend=True)
-        for runner, members in experts.items()
-    ]
+def hooks_of_experts(tree: ModuleTree) -> Iterator[Hook]:
+    """Let every expert of a list be part of the result of the module that runs the list."""
+    for node in lists_of_experts(tree.root):
+        runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
+        if runner is not None:
+            yield Hook(runner.module, Phase.REACH, partial(_reach_experts, experts=node.module))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
 def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPModule) -> None:
     """Gather a head before its weight is read: losses in pieces, as TRL's, do not call it. The gradient of a shard that
     is read would be that of this rank's rows alone."""
@@ -146,8 +145,7 @@ def _gather_head(base: nn.Module, args: object, output: object, *, head: FSDPMod
         head.unshard()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-def _prepare_unit(module: Any, args: object) -> None:
+def _prepare_unit(module: Any, args: object, kwargs: object) -> None:
     """Follow what is trained now, and make the memory into which a unit gathers outside of inference mode.
 
     FSDP2 (torch 2.11 to 2.13) makes it when a unit is gathered for the first time. Made in inference mode, it fails in
@@ -226,22 +224,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _around(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
-    """Run the forward passes of a module in a context; yield the handles of the two hooks that enter and leave it."""
-    entered: list[AbstractContextManager[Any]] = []
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def enter(module: nn.Module, args: object) -> None:
-        entered.append(context())
-        entered[-1].__enter__()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        if entered:  # nothing where an earlier hook raised
-            entered.pop().__exit__(None, None, None)
-
-    yield module.register_forward_pre_hook(enter)
-    yield module.register_forward_hook(leave, always_call=True)
+def _cast_output(module: nn.Module, args: object, output: Any, *, dtype: torch.dtype) -> Any:
+    return _cast(output, dtype)
 
 
 def _return_fp32(model: Any, args: object, output: Any) -> Any:
@@ -313,32 +297,36 @@ def _complete_units(model: nn.Module, args: object, output: Any) -> Any:
     return output
 
 
-def share_buffers(model: nn.Module, mesh: DeviceMesh) -> Iterator[Any]:
-    """Give all ranks of a mesh the first one's buffers before each forward pass, as DDP does; yield the hook's handle.
+class Buffers(Feature):
+    """All ranks of a mesh take over the first one's buffers before a forward pass, as under DDP.
 
     These are the buffers that a checkpoint holds (others are caches of a rank's own rows), once a forward pass changes
     any: BatchNorm, queues. The ranks compare that before passes 2, 3, 5, 9 and so on.
     """
-    holders = [module for module in model.modules() if module._buffers.keys() - module._non_persistent_buffers_set]
-    ranks, count, is_changed = sorted(mesh.mesh.flatten().tolist()), 0, False
-    seen: dict[torch.Tensor, int] = {}
-    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
-    def share(model: nn.Module, args: object) -> None:
-        nonlocal seen, count, is_changed
-        if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """The broadcast, where the model has such buffers."""
+        if (mesh := sharding.mesh).size() == 1:
             return
-        own = ({**m._buffers, **dict.fromkeys(m._non_persistent_buffers_set)}.values() for m in holders)
-        held = [buffer for each in own for buffer in each if buffer is not None]
-        if not is_changed and not count & (count - 1):
-            before, seen = seen, {buffer: 0 if buffer.is_inference() else buffer._version for buffer in held}
-            is_changed = count > 0 and any(all_ranks(before != seen, "comparing buffers", ranks=ranks))
-        count += 1
-        if is_changed:
-            with torch.no_grad():
-                for group in reversed(mesh.get_all_groups()):
-                    broadcast(group, held, 250 * 2**20, 0)
+        holders = [module for module in model.modules() if module._buffers.keys() - module._non_persistent_buffers_set]
+        ranks, count, is_changed = sorted(mesh.mesh.flatten().tolist()), 0, False
+        seen: dict[torch.Tensor, int] = {}
+        broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # which DDP calls
 
-    if holders:
-        yield model.register_forward_pre_hook(share, prepend=True)
+        def share(model: nn.Module, args: object, kwargs: object) -> None:
+            nonlocal seen, count, is_changed
+            if in_backward() or note_of(model).gathered:  # then ranks run passes of their own
+                return
+            own = ({**m._buffers, **dict.fromkeys(m._non_persistent_buffers_set)}.values() for m in holders)
+            held = [buffer for each in own for buffer in each if buffer is not None]
+            if not is_changed and not count & (count - 1):
+                before, seen = seen, {buffer: 0 if buffer.is_inference() else buffer._version for buffer in held}
+                is_changed = count > 0 and any(all_ranks(before != seen, "comparing buffers", ranks=ranks))
+            count += 1
+            if is_changed:
+                with torch.no_grad():
+                    for group in reversed(mesh.get_all_groups()):
+                        broadcast(group, held, 250 * 2**20, 0)
+
+        if holders:
+            yield Hook(model, Phase.BUFFERS, share)

@@ -8,7 +8,7 @@ back while the block behind it goes backward.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +25,11 @@ from hf_fsdp_tools.distributed.agreement import refuse_too_large
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.distributed.shards import local_tensor
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
+from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, first_line, grouped, quoted, show_bytes
 
 _ATTENTION = (
@@ -365,34 +369,53 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 # ---- whether the host holds them ----
 
 
-def check_host(model: nn.Module, ranks: Sequence[int], *, dtype: torch.dtype | None, ranks_per_row: int) -> list[Any]:
-    """Let the first forward pass in training be refused, on every rank, where some machine has no memory for the inputs
-    of the decoder's checkpointed blocks; return the handles of the hooks.
+class Checkpointing(Feature):
+    """Blocks compute their activations again in the backward pass, as a model's `activation_checkpointing` says."""
 
-    A rank keeps its tokens times the width of the decoder in `dtype` (None: that of the weights), for each such block.
-    Nothing is communicated now; that pass exchanges sizes through the store.
-    """
-    config: Any = getattr(model, "config", None)
-    find = getattr(model, "get_decoder", None)
-    decoder = find() if find is not None and not getattr(config, "is_encoder_decoder", False) else None
-    width = getattr(config.get_text_config(), "hidden_size", None) if hasattr(config, "get_text_config") else None
-    if not isinstance(decoder, nn.Module) or width is None:
-        return []  # what their blocks take is not known before they run
-    blocks = sum(block.gradient_checkpointing for stack in _stacks(decoder) for block in stack)
-    weight = next(model.parameters())
-    each = width * (dtype or weight.dtype).itemsize
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Blocks that transformers marks are looked for."""
+        if sharding.activation_checkpointing is not None:
+            check_checkpointing(model, sharding.activation_checkpointing)
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+    def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Blocks get torch's checkpoint; the cache is turned off, which would keep what is to be computed again."""
+        if sharding.activation_checkpointing is not None:
+            turn_cache_off(model)
+            checkpoint_activations(model, sharding.activation_checkpointing)
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Refuse the first forward pass in training, on every rank, where some machine has no memory for the inputs of
+        the decoder's checkpointed blocks.
+
+        A rank keeps its tokens times the width of the decoder in the dtype of computation, for each such block. That
+        pass exchanges sizes through the store.
+        """
+        if sharding.activation_checkpointing is None or not sharding.activation_checkpointing.offload:
             return
-        handle.remove()
-        rows = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        rows = next(iter(args), None) if rows is None else rows
-        tokens = rows.shape[0] * rows.shape[1] if isinstance(rows, torch.Tensor) and rows.dim() > 1 else 0
-        num_bytes = -(-tokens // ranks_per_row) * each
-        taken = num_bytes if weight.device.type == "cpu" else pinned_bytes(num_bytes)
-        fact = "The inputs of checkpointed blocks are offloaded"
-        refuse_too_large(blocks * taken, ConfigError, fact, _CURE, ranks=ranks)
+        ranks = sorted(sharding.mesh.mesh.flatten().tolist())
+        dtype, ranks_per_row = sharding.mp_policy.param_dtype, sharding.axes.dims.cp_size
+        config: Any = getattr(model, "config", None)
+        find = getattr(model, "get_decoder", None)
+        decoder = find() if find is not None and not getattr(config, "is_encoder_decoder", False) else None
+        width = getattr(config.get_text_config(), "hidden_size", None) if hasattr(config, "get_text_config") else None
+        if not isinstance(decoder, nn.Module) or width is None:
+            return  # what their blocks take is not known before they run
+        blocks = sum(block.gradient_checkpointing for stack in _stacks(decoder) for block in stack)
+        weight = next(model.parameters())
+        each = width * (dtype or weight.dtype).itemsize
+        is_checked = False
 
-    handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True, with_kwargs=True)  # type: ignore[no-untyped-call]
-    return [handle]
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal is_checked
+            if is_checked or not (module.training and torch.is_grad_enabled()):
+                return
+            is_checked = True
+            rows = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+            rows = next(iter(args), None) if rows is None else rows
+            tokens = rows.shape[0] * rows.shape[1] if isinstance(rows, torch.Tensor) and rows.dim() > 1 else 0
+            num_bytes = -(-tokens // ranks_per_row) * each
+            taken = num_bytes if weight.device.type == "cpu" else pinned_bytes(num_bytes)
+            fact = "The inputs of checkpointed blocks are offloaded"
+            refuse_too_large(blocks * taken, ConfigError, fact, _CURE, ranks=ranks)
+
+        yield Hook(model, Phase.FIRST_PASS, check)

@@ -1,8 +1,8 @@
 """Shard a model by a wrap plan with FSDP2: activation checkpointing first, then every unit, the root last."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed_steps, rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend
-from hf_fsdp_tools.distributed.mesh import Axes, ParallelDims, axes_of
+from hf_fsdp_tools.distributed.mesh import ParallelDims, axes_of
 from hf_fsdp_tools.errors import ConfigError, WrapPlanError, warn
-from hf_fsdp_tools.modeling.meta import kept_in_fp32
-from hf_fsdp_tools.modeling.module_tree import ModuleTree, has_forward, slots, swap
+from hf_fsdp_tools.modeling.module_tree import ModuleTree, slots, swap
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.planning.rules import broken_rules
-from hf_fsdp_tools.planning.stacks import find_blocks, lists_of_experts
+from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.alike import drifted
 from hf_fsdp_tools.sharding.allocate import renew
-from hf_fsdp_tools.sharding.checks import check_first_pass, check_parameters, never_called
+from hf_fsdp_tools.sharding.checks import ParameterChecks
 from hf_fsdp_tools.sharding.compile import (
+    CompiledBlocks,
     as_compile,
     as_mesh,
     as_mp_policy,
@@ -34,65 +34,35 @@ from hf_fsdp_tools.sharding.compile import (
     check_options,
     compile_blocks,
 )
-from hf_fsdp_tools.sharding.context_parallel import check_rows, share_rows
-from hf_fsdp_tools.sharding.float8 import check_float8, convert_to_float8, gather_float8
-from hf_fsdp_tools.sharding.fsdp2_internals import (
-    bytes_sharded,
-    copy_released,
-    gather_as_stored,
-    reshard_units,
-    use_own_entries,
-)
+from hf_fsdp_tools.sharding.context_parallel import ContextParallel
+from hf_fsdp_tools.sharding.float8 import Float8
+from hf_fsdp_tools.sharding.fsdp2_internals import bytes_sharded, copy_released, reshard_units, use_own_entries
 from hf_fsdp_tools.sharding.habits import guard_habits
-from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers, turn_cache_off
-from hf_fsdp_tools.sharding.hooks import add_hooks, share_buffers
+from hf_fsdp_tools.sharding.hf_interface import mark_for_transformers
+from hf_fsdp_tools.sharding.hooks import Buffers, Units
 from hf_fsdp_tools.sharding.injection import guard_injection
 from hf_fsdp_tools.sharding.parallel import divide_by, is_parallel, parallel_parameters, placeholder
+from hf_fsdp_tools.sharding.phases import install, remove_hooks
 from hf_fsdp_tools.sharding.placement import check_partial_resharding, choose_placement, warn_of_padding
-from hf_fsdp_tools.sharding.recompute import (
-    Recompute,
-    as_recompute,
-    check_checkpointing,
-    check_host,
-    checkpoint_activations,
-)
+from hf_fsdp_tools.sharding.recompute import Checkpointing, as_recompute, checkpoint_activations
 from hf_fsdp_tools.sharding.replicated import average_gradients
-from hf_fsdp_tools.sharding.skipped import join_skipped
-from hf_fsdp_tools.sharding.vocabulary_parallel import divide_loss
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding, sharded_modules, sharding_of
+from hf_fsdp_tools.sharding.skipped import SkippedUnits
+from hf_fsdp_tools.sharding.vocabulary_parallel import DividedHead
 from hf_fsdp_tools.text import dtype_name, listed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed."""
-
-    plan: WrapPlan
-    """The units."""
-    axes: Axes
-    """What the axes of the whole mesh are for."""
-    mp_policy: MixedPrecisionPolicy
-    """The dtypes of computation and of gradient reduction."""
-    offload_policy: OffloadPolicy
-    """Whether the shards live on the CPU between uses."""
-    activation_checkpointing: Recompute | None = None
-    """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
-    compile: Mapping[str, Any] | None = None
-    """Options of `torch.compile` for the blocks; None where they are not compiled."""
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
-        return self.axes.shards
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the shards: the mesh's, or the CPU under CPU offload."""
-        offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
-        return torch.device("cpu" if offloaded else self.mesh.device_type)
-
-
-_OF_RECURRENCES = (".A_log", ".dt_bias")
-"""Parameters with which models compute in fp32, whatever the rest computes in; autocast leaves them as they are."""
+FEATURES: list[Feature] = [
+    ContextParallel(),
+    ParameterChecks(),
+    Float8(),
+    Checkpointing(),
+    CompiledBlocks(),
+    Units(),
+    DividedHead(),
+    SkippedUnits(),
+    Buffers(),
+]
+"""What is done to a model beside gathering and reducing its units. Whoever adds a `Feature` here edits nothing else."""
 
 
 def shard_model(
@@ -177,13 +147,10 @@ def checked_sharding(
 
     The plan must keep its rules. Every rank of the mesh must call, within `agreed_steps`.
     """
-    mp_policy, options, recompute = as_mp_policy(mp_policy), as_compile(compile), as_recompute(activation_checkpointing)
     axes = axes_of(mesh)
     mesh, dims = axes.shards, axes.dims
     for name in plan.blocks:
         add_to_note(model.get_submodule(name), is_block=True)
-    if axes.rows is not None:
-        check_rows(model, dims.cp_size)
     if max(dims.tp_size, dims.ep_size) > 1 and not is_parallel(model):
         raise ConfigError(
             f"The mesh has tp_size {dims.tp_size} and ep_size {dims.ep_size}, and {type(model).__name__} is not "
@@ -197,31 +164,24 @@ def checked_sharding(
     offload_policy = as_offload_policy(offload_policy) or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":
         offload_policy = CPUOffloadPolicy(pin_memory=False)
-    if options is not None:
-        check_options(options, mesh.device_type, recompute)
-    check_parameters(model, plan.replicated)
-    check_float8(tree, plan, mp_policy, mesh.device_type, tp_size=dims.tp_size, ep_size=dims.ep_size)
-    if recompute is not None:
-        check_checkpointing(model, recompute)
+    sharding = Sharding(
+        plan=plan,
+        axes=replace(axes, shards=_without_names(mesh)),
+        mp_policy=as_mp_policy(mp_policy) or MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        offload_policy=offload_policy,
+        activation_checkpointing=as_recompute(activation_checkpointing),
+        compile=as_compile(compile),
+    )
+    for feature in FEATURES:
+        feature.check(model, tree, sharding)
     same_on_all_ranks(
         "sharding the model",
         ranks=sorted(mesh.mesh.flatten().tolist()),
-        plan=plan,
         parameters=Counter(dtype_name(parameter.dtype) for parameter in model.parameters()),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        activation_checkpointing=recompute,
-        compile=options,
         dims=dims,
+        **{name: value for name, value in vars(sharding).items() if name != "axes"},
     )
-    return Sharding(
-        plan=plan,
-        axes=replace(axes, shards=_without_names(mesh)),
-        mp_policy=mp_policy or MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        offload_policy=offload_policy,
-        activation_checkpointing=recompute,
-        compile=options,
-    )
+    return sharding
 
 
 def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.Module:
@@ -234,26 +194,10 @@ def shard_checked(model: nn.Module, sharding: Sharding, tree: ModuleTree) -> nn.
     for parameter in model.parameters():  # transposed, sliced and expanded ones; FSDP2 takes none of these
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    if dist.get_rank() == mesh.mesh.min() and (problem := never_called(model, is_sharded=False)):
-        warn(problem)
-    convert_to_float8(tree, sharding.mp_policy, mesh.device_type)
-    if sharding.activation_checkpointing is not None:
-        turn_cache_off(model)  # a cache would keep activations that are to be recomputed
-        checkpoint_activations(model, sharding.activation_checkpointing)
-    if sharding.compile is not None:
-        compile_blocks(model, sharding.plan, sharding.compile)
+    for feature in FEATURES:
+        feature.before_units(model, tree, sharding)
     apply_sharding(model, sharding, tree)
-    check_first_pass(model, sharding.device, sharding.axes)
     return model
-
-
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
-
-    Args:
-        model: also inside PEFT's wrapper or that of `torch.compile`.
-    """
-    return next((sharding for _, sharding in _remembered(model)), None)
 
 
 def warn_of_drift(model: nn.Module) -> None:
@@ -268,20 +212,9 @@ def warn_of_drift(model: nn.Module) -> None:
         )
 
 
-def sharded_module(model: nn.Module) -> nn.Module | None:
-    """The module at or below `model` that `shard_model` sharded, in which the plan's names are; None without one."""
-    return next((module for module, _ in _remembered(model)), None)
-
-
-def _remembered(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
-    for module in model.modules():
-        if (sharding := note_of(module).sharding) is not None:
-            yield module, sharding
-
-
 def compile_sharded(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the blocks of a sharded model, as `shard_model(..., compile=options)` does, unless they are compiled."""
-    for module, sharding in _remembered(model):
+    for module, sharding in sharded_modules(model):
         if sharding.compile is None:
             check_options(options, sharding.mesh.device_type, sharding.activation_checkpointing)
             compile_blocks(module, sharding.plan, options)
@@ -293,7 +226,7 @@ def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
 
     While units are kept, no optimizer may step. Nothing is communicated.
     """
-    for module, sharding in _remembered(model):
+    for module, sharding in sharded_modules(model):
         # Of the root, FSDP2 decides where the plan says None: it keeps it.
         is_whole = all(u.reshard_after_forward is False or u.modules == ("",) for u in sharding.plan.units)
         if is_whole and isinstance(module, FSDPModule):
@@ -310,21 +243,13 @@ def _without_names(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh=mesh.mesh)
 
 
-def runners_of_experts(tree: ModuleTree) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield each list of experts after the module that runs it."""
-    for node in lists_of_experts(tree.root):
-        runner = next((above for above in (node, *node.ancestors()) if has_forward(above.module)), None)
-        if runner is not None:
-            yield runner.module, node.module
-
-
 def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None = None) -> None:
     """Shard `model` as `sharding` says, in place and without the checks of `shard_model`. Nothing is communicated."""
     tree = tree or ModuleTree(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replicated = {parameters[fqn] for fqn in sharding.plan.replicated}
-    # FSDP2 would cast what enters the root; `add_hooks` casts what enters the modules that compute with weights.
+    # FSDP2 would cast what enters the root; `hooks_of_casts` cast what enters the modules that compute with weights.
     mp_policy = replace(sharding.mp_policy, cast_forward_inputs=False)
     for unit in sharding.plan.units:
         members = [modules[fqn] for fqn in unit.modules]
@@ -354,41 +279,16 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
         if note_of(module).packed:
             add_to_note(module, compute_dtype=sharding.mp_policy.param_dtype)
     mark_for_transformers(model)
-    in_fp32 = {tensor for _, _, tensor in kept_in_fp32(model, sharding.mp_policy.param_dtype)}
-    in_fp32 |= {tensor for name, tensor in model.named_parameters() if name.endswith(_OF_RECURRENCES)}
-    gather_as_stored(model, in_fp32)
-    add_hooks(
-        model,
-        param_dtype=sharding.mp_policy.param_dtype if sharding.mp_policy.cast_forward_inputs else None,
-        output_dtype=sharding.mp_policy.output_dtype,
-        device_type=sharding.mesh.device_type,
-        kept={modules[fqn] for unit in sharding.plan.units if unit.kept_for == "user" for fqn in unit.modules},
-        experts=dict(runners_of_experts(tree)),
-        in_fp32=in_fp32,
-        is_one_rank=sharding.mesh.size(-1) == 1,
-    )
-    hooks = [*note_of(model).hooks, *gather_float8(model), *divide_loss(model, sharding.axes.layers)]
-    if sharding.mesh.size() > 1:
-        ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        hooks += [*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)]
-    if sharding.axes.rows is not None:
-        hooks += share_rows(model, sharding.axes.rows)
-    add_to_note(model, hooks=tuple(hooks), sharding=sharding)
-    _check_host(model, sharding)
+    add_to_note(model, sharding=sharding)
+    remove_hooks(model)
+    install(model, (made for feature in FEATURES for made in feature.hooks(model, tree, sharding)))
     guard_injection()
 
 
 def recompute_activations(model: nn.Module, sharding: Sharding) -> None:
     """Turn activation checkpointing on in a sharded model as `sharding` says. Nothing is communicated."""
     checkpoint_activations(model, sharding.activation_checkpointing)
-    _check_host(model, sharding)
-
-
-def _check_host(model: nn.Module, sharding: Sharding) -> None:
-    if sharding.activation_checkpointing is not None and sharding.activation_checkpointing.offload:
-        ranks, dtype = sorted(sharding.mesh.mesh.flatten().tolist()), sharding.mp_policy.param_dtype
-        checks = check_host(model, ranks, dtype=dtype, ranks_per_row=sharding.axes.dims.cp_size)
-        add_to_note(model, hooks=(*note_of(model).hooks, *checks))
+    install(model, [*note_of(model).hooks, *Checkpointing().hooks(model, ModuleTree(model), sharding)])
 
 
 def apply_again(
@@ -430,7 +330,7 @@ def copy_sharded(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     assert sharding is not None
     reshard_units(model)
     twin = copy_released(model, memo)
-    if sharding.compile is not None:
-        compile_blocks(twin, sharding.plan, sharding.compile)
+    for feature in FEATURES:
+        feature.again(twin, sharding)
     apply_again(twin, sharding, lambda old, made: old, dtypes={})
     return twin

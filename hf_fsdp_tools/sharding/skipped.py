@@ -15,6 +15,8 @@ everything that follows, in the backward pass too, comes in the order of a rank 
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +30,25 @@ from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.fsdp2_internals import in_backward, pass_through, unit_modules
 from hf_fsdp_tools.sharding.parallel import is_parallel
+from hf_fsdp_tools.sharding.phases import Hook, Phase
 from hf_fsdp_tools.sharding.reached import first_float, reach_all, reach_from_each, with_tensor
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "speech", "spectrogram")
 """How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
 
 
-def join_skipped(model: nn.Module, tree: ModuleTree, ranks: Sequence[int]) -> list[Any]:
-    """Let the units of a sharded model take part in every forward pass of it; return the handles of the hooks.
+class SkippedUnits(Feature):
+    """The units of a sharded model take part in every forward pass of it, on all ranks.
 
-    Nothing is communicated now. A forward pass of a model that takes text and other inputs exchanges the names of its
-    inputs through the store, and nothing more where all ranks give the same.
+    A forward pass of a model that takes text and other inputs exchanges the names of its inputs through the store, and
+    nothing more where all ranks give the same.
     """
-    return _Passes(model, tree, ranks).hooks()
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
+        """Ranks meet before units, and run empty what others run."""
+        if sharding.mesh.size() > 1:
+            yield from _Passes(model, tree, sorted(sharding.mesh.mesh.flatten().tolist())).hooks()
 
 
 class _Passes:
@@ -87,25 +95,29 @@ class _Passes:
         self._results: list[torch.Tensor] = []
         """What such units gave. Nothing may depend on it (LLaVA's last block); where they ran empty, something does."""
 
-    def hooks(self) -> list[Any]:
-        """Register all hooks; their handles."""
-        begin = self._model.register_forward_pre_hook
+    def hooks(self) -> Iterator[Hook]:
+        """All hooks."""
+        yield Hook(self._model, Phase.MEET, self._begin)
         if is_parallel(self._model):  # within a unit, these ranks would wait for the others
-            return [begin(_eager(self._begin), prepend=True, with_kwargs=True)]
-        handles: list[Any] = [self._model.register_forward_hook(self._end, prepend=True)]
-        failed = _eager(lambda *_: self._forget())  # a pass that raised, of which nothing is left for units beside it
-        handles.append(self._model.register_forward_hook(failed, always_call=True))
+            return
+        yield Hook(self._model, Phase.CONTEXT, self._pass)
         for step, owner in self._owners.items():
-            handles.append(owner.register_forward_pre_hook(_eager(lambda *_, step=step: self._opened(step))))
-            close = _eager(lambda _, __, output, step=step: self._closed(step, output))
-            handles.append(owner.register_forward_hook(close, prepend=True))
+            yield Hook(owner, Phase.STACK, partial(self._opened, step))
+            yield Hook(owner, Phase.JOIN, partial(self._closed, step))
+        yield Hook(self._model, Phase.JOIN, self._end)  # after the end of a stack that the root runs
         for module in self._place:
-            handles.append(module.register_forward_hook(_eager(self._leave)))  # after FSDP2's own
-            handles.append(module.register_forward_pre_hook(_eager(self._enter), prepend=True, with_kwargs=True))
-        handles.append(begin(_eager(self._begin), prepend=True, with_kwargs=True))
-        return handles
+            yield Hook(module, Phase.MEET, self._enter)
+            yield Hook(module, Phase.KEEP, self._leave)
 
     # ---- hooks ----
+
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """A forward pass; of one that raised, nothing is left for units beside it."""
+        try:
+            yield
+        finally:
+            self._forget()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
@@ -156,11 +168,11 @@ class _Passes:
             if result is not None and result.requires_grad:
                 self._results.append(result)
 
-    def _opened(self, step: int) -> None:
+    def _opened(self, step: int, *_: object) -> None:
         if self._runs and step in self._owners and not in_backward():
             self._open[step] = 0
 
-    def _closed(self, step: int, output: Any) -> Any:
+    def _closed(self, step: int, owner: nn.Module, args: object, output: Any) -> Any:
         if not self._runs or step not in self._open or in_backward():
             return None
         tensor = first_float(output)
@@ -168,7 +180,6 @@ class _Passes:
         del self._open[step]
         return None if hidden is tensor else with_tensor(output, tensor, hidden)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def _end(self, model: nn.Module, args: object, output: Any) -> Any:
         """At the end of the model's forward pass: what other ranks still run, and zeros for what the root holds."""
         if not self._runs:
@@ -239,10 +250,6 @@ class _Passes:
         pending = [result for result in self._pending if result.requires_grad]
         self._pending.clear()
         return reach_all(hidden, *pending) if pending and torch.is_grad_enabled() else hidden
-
-
-def _eager(hook: Any) -> Any:
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _owner(blocks: Sequence[ModuleNode]) -> nn.Module | None:

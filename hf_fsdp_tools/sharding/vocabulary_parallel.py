@@ -6,7 +6,7 @@ evaluation, and without labels, logits are whole.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.sharding.context_parallel import IGNORED
 from hf_fsdp_tools.sharding.parallel import as_no_view, install_style, style_named
+from hf_fsdp_tools.sharding.phases import Hook, Phase, Surgery
+from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 
 
 class _Divided:
@@ -35,21 +38,16 @@ class _Divided:
         style_named("colwise").install_forward(head, group)  # which gives this rank's part
         head.forward = partial(self._run_head, head.forward)
         model.loss_function = partial(self._loss, model.loss_function)
-        self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
 
     def remove(self) -> None:
         """Give the model its own loss and the head its own style back."""
-        for handle in self._handles:
-            handle.remove()
         self._model.__dict__.pop("_loss_function", None)
         if self._former is not None:
             self._model.loss_function = self._former
         install_style(self._head)
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look whether this pass computes a loss of parts."""
         given = dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)) | kwargs
         labels = given.get("labels") if given.get("labels") is not None else given.get("shift_labels")
         self._is_part = model.training and labels is not None
@@ -68,7 +66,7 @@ class _Divided:
         return DTensor.from_local(part, self._group, [Shard(-1)], run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Divided":
-        return self  # a copied model is given one of its own, see `divide_loss`
+        return self  # a copied model is given one of its own, see `DividedHead`
 
     def _loss(
         self, inner: Callable[..., torch.Tensor], logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any
@@ -92,7 +90,7 @@ class _Divided:
         count = (targets != ignored).sum() if count is None else count
         return losses.sum() / (count.to(losses.device) if torch.is_tensor(count) else count)
 
-    def _after(self, model: nn.Module, args: object, output: Any) -> Any:
+    def after(self, model: nn.Module, args: object, output: Any) -> Any:
         """Let the logits of a part be a DTensor, of which `full_tensor()` gives all."""
         if self._is_part and isinstance(output, dict) and isinstance(output.get("logits"), torch.Tensor):
             output["logits"] = self._as_dtensor(output["logits"])
@@ -127,15 +125,22 @@ class _CrossEntropy(torch.autograd.Function):
         return of_logits, None, None, None, None
 
 
-def divide_loss(model: Any, group: DeviceMesh | None) -> list[Any]:
-    """Let the loss of a model with a divided head be computed of parts of the logits; return handles.
+class DividedHead(Feature):
+    """The loss of a model with a divided head is computed of parts of the logits.
 
     A head that an adapter wraps, and a loss other than that of the next word, take whole logits.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    style = note_of(head).style if isinstance(head, nn.Linear) else None
-    if group is None or style is None or style.keywords["style"] != "colwise_gather_output":
-        return []
-    is_usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
-    calls_it = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
-    return [_Divided(model, head, group)] if is_usual and calls_it else []
+
+    def hooks(self, model: Any, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook | Surgery]:
+        """The head and the loss are replaced."""
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        style = note_of(head).style if isinstance(head, nn.Linear) else None
+        group = sharding.axes.layers
+        if group is None or style is None or style.keywords["style"] != "colwise_gather_output":
+            return
+        is_usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+        if is_usual and "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names:
+            divided = _Divided(model, head, group)
+            yield divided
+            yield Hook(model, Phase.LABELS, divided.before)
+            yield Hook(model, Phase.WORDS, divided.after)

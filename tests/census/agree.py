@@ -25,7 +25,7 @@ from hf_fsdp_tools.proof.compare import (
     worst,
 )
 from hf_fsdp_tools.sharding.fsdp2_internals import parameters_of_unit, unit_modules
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 
 
 def examine_sharded(case: Case, precision: str, plain: Figures, exact: Figures) -> dict[str, Any]:

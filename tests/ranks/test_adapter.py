@@ -47,7 +47,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.sharding.added import shard_added
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import (
     assert_same_tensors,
     full,

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +39,7 @@ from hf_fsdp_tools import (
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.sharding import float8, placement
-from hf_fsdp_tools.sharding.float8 import check_float8, float8_config, float8_layers, is_float8
+from hf_fsdp_tools.sharding.float8 import Float8, float8_config, float8_layers, is_float8
 from tests._checkpoints import assert_same_tensors, full_state, make_model, refusal, stored_tensors
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of
@@ -540,9 +541,16 @@ def test_torchao_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_of_gathered_weights_cannot_be_kept() -> None:
-    tree, plan = ModuleTree(llama()), make_wrap_plan(llama())
+    model = llama()
+    plan = make_wrap_plan(model)
     partly = replace(plan, units=tuple(replace(unit, reshard_after_forward=2) for unit in plan.units))
+
+    def check(plan: Any, policy: Float8Policy) -> None:
+        mesh, dims = SimpleNamespace(device_type="cpu"), ParallelDims()
+        sharding: Any = SimpleNamespace(plan=plan, mp_policy=policy, mesh=mesh, axes=SimpleNamespace(dims=dims))
+        Float8().check(model, ModuleTree(model), sharding)
+
     with pytest.raises(ConfigError, match="reshard_after_forward 2"):
-        check_float8(tree, partly, Float8Policy(), "cpu")
-    check_float8(tree, partly, Float8Policy(config="rowwise"), "cpu")  # gathers in bf16
-    check_float8(tree, plan, Float8Policy(), "cpu")
+        check(partly, Float8Policy())
+    check(partly, Float8Policy(config="rowwise"))  # gathers in bf16
+    check(plan, Float8Policy())

@@ -23,7 +23,7 @@ from trl.trainer import grpo_trainer
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator, save_pretrained
 from hf_fsdp_tools.modeling.notes import note_of
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import stored_tensors, word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, full_parameters, logged, num_units

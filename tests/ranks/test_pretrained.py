@@ -22,7 +22,7 @@ from hf_fsdp_tools.loading import conversion, fill, index, match
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning import draft, make_plan
 from hf_fsdp_tools.sharding import shard
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_model, full, make_checkpoint
 from tests._dist import run_ranks
 from tests._hub import fake_hub, use_hub

@@ -22,7 +22,7 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import assert_same_model, full, make_model, sharded_meta_model
 from tests._dist import run_cases, run_ranks
 from tests._noted import calls_of

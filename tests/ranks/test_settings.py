@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, build_meta_model, from_pretrained, make_accelerator
 from hf_fsdp_tools.integrations.accelerator import ShardedAccelerator
 from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_model, tiny_config
 from tests._dist import LIMIT_S, run_cases, run_ranks
 from tests._training import ShardedTrainer, arguments, num_units

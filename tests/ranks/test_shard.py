@@ -25,7 +25,8 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding import placement
 from hf_fsdp_tools.sharding.describe import describe_sharding
-from hf_fsdp_tools.sharding.shard import shard_model, sharding_of
+from hf_fsdp_tools.sharding.shard import shard_model
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import full, make_checkpoint, make_model, tiny_config
 from tests._dist import run_cases, run_ranks
 from tests._training import train

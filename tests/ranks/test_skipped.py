@@ -174,7 +174,7 @@ def costs_nothing(folder: Path, kind: Any, steps: list[list[Batch]], *_: Any) ->
     """Where all ranks have images, the collectives are those of a model without these hooks."""
     logs = []
     for is_joined in (True, False):
-        with nullcontext() if is_joined else patch.object(shard, "join_skipped", lambda *_: []):
+        with nullcontext() if is_joined else patch.object(skipped.SkippedUnits, "hooks", lambda *_: []):
             model = from_pretrained(folder, auto_class=kind, load_kwargs={"progress": False})
         for batch in (steps[0][0], steps[2][0]):
             with logged() as log:

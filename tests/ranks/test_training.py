@@ -37,7 +37,7 @@ from hf_fsdp_tools import (
 )
 from hf_fsdp_tools.distributed.mesh import local_device
 from hf_fsdp_tools.integrations.accelerator import adopt
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._dist import run_cases, run_ranks
 from tests._training import (
     ShardedTrainer,

@@ -21,7 +21,7 @@ from transformers import (
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks
 from hf_fsdp_tools.distributed.mesh import local_device
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import word_tokenizer
 from tests._dist import run_cases, run_ranks
 from tests._training import arguments, logged, num_units

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_fsdp_tools import ConfigError, HybridPolicy, ParallelDims, from_pretrained
 from hf_fsdp_tools.modeling.arguments import sort_arguments
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_checkpoint
 
 IDLE = {

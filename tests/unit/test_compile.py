@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from hf_fsdp_tools import ConfigError
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
-from hf_fsdp_tools.sharding.hooks import add_casts, cast_inputs
+from hf_fsdp_tools.sharding.hooks import cast_inputs, hooks_of_casts
+from hf_fsdp_tools.sharding.phases import install
 from hf_fsdp_tools.sharding.recompute import Recompute
 from tests._noted import Operators
 from tests.unit.test_blocks import Block, Model
@@ -64,7 +65,7 @@ def test_inputs_are_cast_outside_of_graphs_and_counts_not_at_all() -> None:
     model = Model(nn.ModuleList(Counting() for _ in range(3)))
     compile_blocks(model, make_wrap_plan(model), {"backend": backend})
     blocks = model.layers
-    add_casts(model, torch.bfloat16, units=set(blocks), replicated=())  # type: ignore[arg-type]
+    install(model, hooks_of_casts(model, torch.bfloat16, units=set(blocks), replicated=()))  # type: ignore[arg-type]
     model.to(torch.bfloat16)
     for length in (2, 3, 4, 5):
         for block in blocks:  # type: ignore[union-attr]

@@ -3,15 +3,21 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import LlamaForCausalLM
 
 from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from hf_fsdp_tools.sharding.phases import Phase
+from hf_fsdp_tools.sharding.shard import FEATURES
 from tests._checkpoints import make_checkpoint, make_model
 from tests._dist import run_ranks
 from tests._training import train
@@ -46,6 +52,28 @@ def test_a_step_of_the_plan() -> None:
     pairs = [(f"model.layers.{index}", f"model.layers.{index + 1}") for index in (0, 2)]
     assert units(names["plan"]) == [("model.embed_tokens",), *pairs, ("model.norm", "lm_head"), ("",)]
     assert check_wrap_plan(names["model"], names["plan"]) == ()
+
+
+def test_what_runs_around_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with patch("hf_fsdp_tools.sharding.shard.FEATURES", [*FEATURES]):
+            names = run_section("What runs around blocks")
+    finally:
+        dist.destroy_process_group()
+    rows = capsys.readouterr().out.partition("model.layers.{0..3}\n")[2].partition("\nmodel.norm")[0]
+    assert [row.split()[0] for row in rows.split("\n")] == [
+        "meet",
+        "memory",
+        "gather",
+        "cast",
+        "reshard",
+        "keep",
+        "output",
+    ]
+    block = names["model"].model.layers[0]
+    (hook,) = (hook for hook in note_of(names["model"]).hooks if hook.module is block and hook.phase is Phase.OUTPUT)
+    assert hook.call(block, (), torch.tensor(1e9)) == 65504
 
 
 def test_a_checkpoint_format(tmp_path: Path) -> None:
@@ -100,7 +128,7 @@ def _train(folder: Path, out: Path, batches: list[dict[str, torch.Tensor]]) -> N
 
 def test_every_section_is_run_and_every_name_is_there() -> None:
     titles = [f"def test_{title.lower().replace(' ', '_')}(" for title in SECTIONS]
-    assert len(titles) == 5 and all(title in Path(__file__).read_text() for title in titles)
+    assert len(titles) == 6 and all(title in Path(__file__).read_text() for title in titles)
     assert all("**Called**" in text and "**Keep**" in text and "**Copy**" in text for text in SECTIONS.values())
     for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT):
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no test {test}"

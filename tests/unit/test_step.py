@@ -31,7 +31,8 @@ from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.checks import check_kind
-from hf_fsdp_tools.sharding.shard import Sharding, apply_sharding, checkpoint_activations
+from hf_fsdp_tools.sharding.shard import apply_sharding, checkpoint_activations
+from hf_fsdp_tools.sharding.sharding import Sharding
 from hf_fsdp_tools.streaming.muon import MUON
 from tests._checkpoints import make_model
 from tests.unit.test_trace import changes_of, memory_changes, memory_of

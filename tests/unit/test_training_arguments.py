@@ -27,7 +27,7 @@ from hf_fsdp_tools.integrations.training_arguments import (
     plugin_of,
     precision_of,
 )
-from hf_fsdp_tools.sharding.shard import sharding_of
+from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_model
 from tests._training import forget_accelerate
 

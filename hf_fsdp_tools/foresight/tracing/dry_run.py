@@ -33,10 +33,10 @@ from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
-from hf_fsdp_tools.sharding.hooks import add_casts, reach_experts
+from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
 from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
+from hf_fsdp_tools.sharding.phases import install
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
-from hf_fsdp_tools.sharding.shard import runners_of_experts
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
 _KEPT = (4, 5)
@@ -202,13 +202,15 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
             _mark(modules[name], name, recorder, is_grouped=len(unit.modules) > 1)
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
+    hooks: list[Any] = []
     if setup.precision != "fp32":
-        add_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
-    reach_experts(dict(runners_of_experts(ModuleTree(model))))
+        hooks += hooks_of_casts(model, DTYPES[setup.precision], units=units, replicated=whole)
+    hooks += hooks_of_experts(ModuleTree(model))
     if setup.loss == "chunked":
         chunk_loss(model, recorder)
     if setup.cp_size > 1:
-        follow_rows(base_of(model), setup.cp_size)
+        hooks += follow_rows(base_of(model), setup.cp_size)
+    install(model, hooks)
     _watch_head(model, recorder)
     for name, module in model.named_modules():  # so that memory has a name
         module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)

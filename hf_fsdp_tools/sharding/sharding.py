@@ -1,0 +1,87 @@
+"""How a model was sharded, as a value that it carries; what a feature does to it, as a class."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from hf_fsdp_tools.distributed.mesh import Axes
+from hf_fsdp_tools.modeling.module_tree import ModuleTree
+from hf_fsdp_tools.modeling.notes import note_of
+from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.sharding.phases import Hook, Surgery
+
+if TYPE_CHECKING:
+    from hf_fsdp_tools.sharding.recompute import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model was sharded: the arguments of `shard_model`, as a value that can be printed."""
+
+    plan: WrapPlan
+    """The units."""
+    axes: Axes
+    """What the axes of the whole mesh are for."""
+    mp_policy: MixedPrecisionPolicy
+    """The dtypes of computation and of gradient reduction."""
+    offload_policy: OffloadPolicy
+    """Whether the shards live on the CPU between uses."""
+    activation_checkpointing: "Recompute | None" = None
+    """Which blocks recompute their activations in the backward pass, and what they keep; None where none do."""
+    compile: Mapping[str, Any] | None = None
+    """Options of `torch.compile` for the blocks; None where they are not compiled."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the shards: one axis for FSDP, (replicate, shard) for HSDP."""
+        return self.axes.shards
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the shards: the mesh's, or the CPU under CPU offload."""
+        offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu" if offloaded else self.mesh.device_type)
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """How `shard_model` sharded a model; None if it did not. Any rank may call; nothing is communicated.
+
+    Args:
+        model: also inside PEFT's wrapper or that of `torch.compile`.
+    """
+    return next((sharding for _, sharding in sharded_modules(model)), None)
+
+
+def sharded_module(model: nn.Module) -> nn.Module | None:
+    """The module at or below `model` that `shard_model` sharded, in which the plan's names are; None without one."""
+    return next((module for module, _ in sharded_modules(model)), None)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Sharding]]:
+    """Yield the modules at or below `model` that `shard_model` sharded, with how."""
+    for module in model.modules():
+        if (sharding := note_of(module).sharding) is not None:
+            yield module, sharding
+
+
+class Feature:
+    """What one feature does to a model that is sharded. `shard.FEATURES` has all, in the order in which they are asked;
+    of forward passes, `phases.Phase` has the order. Each does nothing where it was not asked for."""
+
+    def check(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Refuse, with a ConfigError, what cannot be; change nothing. Every rank calls."""
+
+    def before_units(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> None:
+        """Change the model before FSDP2 is applied to it for the first time. Communicate nothing."""
+
+    def again(self, model: nn.Module, sharding: Sharding) -> None:
+        """Change a copy of the model, before FSDP2 is applied to it, where copies do not have what was changed."""
+
+    def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterable[Hook | Surgery]:
+        """What runs around the forward passes, of a model whose units are made. Communicate nothing."""
+        return ()
