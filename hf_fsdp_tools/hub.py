@@ -22,8 +22,8 @@ CARD = "README.md"
 def local_path(name_or_path: str | PathLike[str]) -> Path | None:
     """The local path of a name, with `~` expanded; None for a name on the hub ("gpt2", "org/model").
 
-    A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not. Of a
-    name in a store ("s3://bucket/run"), the stub that stands for what is there.
+    A path that exists is local. So is a name that no repository can have ("./model", "a/b/c"), existing or not. A name
+    in a store ("s3://bucket/run") gives the stub that stands for what is there.
     """
     name = fspath(name_or_path)
     if (url := as_url(name)) is not None:

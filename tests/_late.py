@@ -76,7 +76,7 @@ class Machine:
         self.done: list[str] = []
         """What the device has done, in order: copy, copy_each."""
         self.pinned_bytes: list[int] = []
-        """Of each pinned allocation."""
+        """The size of each pinned allocation."""
         self.pinned_alive = 0
         self.released = 0
         self._current = threading.local()

@@ -109,7 +109,7 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int, int, int]]:
 
 
 def test_a_room_keeps_its_budget():
-    """Of lines, as many as the budget rounded up to the next 50, so that not each change edits the table."""
+    """Lines may be as many as the budget rounded up to the next 50, so that not each change edits the table."""
     for room, found in sizes().items():
         lines, code, *others = BUDGET[room]
         budget = (-(-lines // 50) * 50, -(-code // 50) * 50, *others)

@@ -10,7 +10,7 @@ from hf_fsdp_tools.cli.options import add_class_and_json, add_degrees, count, pr
 from hf_fsdp_tools.errors import ConfigError
 
 _MOST_PROCESSES = 4
-"""Of the layout of a launch file, whose degrees are made small: each needs a rank with all libraries in memory."""
+"""Processes to which the degrees of a launch file are cut down: each needs all libraries in memory."""
 
 
 def add_prove(commands: Any) -> None:

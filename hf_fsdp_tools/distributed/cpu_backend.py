@@ -56,7 +56,7 @@ def add_cpu_backend(group: ProcessGroup | None = None) -> None:
     if not dist.is_gloo_available():
         return
     name, description = group.group_name, group.group_desc
-    # Of each type a group keeps one backend: a second gloo would be dropped, while other members still connect to it.
+    # A group keeps one backend of each type: a second gloo would be dropped, while other members still connect to it.
     present = [group._get_backend(device) for device in group._device_types]
     gloo: Any = next((one for one in present if one.name() == "gloo"), None)
     if not has_cpu_backend(group):

@@ -135,7 +135,7 @@ class ParallelDims:
 def dims_of(config: Any, ep_size: int = 1) -> ParallelDims:
     """The degrees of Accelerate's `ParallelismConfig`, which has none for experts, or of transformers'
     `DistributedConfig`."""
-    # Of transformers' config, no size means the rest of the processes; of Accelerate's, one.
+    # No size means the rest of the processes in transformers' config, and one in Accelerate's.
     shards = config.dp_shard_size or 1 if hasattr(config, "dp_shard_size") else getattr(config, "fsdp_size", None)
     found = {name: getattr(config, name, None) for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")}
     sizes = {name: size for name, size in found.items() if size is not None}
@@ -352,7 +352,7 @@ def loopback_advice() -> str:
 
 # ---- what a launcher's variables say ----
 
-# Of torchrun, srun, Open MPI, Intel MPI and MPICH; srun's size is "4(x2)", on each of two machines.
+# Variables of torchrun, srun, Open MPI, Intel MPI and MPICH; srun's size is "4(x2)", on each of two machines.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 

@@ -20,7 +20,7 @@ class FlatShare(torch.Tensor):
     """A parameter of which this rank holds a run: the elements from `start` on of its row-major order.
 
     It has the shape of the whole parameter, and the run's `memory` in the flat parameter's storage. It supports `copy_`
-    from a whole tensor and `as_strided` views of boxes inside the run. Of ranks with one run, `is_first_replica` saves.
+    from a whole tensor and `as_strided` views of boxes inside the run. `is_first_replica` tells who saves.
     """
 
     memory: torch.Tensor

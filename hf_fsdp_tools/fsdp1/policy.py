@@ -2,7 +2,7 @@
 
 FSDP1 lacks some of what FSDP2 has, which changes a plan:
 
-    grouped units      FSDP1 wraps single modules. Of a group ([final norm, head]) each member is its own unit.
+    grouped units      FSDP1 wraps single modules. Each member of a group ([final norm, head]) is its own unit.
     tied parameters    must lie in one flat parameter, so units that hold one are dissolved into the unit of their
                        lowest common ancestor, as a rule the root.
     whole parameters   (0-d, `replicate`) are refused.

@@ -289,7 +289,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint, its marks first, as a crash may come in between; warn where it cannot be deleted, for
-    training need not end for that. Of a link the link alone is deleted: somebody keeps the checkpoint elsewhere."""
+    training need not end for that. Where it is a link, the link alone goes: somebody keeps the rest."""
     try:
         if not folder.is_symlink():
             (folder / MANIFEST).unlink(missing_ok=True)

@@ -64,7 +64,7 @@ def load_weights(
     """Fill a sharded (or plain) meta model from a Hugging Face checkpoint, in place; each rank reads its own shards.
 
     The result equals `from_pretrained` bit for bit: transformers' own conversions and ties are used, and its own
-    initialisation for tensors that are in no file. Of a conversion that only moves data, a rank reads the byte ranges
+    initialisation for tensors that are in no file. Where a conversion only moves data, a rank reads the byte ranges
     of its shard. Any other conversion runs on whole tensors, one at a time, and is counted in the report. Under HSDP
     the first replica reads, and each shard is broadcast to the others.
 
@@ -78,7 +78,7 @@ def load_weights(
     Args:
         model: tied, on any device. Parameters on meta get storage first; parameters with storage are overwritten.
         path_or_repo: folder, weight file or hub name, or an index that is open already; see `CheckpointIndex.open` for
-            the formats. Of a DCP folder the model's part is read, wherever it lies in the saved state dict.
+            the formats. From a DCP folder the model's part is read, wherever it lies in the state.
         dtype: of floating-point parameters (float32 for master weights). None keeps the model's own dtypes.
         device: where storage goes. None: the mesh's device, or the CPU for a CPU-offloaded or plain model.
         ignore_mismatched_sizes: initialise tensors of other shape than the checkpoint's instead of refusing them.

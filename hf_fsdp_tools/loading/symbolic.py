@@ -42,7 +42,7 @@ class PieceTensor(torch.Tensor):
     sources: frozenset[str]
     """Names of all inputs that any element may depend on."""
     look: tuple[torch.dtype, tuple[int, ...]] | None = None
-    """Of bytes: dtype and shape that a file says for them."""
+    """The dtype and shape that a file says for bytes."""
 
     @staticmethod
     def __new__(

@@ -27,7 +27,7 @@ from hf_fsdp_tools.text import did_you_mean, dtype_name, first_line, first_lines
 _CURE = "Use the config.json that belongs to the checkpoint: copy or download it again."
 
 _MOST_LAYERS, _MOST_LABELS = 10_000, 1_000_000
-"""Of any model: classes of configurations make a list with an entry for each. (assumed)"""
+"""More layers than any model has: classes of configurations make a list with an entry for each. (assumed)"""
 
 _COUNTS_OF_LAYERS = ("block", "blocks", "depth", "depths", "layer", "layers")
 """How names of configurations end that count layers."""

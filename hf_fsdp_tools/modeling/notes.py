@@ -12,29 +12,29 @@ class Note:
     """What is known of one module. A note is shared by copies of its module, and replaced where it changes."""
 
     sharding: Any = None
-    """Of a model that `shard_model` sharded: its `Sharding`."""
+    """The `Sharding` of a model that `shard_model` sharded."""
     hooks: tuple[Any, ...] = ()
-    """Of such a model: the handles of the hooks on its modules."""
+    """What features have installed on such a model: hooks, and what they changed beside these."""
     is_prepared: bool = False
     """Whether an Accelerator of FSDP2 has prepared the model."""
     cache_is_off: bool = False
     """Whether `use_cache` was turned off in the config for training."""
     gathered: bool | None = None
-    """Of a sharded model: whether its units stay gathered while it generates; None where memory decides."""
+    """Whether the units of such a model stay gathered while it generates; None where memory decides."""
     packed: Mapping[str, Any] = field(default_factory=dict)
-    """Of a module whose weights stay quantised: the `PackedForm` of each."""
+    """The `PackedForm` of each weight of a module whose weights stay quantised."""
     compute_dtype: Any = None
-    """Of such a module: the dtype in which it computes, if it is not that of the plain weights."""
+    """The dtype in which such a module computes, if it is not that of the plain weights."""
     deltas: Mapping[str, Any] = field(default_factory=dict)
-    """Of such a module: what adapters add to parameters in this pass (`packed.with_added`)."""
+    """What adapters add to parameters of such a module in this pass (`packed.with_added`)."""
     float8: Any = None
-    """Of a linear layer that computes in FP8: torchao's config."""
+    """torchao's config of a linear layer that computes in FP8."""
     rows: Any = None
-    """Of an attention module whose rows several ranks share: their `Rows`."""
+    """The `Rows` of an attention module under context parallelism."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    """Of a module whose weights are divided among ranks before they are sharded: (mesh, placements) of each."""
+    """(mesh, placements) of each weight that is divided among ranks before it is sharded."""
     style: Any = None
-    """Of a module that computes with its part of weights or heads: what lets it do so."""
+    """What lets a module compute with its part of weights or heads."""
     is_block: bool = False
     """Whether the user's policy says that this module is a block."""
     is_dispatched: bool = False
@@ -42,7 +42,7 @@ class Note:
     stored_quantization: Mapping[str, Any] | None = None
     """How the checkpoint of a plain model is quantised, until it is loaded."""
     heads: Any = None
-    """Of a model that was loaded: the `Heads` of its checkpoint that it has no modules for; saves copy them."""
+    """The `Heads` of a loaded model's checkpoint that it has no modules for; saves copy them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Note":
         # Process groups cannot be copied, and a copy of a sharded model has no hooks.

@@ -328,7 +328,7 @@ _OF_STACKED: Mapping[str, Callable[..., torch.Tensor]] = {
     "linear": lambda g, weight, offs: _stacked(g, weight),
     "matmul": lambda g, weight, offs: _stacked(g, weight.t()),
 }
-"""Of inputs that torch multiplies as a stack, so that the last bit is the same."""
+"""How inputs that torch multiplies as a stack are multiplied, so that the last bit is the same."""
 
 
 def _is_folded(x: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Random batches for a model, by rule from the signature of its forward pass and its configuration.
 
-`candidates` gives several batches, the fullest first: with images, sound and labels, then with less. Of a model that
-reads images or sound among words, the number of their placeholders is that of the features which the model makes.
+`candidates` gives several batches, the fullest first: with images, sound and labels, then with less. A model that
+reads images or sound among words gets as many placeholders as it makes features.
 """
 
 import inspect

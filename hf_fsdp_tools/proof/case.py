@@ -19,7 +19,7 @@ from hf_fsdp_tools.proof.shrink import LEVELS, VOCABULARY, Sizes, shrink
 
 _MOST_PARAMETERS = 40_000_000
 _MOST_TOKENS = 48
-"""Of a given row: tiny models know 128 positions."""
+"""The longest row that is given: tiny models know 128 positions."""
 
 _CHANCE = re.compile(r".*(dropout|drop_path|drop_rate|layerdrop|layer_drop|jitter).*|drop|.*pdrop")
 """Names of settings that leave something to chance in training."""

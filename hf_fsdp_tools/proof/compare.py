@@ -1,7 +1,7 @@
 """A sharded model beside the plain one: what each computes of the same batches, and how far they are apart.
 
 The plain model (transformers' own `from_pretrained`, one process) sees the batches of all ranks, one after the other;
-its gradients are their mean. Of the sharded model each rank sees its own batch, and ranks that share rows the same. The
+its gradients are their mean. Each rank of the sharded model sees its own batch, and ranks that share rows the same. The
 random state is set before each forward pass.
 
 In fp32 both sides hold fp32. In bf16 the sharded model holds fp32 and computes in bf16 (`MixedPrecisionPolicy`), which
@@ -63,9 +63,9 @@ class Case:
 
     model_class: type[PreTrainedModel]
     folder: Path
-    """Of the checkpoint, or of the adapter of one."""
+    """Where the checkpoint is, or the adapter of one."""
     batches: dict[str, list[dict[str, Any]]]
-    """Of each kind (rows, padded, packed) one batch for each group of ranks that share rows."""
+    """One batch of each kind (rows, padded, packed) for each group of ranks that share rows."""
     dims: ParallelDims = field(default_factory=ParallelDims)
     fsdp_version: int = 2
     activation_checkpointing: bool = False
@@ -102,7 +102,7 @@ class Figures:
     modules: Tensors
     """The outputs of modules in the first batch, in the order of their calls."""
     outputs: dict[str, list[Tensors]]
-    """Of each kind and batch, in evaluation."""
+    """Outputs of each kind and batch, in evaluation."""
     losses: dict[str, list[float]]
     gradients: dict[str, Tensors]
     accumulated: Tensors
@@ -316,7 +316,7 @@ def examine(case: Case, model: Any, precision: str, plain: Figures, exact: Figur
     """What each check of a sharded model says on this rank; every rank must call.
 
     `load`, `save` and `module` say what is wrong, or ""; `gradients` gives a difference for each parameter, the others
-    one, each with its problem. Of kinds of batches other than the first, the names begin with the kind.
+    one, each with its problem. Where batches are of another kind than the first, names begin with the kind.
     """
     group, bound = dist.get_rank() // case.dims.ranks_per_row, TOLERANCE[precision]
     bound *= _OF_PARTS if precision == "bf16" and max(case.dims.tp_size, case.dims.ep_size) > 1 else 1

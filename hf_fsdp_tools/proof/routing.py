@@ -62,7 +62,7 @@ class _Choosing(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(dim, indices), indices))
 
     def _of_part(self, indices: torch.Tensor) -> torch.Tensor:
-        """Of indices for all tokens of whole rows, those for this rank's part, with padding at the end."""
+        """The indices for this rank's part among those of whole rows, with padding at the end."""
         rank, size, length = self.part
         if size == 1 or indices.dim() < 2 or indices.shape[:-1].numel() % length:
             return indices

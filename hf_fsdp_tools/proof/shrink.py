@@ -17,7 +17,7 @@ that runs is used."""
 
 VOCABULARY, WIDTH, INNER, HEAD = 131, 64, 96, 16
 
-# Of every level but the last.
+# Sizes of every level but the last.
 SHORT: tuple[tuple[str, int], ...] = (
     (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_modules", 0),
     (r"max_window_layers|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
@@ -36,7 +36,7 @@ SHORT: tuple[tuple[str, int], ...] = (
     (r"index_topk", 4),
     (r"train_num_points|mask_(time|feature)_length", 4),
 )  # fmt: skip
-# Of the first level. A name is matched from the top; None leaves a size alone.
+# Sizes of the first level. A name is matched from the top; None leaves a size alone.
 TINY: tuple[tuple[str, int | None], ...] = (
     (r".*(kernel|stride|window|patch|chunk|block|hop|frame|rate|token|label|class|scale|factor|channels?_in).*", None),
     (r"(.*_)?(kv|key_value|key)_?.*heads?", 2),

@@ -83,7 +83,7 @@ def export_checkpoint(
     """Write a training state, or a base with its adapter merged, as the checkpoint that `save_pretrained` writes.
 
     Names, layout, dtypes, shapes and files are those of `save_pretrained` in the training; values are the state's, bit
-    for bit. Of the state of a `PeftModel` the adapter alone is written. With `adapter`, the result equals PEFT's
+    for bit. From the state of a `PeftModel` the adapter alone is written. With `adapter`, the result equals PEFT's
     `merge_and_unload().save_pretrained()` on the CPU bit for bit: PEFT itself merges one adapted module at a time, in
     the dtype of the base (of its config). An adapter that was trained on a base in 4 bits (QLoRA) is merged into the
     plain base. Tokenizer and processor files beside the adapter, the state, or its config, are copied.
@@ -97,8 +97,8 @@ def export_checkpoint(
         state: a DCP folder, or a folder of Accelerate or the Trainer with one in it (`checkpoint-500`), or any other
             checkpoint that `from_pretrained` opens. None, with `adapter`: the base that the adapter names.
         folder: new, empty, or with an earlier checkpoint, which stays until the new one is complete.
-        adapter: hub name, or a folder with `adapter_config.json`, to merge into its base. Of several adapters that PEFT
-            saved into one folder, give the folder of one.
+        adapter: hub name, or a folder with `adapter_config.json`, to merge into its base. Where PEFT saved
+            several adapters into one folder, give the folder of one.
         config: of the model; None means the `config.json` of the state, or the nearest of two folders above.
         auto_class: the class of the model, or an `AutoModelFor…` class; None means the class for the adapter's task, or
             that which the config names.

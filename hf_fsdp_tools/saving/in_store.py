@@ -1,8 +1,8 @@
 """A checkpoint straight into a store of `fsspec`: weight files as streams, then what lies beside them, the index last.
 
 Until the index is put, in one request, whoever opens the place gets the checkpoint that was there: the weight files
-have names that no save before had, and every checkpoint in a store has an index, also of one file. Of the files beside
-the weights, those that differ are put right before it; if that fails, the former ones are put back.
+have names that no save before had, and every checkpoint in a store has an index, also of one file. Files beside the
+weights that differ are put right before it; if that fails, the former ones are put back.
 """
 
 import json

@@ -209,8 +209,8 @@ class SaveReport:
     commit_url: str = ""
     """Page of the commit on the hub; empty where nothing was uploaded."""
     requantized: Mapping[str, float] = field(default_factory=dict)
-    """Of weights that `keep_stored_format` quantised again, by the name of the plain weight: the norm of what this
-    changed over that of the merged weight. Of those that the adapter left as they were, nothing."""
+    """What `keep_stored_format` changed by quantising weights again, by the name of the plain weight: its norm over
+    that of the merged weight. Weights that the adapter left as they were are not in it."""
 
     def to_json(self) -> str:
         """All fields as one JSON object."""

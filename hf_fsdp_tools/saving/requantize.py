@@ -115,7 +115,7 @@ class Requantizer:
         self._is_power = (material.quantization or {}).get("scale_fmt") == "ue8m0"
         self._written: list[tuple[QuantizedTensor, torch.Tensor]] = []
         self.errors: dict[str, float] = {}
-        """Of this rank, by the name of the plain weight: the norm of what quantising changed over that of the merged
+        """What quantising changed on this rank, by the name of the plain weight: its norm over that of the merged
         weight, as a loader sees them."""
 
     def stored(self, merged: Mapping[str, torch.Tensor], reader: Reader) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def save_pretrained(
     """Write a model, sharded or not, as the checkpoint that plain `save_pretrained` would write.
 
     Keys, dtypes and shapes are the hub's (experts one by one, tied weights once), by transformers' own reverse
-    conversions. Of a PEFT model, the adapter alone is written, as PEFT writes it; or, with `merge_adapters`, a
+    conversions. A PEFT model's adapter alone is written, as PEFT writes it; or, with `merge_adapters`, a
     checkpoint that needs no PEFT.
 
     No rank gathers the model. All ranks compute the same layout, rank 0 makes the files at full length in a hidden

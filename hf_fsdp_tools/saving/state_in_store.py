@@ -46,8 +46,8 @@ def put_state(
 ) -> tuple[dict[str, int], int]:
     """Put the files of each rank's own folder, then the manifest. Every rank must call.
 
-    The sizes of all files by their paths, and the bytes that this rank has put. Of a file that several ranks have
-    (schedulers, with `save_on_each_node`), the first one's is put. Names, sizes and checksums are exchanged.
+    The sizes of all files by their paths, and the bytes that this rank has put. Where several ranks have
+    a file (schedulers, with `save_on_each_node`), the first one's is put. Names, sizes and checksums are exchanged.
     """
     rank = rank_and_size()[0]
     fs, path = open_store(url)

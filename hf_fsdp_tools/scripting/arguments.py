@@ -71,7 +71,7 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
         name stays a name, which TRL makes a pattern.
         """
         super().__post_init__()
-        # Of a bfloat16 checkpoint, trained as it is stored, small updates would vanish.
+        # Small updates of a bfloat16 checkpoint would vanish if it were trained as it is stored.
         if self.dtype is None and not self.use_peft:  # type: ignore[has-type]
             self.dtype = "float32"
         for option in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):

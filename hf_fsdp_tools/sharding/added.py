@@ -129,7 +129,7 @@ def shard_added(model: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         make_root(base)
     for module in model.modules():
         if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
-            # Of adaption prompts, which would call the base beside FSDP's hooks.
+            # Adaption prompts have it: they would call the base beside FSDP's hooks.
             module.forward = base.__call__  # type: ignore[operator]  # mypy takes it for a submodule
     answer_for_shards(model)  # PEFT's, like transformers'
     if model is not base and hasattr(type(model), "add_adapter") and "add_adapter" not in model.__dict__:

@@ -77,7 +77,7 @@ class Rows:
     joins_outputs: bool = False
     """Whether outputs are those of whole rows beside a loss too."""
     kept: int | torch.Tensor = 0
-    """Of which tokens there are to be logits: so many last ones, these, or all (0)."""
+    """Which tokens are to have logits: so many last ones, these, or all (0)."""
     angles_follow_length: bool = False
     """Whether rotary angles depend on the largest position of a row."""
     were_compared: bool = False

@@ -196,7 +196,7 @@ class _Float8Shard:
     """What FSDP2 takes for the shard of one weight: it answers with the bytes of the FP8 weight."""
 
     memory: ShardMemory | None = None
-    """Of the shard, once FSDP2 knows."""
+    """The shard's memory, once FSDP2 knows it."""
     scale: torch.Tensor | None = None
 
     def __init__(self, layer: Any, scales: "_Scales") -> None:

@@ -23,7 +23,7 @@ from hf_fsdp_tools.sharding.fsdp2_internals import (
 from hf_fsdp_tools.sharding.parallel import is_parallel
 
 _SHARE = 0.5
-"""Of free memory, what gathered weights may take; the rest is for keys, values and activations. (assumed)"""
+"""The share of free memory that gathered weights may take; the rest is for keys, values and activations. (assumed)"""
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` by `plan` with FSDP2, in place, and return the same model.
 
-    A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. Of a model with real
-    weights, equal on every rank, each rank keeps its slices, which are contiguous whatever the strides were. Make the
+    A model on meta stays on meta, with DTensor parameters, which `load_weights` then fills. From a model with
+    real weights, equal on every rank, each rank keeps its slices, contiguous whatever the strides were. Make the
     optimizer afterwards.
 
     Args:
@@ -227,7 +227,7 @@ def keep_after_backward(model: nn.Module, is_kept: bool) -> None:
     While units are kept, no optimizer may step. Nothing is communicated.
     """
     for module, sharding in sharded_modules(model):
-        # Of the root, FSDP2 decides where the plan says None: it keeps it.
+        # FSDP2 decides of the root, where the plan says None: it keeps it.
         is_whole = all(u.reshard_after_forward is False or u.modules == ("",) for u in sharding.plan.units)
         if is_whole and isinstance(module, FSDPModule):
             module.set_reshard_after_backward(not is_kept)

@@ -69,7 +69,7 @@ class _Passes:
         stack_of = {b.module: s for s in stacks if owned[s[1]] == 1 for b in s[0]}
         step_of: dict[nn.Module, int] = {}
         self._place: dict[nn.Module, tuple[int, int]] = {}
-        """Of the modules of a unit: its step, and where it is in it."""
+        """The step of each module of a unit, and the unit's place in it."""
         for unit in outer:
             owner = stack_of.get(unit, (None, None))[1]  # type: ignore[call-overload]  # a module, too
             step = len(self._steps) if owner is None else step_of.setdefault(owner, len(self._steps))
@@ -87,7 +87,7 @@ class _Passes:
         self._count = 0
         """The number of inputs beside the text that this rank has."""
         self._open: dict[int, int] = {}
-        """Of the stacks whose owner runs: how many of their units have taken part."""
+        """How many units have taken part, of the stacks whose owner runs."""
         self._pending: list[torch.Tensor] = []
         """Results of units that ran empty, until something that is computed with takes them into its graph."""
         self._alone: tuple[int, int] | None = None

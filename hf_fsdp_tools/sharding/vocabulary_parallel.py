@@ -1,6 +1,6 @@
 """A head whose words are divided among ranks (`tp_size`), with a loss that never holds all logits.
 
-In training with labels, each rank keeps the logits of its own words. Of each token three numbers are summed over the
+In training with labels, each rank keeps the logits of its own words. Three numbers of each token are summed over the
 group: the largest logit, the sum of exponentials, and the logit of the label (Megatron-LM, arXiv 1909.08053, 3). In
 evaluation, and without labels, logits are whole.
 """

@@ -38,8 +38,8 @@ def live_weights(
     Heads that the model has no modules for are left out: they do not change.
 
     Args:
-        model: sharded by FSDP2 (with replicas, tensor and expert parallelism too), by FSDP1, or not at all. Of a PEFT
-            model, the adapters, by PEFT's names.
+        model: sharded by FSDP2 (with replicas, tensor and expert parallelism too), by FSDP1, or not at all. A PEFT
+            model gives its adapters, by PEFT's names.
         dtype: of floating-point tensors as they go out; None keeps the model's.
         merge_adapters: of a PEFT model, the base with the active adapters merged into it, bit for bit as PEFT does.
             Each pass over the weights then merges anew, a few modules at a time, and every rank must take part in it.
@@ -143,8 +143,8 @@ class LiveWeights:
             device: of the tensors; by default that of the model's mesh.
 
         Every rank must iterate to the end, whatever happens to it; `send` sees to that. Shards go from a rank that
-        holds them straight to each of `to`, in the dtype asked for. Of tensors that stay quantised, the bytes are given
-        as the checkpoint has them.
+        holds them straight to each of `to`, in the dtype asked for. Tensors that stay quantised are given as bytes, as
+        the checkpoint has them.
 
         Raises:
             ConfigError: a tensor is larger than `bucket_bytes`; arguments differ between ranks.

@@ -59,7 +59,7 @@ class SavedTensor:
 def outgoing_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, SavedTensor]:
     """The tensors of a model, or of a PEFT model's adapters, by the names that they have in its checkpoint.
 
-    `dtype` is that of floating-point tensors; None keeps the model's. Of a PEFT model every rank must call.
+    `dtype` is that of floating-point tensors; None keeps the model's. Every rank must call for a PEFT model.
     """
     symbols = _of_adapters(model) if is_adapted(model) else map_saving(model)
     return {name: SavedTensor.of(symbol, dtype) for name, symbol in symbols.items()}

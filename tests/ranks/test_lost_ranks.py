@@ -27,7 +27,7 @@ from hf_fsdp_tools.saving.save import save_pretrained
 from tests._dist import LIMIT_S, run_cases, run_ranks
 
 EVEN = {"pad_to_multiple_of": 2}
-"""Of the 131 words of the checkpoint, which two ranks cannot divide."""
+"""The 131 words of the checkpoint, which two ranks cannot divide."""
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

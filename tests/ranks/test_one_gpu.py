@@ -263,7 +263,7 @@ def _resumed(folder: Path, out: Path, offload: bool) -> None:
 
 
 _losses: list[list[float]] = []
-"""Of the Trainer's runs on this rank, one after the other."""
+"""What the Trainer's runs on this rank gave, one after the other."""
 
 
 def _train(folder: Path, out: Path, plain: bool, resume: bool) -> None:

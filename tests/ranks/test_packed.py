@@ -197,7 +197,7 @@ def saved_as_stored(kinds: Sequence[str], folder: Path, tmp: Path) -> None:
 
 
 def a_new_model_is_plain(folder: Path, tmp: Path) -> None:
-    """Of the configuration of a quantised checkpoint: saved without the quantisation, which its floats do not have."""
+    """A config of a quantised checkpoint is saved without the quantisation, which its floats do not have."""
     save_pretrained(from_config(folder / "fp8", seed=0), tmp / "new")
     assert "quantization_config" not in json.loads((tmp / "new" / "config.json").read_text())
     assert "quantization_config" in json.loads((folder / "fp8" / "config.json").read_text())

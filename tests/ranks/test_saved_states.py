@@ -308,7 +308,7 @@ def flipped(name: str) -> Callable[[Path], None]:
 
 
 def shard(how: Callable[[str], Callable[[Path], None]]) -> Callable[[Path], None]:
-    """Of the optimizer, that of rank 1."""
+    """The file of rank 1 in the optimizer's state."""
     return lambda folder: how(f"optimizer_0/{sorted(p.name for p in folder.glob('optimizer_0/__1_*'))[0]}")(folder)
 
 

@@ -115,7 +115,7 @@ def axes_by_their_names(parent: Path) -> None:
 
 
 class OnesOwnError(ConfigError):
-    """Of a user's code."""
+    """An error of a user's code."""
 
 
 def an_error_of_a_class_of_ones_own(parent: Path) -> None:
@@ -165,7 +165,7 @@ def rates_and_rows_of_a_loop(sizes: dict[str, int], parent: Path) -> None:
 
 
 def averages_by_dcp(parent: Path) -> None:
-    """Of fused gates, which a layer's ranks hold in two ranges: written in one layout and read in the other."""
+    """Fused gates, which a layer's ranks hold in two ranges, are written in one layout and read in the other."""
     folder = folder_of("qwen3_moe", parent)
     models = {name: from_pretrained(folder, mesh=dims, **QUIET) for name, dims in (("one", None), ("two", TP))}
     for written, read in (("one", "two"), ("two", "one")):

@@ -95,6 +95,21 @@ def test_files_that_documents_name_are_there(name):
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
+def test_no_sentence_begins_with_of():
+    """A stranger stumbles over "Of a model, …": the noun comes first."""
+    texts = {
+        path: path.read_text() for folder in ("hf_fsdp_tools", "recipes") for path in (ROOT / folder).rglob("*.py")
+    }
+    texts |= {ROOT / name: text for name, text in TEXTS.items()}
+    begins = re.compile(r"""(?:^|[.:;] |\"\"\"|# |\| |- )Of [a-z]""", re.MULTILINE)
+    found = {
+        f"{path.relative_to(ROOT)}: {text[at.start() : at.start() + 60]!r}"
+        for path, text in texts.items()
+        for at in begins.finditer(text)
+    }
+    assert not found, "\n".join(sorted(found))
+
+
 def test_the_reference_has_every_public_name():
     named = re.findall(r"^\.\. auto(?!module)\w+:: (\w+)$", TEXTS["docs/reference.md"], re.MULTILINE)
     assert sorted(named) == sorted([*hf_fsdp_tools.__all__, *fsdp1.__all__, *scripting.__all__, *testing.__all__])

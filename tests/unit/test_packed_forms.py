@@ -21,7 +21,7 @@ KINDS = [kind for kind in QUANTIZED if kind not in ("fp8 experts", "compressed i
 
 
 def deepseek_v3() -> Any:
-    """Of sizes that the blocks of the configuration divide, as those of released models."""
+    """A config of sizes that its blocks divide, as those of released models."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
     sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size": 131}

@@ -253,7 +253,7 @@ class Reader(_Mover):
         return self.begin(transfers)()
 
     def _io(self, request: Request, *memory: torch.Tensor) -> int:
-        """Of a file in a store, one request for the range."""
+        """One request for the range, where the file is in a store."""
         if (there := stored_object(request.file)) is None:
             return super()._io(request, *memory)
         with watched(Path(there.url), request.start):

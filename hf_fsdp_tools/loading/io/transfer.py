@@ -87,7 +87,7 @@ class Request:
     stop: int
     """Position after the last byte to move."""
     route: Route
-    """Of all transfers."""
+    """The way of all transfers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

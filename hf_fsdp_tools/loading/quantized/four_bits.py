@@ -39,7 +39,7 @@ class Weights4Bit:
     plain: Mapping[str, PieceTensor] = field(default_factory=dict)
     """The stored weights that are packed while they are read, of shape (out_features, in_features)."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Of packed weights that are stored: the key of the text that says how they are packed."""
+    """The key of the text that says how stored weights are packed."""
 
     @property
     def filled(self) -> set[str]:

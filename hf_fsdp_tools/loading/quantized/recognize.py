@@ -23,7 +23,7 @@ _OF_LINEAR: Mapping[str, Mapping[str, Mapping[float, str]]] = {
     "awq": {"gemm": {4: "awq int4"}},
     "gptq": {"gptq": {4: "gptq int4", 8: "gptq int8"}, "gptq_v2": {4: "packed int4", 8: "packed int8"}},
 }
-"""Of methods that quantise linear layers: rules by their formats, and the bits of integers."""
+"""How methods quantise linear layers: rules by their formats, and the bits of integers."""
 
 _DO_ONCE = "make a plain checkpoint of it once (transformers' model.dequantize() and save_pretrained)"
 BY_ACTIVATION = f"orders its columns by activation, so that no block of columns has one scale; {_DO_ONCE}"
