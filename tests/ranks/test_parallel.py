@@ -401,18 +401,17 @@ def test_compiled_replicas(tmp_path, ranks, dims):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("ranks", "kind", "layouts"), [(2, "gpt_oss", PAIRS[1:]), (4, "qwen3_moe", FOURS[1:4])])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "layouts"),
+    [(2, "gpt_oss", PAIRS[1:]), (4, "qwen3_moe", FOURS[1:4]), (4, "llama, trained whole", FOURS[:1])],
+)
 def test_four_ranks_divide_adapters(tmp_path, ranks, kind, layouts):
+    """Also a layer that is trained whole, cut among the ranks of a layer and again among shards."""
     run_ranks(adapters_are_divided, ranks, (kind,), layouts, tmp_path)
 
 
-def adapters_with_copies(parent):
-    """A layer that is trained whole, cut among the ranks of a layer and again among shards."""
-    adapters_are_divided(("llama, trained whole",), FOURS[:1], parent)
-
-
 def test_layouts_are_asked_for_in_the_words_of_others(tmp_path):
-    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps, adapters_with_copies], tmp_path)
+    run_ranks(run_cases, 4, [asked_as_transformers_does, in_public_steps], tmp_path)
 
 
 LAYOUTS: dict[str, Any] = {"fsdp": ({}, 1), "tp": ({"tp_size": 2}, 1), "ep": ({}, 2)}

@@ -267,9 +267,10 @@ def _run(capfd, *words):
             ["--lora", "--cp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
             marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             {"model_type": "llama"},
             ["--lora", "--tp-size", "2", "--num-processes", "2", "--activation-checkpointing"],
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {"model_type": "qwen3_moe"},
