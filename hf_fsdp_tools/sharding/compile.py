@@ -16,6 +16,7 @@ from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.planning.plan import WrapPlan
 from hf_fsdp_tools.sharding.float8 import Float8Policy
+from hf_fsdp_tools.sharding.hf_interface import turn_cache_off
 from hf_fsdp_tools.sharding.recompute import Recompute
 from hf_fsdp_tools.sharding.sharding import Feature, Sharding
 from hf_fsdp_tools.text import did_you_mean, quoted
@@ -42,8 +43,10 @@ def compile_blocks(model: nn.Module, plan: WrapPlan, options: Mapping[str, Any])
 
     Where a block holds another unit (experts), its parts without a unit are compiled instead, because FSDP's gathering
     must stay between compiled regions. A call with a cache (`generate`) runs without compiled code: caches grow with
-    every token, and torch would compile each call anew.
+    every token, and torch would compile each call anew. So the config's `use_cache` is turned off, with which models of
+    transformers make a cache in training too.
     """
+    turn_cache_off(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     units = {name for unit in plan.units for name in unit.modules}
     chosen = [name for unit in units - {""} for name in _regions(unit, modules[unit], units - {unit})]

@@ -1,14 +1,15 @@
 """Blocks are compiled each for itself, and run as they are where a cache comes in."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
-from hf_fsdp_tools import ConfigError
+from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained
 from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.hooks import cast_inputs, hooks_of_casts
@@ -104,3 +105,20 @@ def test_cuda_graphs_are_refused_where_parameters_move(options: dict[str, Any]) 
 def test_results_of_operators_are_not_kept_of_compiled_code(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"save_ops .* do not compile"):
         check_options(options, "cpu", Recompute(save_ops=("matmul",)))
+
+
+def test_a_plain_loop_runs_compiled_code_which_equal_blocks_share(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Models of transformers make a cache in training too, unless their config says not to."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    model = from_pretrained(folders["llama"], compile={"backend": backend}, load_kwargs={"progress": False}).train()
+    tokens = torch.randint(3, 60, (2, 8))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(graphs) == 1 < len(model.model.layers)
+    save_pretrained(model, tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).use_cache is True, "generation has its cache"
