@@ -123,11 +123,13 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--config=key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
         ("--config open.yaml", "open.yaml, line [12]: no YAML"),
+        ("--config launch.yaml", "'distributed_type' is of the launcher's file: accelerate launch --config_file launch.y"),
         ("--config words.yaml", "holds no `name: value` lines"),
     ],
 )
 def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypatch, tmp_path):
     texts = {"key": "lerning_rate: 1e-4", "value": "learning_rate: fast", "open": "learning_rate: [", "words": "a b"}
+    texts["launch"] = "learning_rate: 1e-4\ndistributed_type: FSDP\nnum_processes: 2"
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text + "\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None) if "liger" in options else None
