@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
+from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +82,15 @@ def show_bytes(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def space_at(path: Path) -> str:
+    """How much of the disk is free on which a path lies or would lie, as the end of a clause."""
+    try:
+        disk = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists()))
+    except OSError:  # it does not answer, which the error beside says
+        return ""
+    return f", where {show_bytes(disk.free)} of {show_bytes(disk.total)} are free"
 
 
 def show_count(count: int) -> str:

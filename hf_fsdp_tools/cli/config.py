@@ -111,7 +111,7 @@ def _config(options: argparse.Namespace) -> None:
             script = ["--config", str(run_path), "--dataset_name", "DATASET"]
         reason_lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
         if not is_here and Path(options.model).exists():
-            reason_lines.append(f"model     {options.model} lies on this machine: the job needs it in its image or volume")
+            reason_lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         if config.mixed_precision == "fp8":

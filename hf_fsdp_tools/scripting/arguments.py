@@ -321,8 +321,8 @@ def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
     if (key := next((key for key in content if key not in known), None)) is not None:
         if key in {each.name for each in fields(ClusterConfig)}:
             raise ConfigError(
-                f"--config {path}: {key!r} is of the launcher's file: accelerate launch --config_file {path}, or hf-fsdp "
-                "RECIPE --config_file. --config takes the recipe's own options."
+                f"--config {path}: {key!r} is of the launcher's file: accelerate launch --config_file {path}, or "
+                "hf-fsdp RECIPE --config_file. --config takes the recipe's own options."
             )
         end = did_you_mean(str(key), known, otherwise=_HELP)
         raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{end}")

@@ -123,7 +123,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--config=key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
         ("--config open.yaml", "open.yaml, line [12]: no YAML"),
-        ("--config launch.yaml", "'distributed_type' is of the launcher's file: accelerate launch --config_file launch.y"),
+        ("--config launch.yaml", "'distributed_type' is of the launcher's file: accelerate launch --config_file l"),
         ("--config words.yaml", "holds no `name: value` lines"),
     ],
 )
