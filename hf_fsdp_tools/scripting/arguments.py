@@ -46,7 +46,7 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     dequantize: bool = field(
         default=True,
-        metadata={"help": "false: a base that is stored quantised (FP8, MXFP4, NVFP4, int4) stays so (--use_peft)."},
+        metadata={"help": "A base that is stored quantised becomes floats; false: it stays so, under an adapter."},
     )
     early_stopping_patience: int | None = field(
         default=None,

@@ -357,11 +357,11 @@ def check_documents_apart(trainer: Any) -> None:
     noise = _NOISE_16_BITS if logits.dtype.itemsize < 4 else _NOISE
     difference = ((logits.float() - changed.float()).pow(2).mean().sqrt() / logits.float().std()).item()
     if not difference < noise:
+        cure = "Use --attn_implementation flash_attention_2, or leave" if model._supports_flash_attn else "Leave"
         raise ConfigError(
             f"{option}: {type(model).__name__} with the attention implementation "
             f"{model.config._attn_implementation!r} sees the documents before its own in a packed row (its logits "
-            f"change by {difference:.0%} of their spread). Use --attn_implementation flash_attention_2 where the model "
-            f"has it, or leave {option} out."
+            f"change by {difference:.0%} of their spread). {cure} {option} out."
         )
 
 

@@ -80,7 +80,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
 
     text = getattr(training, "dataset_text_field", "text")
     chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
-    options = [f"--{name}_column" for name in chosen]
+    options = [f"--{name}_column" for name in chosen] or ["--dataset_columns"] * hasattr(script, "dataset_columns")
 
     def converted(parts: Mapping[str, Any]) -> Any:
         ready = {}

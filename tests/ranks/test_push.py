@@ -198,7 +198,8 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert sum(name.startswith("last-checkpoint/optimizer_0/") for name in trained) == 3
     steps = [commit["summary"] for commit in server.commits if commit["name"] == "org/trained"]
     assert steps == [*(f"Training in progress, step {step}" for step in (2, 4)), "End of training", "Model save"]
-    assert all(part in trained["README.md"].decode() for part in ("- asked", "- ours"))
+    words = ("- asked", "- ours", "This model is a fine-tuned version of `main` on")
+    assert all(part in trained["README.md"].decode() for part in words)
     assert trained["model.safetensors"] == (local / "model.safetensors").read_bytes() and "training_args.bin" in trained
     adapted = server.files("org/adapted")
     assert {"adapter_model.safetensors", "adapter_config.json"} <= set(adapted) and "model.safetensors" not in adapted
