@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
@@ -135,9 +135,15 @@ def _save_pretrained(
             )
         if not state_dict or not kwargs.get("is_main_process", True):
             return None
-        with original_classes(model), with_cache_as_found(model):
-            plain(save_directory, state_dict=state_dict, **kwargs)
-            return write_older_keys(model.config, Path(save_directory)) if isinstance(model, PreTrainedModel) else None
+        save_config = PreTrainedConfig.save_pretrained
+
+        def with_older_keys(config: Any, folder: Any, **keywords: Any) -> None:
+            save_config(config, folder, **keywords)
+            write_older_keys(config, Path(folder))
+
+        whole = replaced(PreTrainedConfig, save_pretrained=with_older_keys)  # before an upload, which ends the method
+        with original_classes(model), with_cache_as_found(model), whole:
+            return plain(save_directory, state_dict=state_dict, **kwargs)
     options = {name: value for name, value in kwargs.items() if name in _HONOURED}
     if kwargs.get("push_to_hub"):
         options |= {name: kwargs[name] for name in ("push_to_hub", "token") if name in kwargs}
