@@ -289,6 +289,7 @@ DAMAGE: dict[str, tuple[str, Any]] = {  # of each such tensor: what is there in 
         "q_proj.weight",
         torch.zeros(64, 64),
     ),
+    "nested_absmax holds values that are not finite": ("nested_absmax", torch.tensor([torch.nan])),
     "k_proj.weight' is not in the checkpoint": ("k_proj.weight", None),
 }
 
