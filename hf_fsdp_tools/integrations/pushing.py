@@ -85,18 +85,13 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
             super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, CARD)
         if self.is_world_process_zero() and path.is_file():
-            text = path.read_text(encoding="utf-8")
             made = f"a fine-tuned version of `{base}`" if base else "trained from scratch"
-            mended = {
-                "licence: license\n": "",
-                "a fine-tuned version of [None](https://huggingface.co/None)": made,
-                "This model was trained from scratch on": f"This model is {made} on",
-                'model="None"': f'model="{self.args.output_dir}"',
-            }
+            text = path.read_text(encoding="utf-8").replace("licence: license\n", "")
+            text = text.replace("a fine-tuned version of [None](https://huggingface.co/None)", made)
+            text = text.replace("This model was trained from scratch on", f"This model is {made} on")
+            text = text.replace('model="None"', f'model="{self.args.output_dir}"')
             if getattr(self.processing_class, "chat_template", None) is None:
-                mended['generator([{"role": "user", "content": question}], '] = "generator(question, "
-            for wrong, right in mended.items():
-                text = text.replace(wrong, right)
+                text = text.replace('generator([{"role": "user", "content": question}], ', "generator(question, ")
             path.write_text(text, encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
