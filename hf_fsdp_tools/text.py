@@ -62,11 +62,6 @@ def first_lines(error: BaseException, most: int = 2) -> str:
     return cut(" ".join(lines[:most]) or type(error).__name__, 300).rstrip(".")
 
 
-def reason_of(error: BaseException) -> str:
-    """The system's reason for an error, without the file that it repeats; else the first line of the error."""
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)
-
-
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
@@ -86,10 +81,7 @@ def show_bytes(num_bytes: int) -> str:
 
 def space_at(path: Path) -> str:
     """How much of the disk is free on which a path lies or would lie, as the end of a clause."""
-    try:
-        disk = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists()))
-    except OSError:  # it does not answer, which the error beside says
-        return ""
+    disk = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists()))
     return f", where {show_bytes(disk.free)} of {show_bytes(disk.total)} are free"
 
 

@@ -194,7 +194,7 @@ class HiddenFolder:
                     _reserve(stream.fileno(), size)
         except OSError as error:
             raise CheckpointError(
-                f"Cannot save to {str(self.folder)!r}{space_at(self.folder)}: {error}. "
+                f"Cannot save to {str(self.folder)!r}{space_at(self.folder.parent)}: {error}. "
                 f"{layout.num_bytes} bytes are to be written; check space and permissions, or give another folder."
             ) from None
 

@@ -16,7 +16,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.streaming.muon import muon_options, wants_muon
-from hf_fsdp_tools.text import did_you_mean, first_line, listed, reason_of
+from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
@@ -134,7 +134,7 @@ def _check_output(training: Any) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be made: {reason_of(error)}. Give another folder.") from error
+        raise ConfigError(f"--output_dir {folder} cannot be made: {error.strerror}. Give another folder.") from error
     if not resume and checkpoints:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in checkpoints], 2)}). Go on with "
