@@ -13,13 +13,14 @@ allowed values and the cure, in this order. A mistake inside this package is an 
 """
 
 import contextlib
+import errno
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fsdp_tools.text import cut, first_lines, printable
+from hf_fsdp_tools.text import cut, first_lines, printable, space_at
 
 
 class FSDPToolsError(Exception):
@@ -115,8 +116,10 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        space = space_at(path) if error.errno == errno.ENOSPC else ""
         raise CheckpointError(
-            f"Cannot {doing} {str(path)!r}: {error}. Check the path, its permissions and the space, then try again."
+            f"Cannot {doing} {str(path)!r}{space}: {error}. Check the path, its permissions and the space, then try "
+            "again."
         ) from None
 
 

@@ -97,8 +97,7 @@ def local_folder(name: str | PathLike[str], what: str) -> Path:
 def store_errors(doing: str, url: str) -> Iterator[None]:
     """Turn any error of fsspec, or of the package of a protocol, into one error that names the place.
 
-    They fail with errors of many kinds, of HTTP libraries and of their own, and may answer what is no name or size of a
-    file. So a block holds their calls, and what takes the answers, alone.
+    They fail in many ways, and may answer what is no name or size of a file: a block holds their calls alone.
     """
     try:
         yield
@@ -284,7 +283,8 @@ def temporary_folder() -> Iterator[Path]:
 _held = ExitStack()
 _root = cache(lambda: _held.enter_context(temporary_folder()))
 _stubs: dict[str, tuple[dict[str, StoredObject], Path]] = {}
-"""By URL: what was there, and the folder (or file) that stands for it."""
+_replaced: dict[str, Path] = {}
+"""By URL: what was there and the folder (or file) that stands for it; the stub of what was there before that."""
 
 _objects: dict[Path, StoredObject] = {}
 """By the stub of a weight file."""
@@ -317,7 +317,7 @@ def told(text: str) -> str:
 def stub_of(url: str) -> Path:
     """The local stub of what lies at a URL now: made once per process, and again where that has changed.
 
-    No rank communicates. Small files and headers are read, weights are not. The stub is removed when the process ends.
+    No rank communicates. Small files and headers are read, weights are not. Old stubs are removed in time.
     """
     held = _pinned.get()
     if held is not None and url in held:
@@ -337,6 +337,10 @@ def stub_of(url: str) -> Path:
                 raise
             continue
         if _same(files, files_at(url, below=BELOW)):  # otherwise a save has replaced it meanwhile
+            if former := _replaced.pop(url, None):
+                _remove(former)
+            if known is not None:  # which a load that began before it was replaced may still read
+                _replaced[url] = known[1]
             known = _stubs[url] = (files, made)
             break
     else:
@@ -344,6 +348,14 @@ def stub_of(url: str) -> Path:
     if held is not None:
         held[url] = known[1]
     return known[1]
+
+
+def _remove(stub: Path) -> None:
+    """Remove a stub of what is no longer there; who still holds it is told that its files are gone."""
+    folder = _root() / stub.relative_to(_root()).parts[0]
+    for file in [file for file in [*_objects] if file.is_relative_to(folder)]:
+        del _objects[file]
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def stored_object(file: Path) -> StoredObject | None:
@@ -422,8 +434,7 @@ def _same(one: Mapping[str, StoredObject], other: Mapping[str, StoredObject]) ->
 
 
 def _make_stub(url: str, files: Mapping[str, StoredObject]) -> Path:
-    # Two folders above belong to it: a config may lie there.
-    base = Path(tempfile.mkdtemp(dir=_root())) / "above" / "near"
+    base = Path(tempfile.mkdtemp(dir=_root())) / "above" / "near"  # both belong to it: a config may lie there
     folder = base / (url.rpartition("/")[2] or "root")
     if len(files) == 1 and next(iter(files.values())).url == url:
         folder = base

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
+from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,11 +62,6 @@ def first_lines(error: BaseException, most: int = 2) -> str:
     return cut(" ".join(lines[:most]) or type(error).__name__, 300).rstrip(".")
 
 
-def reason_of(error: BaseException) -> str:
-    """The system's reason for an error, without the file that it repeats; else the first line of the error."""
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)
-
-
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
@@ -81,6 +77,12 @@ def show_bytes(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def space_at(path: Path) -> str:
+    """How much of the disk is free on which a path lies or would lie, as the end of a clause."""
+    disk = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists()))
+    return f", where {show_bytes(disk.free)} of {show_bytes(disk.total)} are free"
 
 
 def show_count(count: int) -> str:

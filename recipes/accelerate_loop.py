@@ -12,6 +12,7 @@ or two on 2 CPU processes. On a machine's GPUs, on eight, and with a model and t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from time import perf_counter
 from typing import Literal
 
@@ -22,8 +23,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, get_scheduler, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_fsdp_tools import Muon, describe_sharding, from_pretrained, make_accelerator, save_pretrained
-from hf_fsdp_tools.scripting import load_splits, make_demo, parse_arguments, run
+from hf_fsdp_tools import ConfigError, Muon, describe_sharding, from_pretrained, make_accelerator, save_pretrained
+from hf_fsdp_tools.scripting import check_before_loading, load_splits, make_demo, parse_arguments, run
 
 
 @dataclass
@@ -46,12 +47,16 @@ class Arguments:
     seed: int = 42
     dataset_config, dataset_train_split, dataset_test_split = None, "train", "test"  # no options; for `load_splits`
     dataset_streaming, eval_strategy = False, "steps"
+    model_revision, attn_implementation, use_peft, load_in_4bit = None, None, False, False  # for the checks
+    weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim_args = 0.0, 0.9, 0.999, 1e-8, None
+    default_max_length = max_length
 
 
 def main() -> None:
     # 1. The settings and the data
     demo = {"max_steps": 180, "learning_rate": 2e-3, "max_length": 192}
-    (args,) = parse_arguments(Arguments, demo=demo, columns=("text",))
+    defaults = {"output_dir": Arguments.output_dir}  # the next run goes to the next number
+    (args,) = parse_arguments(Arguments, defaults=defaults, demo=demo, columns=("text",))
     parts, steps, folder = args.gradient_accumulation_steps, args.max_steps, args.output_dir
     each = GradientAccumulationPlugin(parts, sync_with_dataloader=False, sync_each_batch=True)
     accelerator = make_accelerator(gradient_accumulation_plugin=each, log_with=args.log_with, project_dir=folder)
@@ -61,6 +66,7 @@ def main() -> None:
     rows, eval_rows = load_splits(args, args, columns=[{"text"}])
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    check_before_loading(args, args, tokenizer, rows, eval_rows)
 
     def collate(rows: list[dict[str, str]]) -> dict[str, torch.Tensor]:
         texts = [row["text"] + tokenizer.eos_token for row in rows]
@@ -73,7 +79,6 @@ def main() -> None:
     # 2. The model straight into shards; the optimizer of these shards
     model = from_pretrained(args.model_name_or_path, accelerator=accelerator, dtype="float32")
     accelerator.print(f"\n{describe_sharding(model)}\n")
-    args.max_length = min(args.max_length, getattr(model.config, "max_position_embeddings", 0) or args.max_length)
     if args.optim == "muon":  # matrices of blocks by Muon, all else by AdamW
         optimizer = Muon(model, lr=args.learning_rate, weight_decay=0.0)
     else:
@@ -109,6 +114,8 @@ def main() -> None:
         if step % args.logging_steps == 0 or step == steps:
             figures = {"loss": accelerator.reduce(lost).item() / seen.item(), "grad_norm": norm.item()}
             figures |= {"tokens_per_second": seen.item() / (perf_counter() - start)}
+            if not isfinite(figures["loss"]):  # the same on all ranks
+                raise ConfigError(f"step {step}: the loss is {figures['loss']}. Look at rows, dtype and learning rate.")
             if torch.accelerator.is_available():
                 figures["memory_gb"] = torch.accelerator.max_memory_allocated() / 1e9
             accelerator.print(f"{step}/{steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()))

@@ -4,6 +4,9 @@ verl's own FSDP engine gathers each parameter with `full_tensor()` and gives the
 rollout servers do not know for mixtures of experts. Name this class in place of `FSDPEngineWithLMHead`:
 
     from verl_weights import StreamingEngine
+
+LoRA goes out merged, in each pass: the second value, verl's `peft_config` with which its servers take an adapter alone
+after the base (`base_sync_done`), is always None.
 """
 
 from collections.abc import Iterator

@@ -104,10 +104,14 @@ def _config(options: argparse.Namespace) -> None:
         reason_lines = _reason_lines(config, reasons)
     else:
         values = setups.options_of(recipe, options.model, best.setup)
+        if options.recipe is not None and options.output is not None:
+            values = setups.run_values(values, best.setup, recipe=recipe)
         start, script = ["hf-fsdp", recipe], setups.recipe_words(values)
         if run_path is not None:
             script = ["--config", str(run_path), "--dataset_name", "DATASET"]
         reason_lines = [*str(best).splitlines(), *filter(None, [setups.RECIPES[recipe].note])]
+        if not is_here and Path(options.model).exists():
+            reason_lines.append(f"model     {options.model} lies on this machine: bring it to the job, or name a hub")
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         if config.mixed_precision == "fp8":
@@ -139,7 +143,7 @@ def _config(options: argparse.Namespace) -> None:
         launch, texts = template.start_command(options.output), {path: template.make(job, str(path))}
     if best is not None and run_path is not None:
         about = {"recipe": recipe, "command": options.command_line, "launch": launch}
-        texts[run_path] = setups.run_file(values, best.setup, **about)
+        texts[run_path] = setups.run_file(values, **about)
     texts = texts if options.output is None else {options.output: text, **texts}
     written = _write(texts, force=options.force)
     if options.json:

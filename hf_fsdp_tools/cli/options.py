@@ -243,7 +243,8 @@ def _check_gpus(defaults: "FSDPConfig", needed: int, is_elsewhere: bool) -> None
 def add_training_options(add: Callable[..., Any], recipes: Iterable[str]) -> None:
     """Add what is trained, how, and how much at once, in the words of TRL and the Trainer where they have one."""
     names = sorted(each.replace("_", "-") for each in recipes)
-    add("--recipe", choices=names, metavar="NAME", help="trains as this recipe does; `config` starts it, and writes")
+    about = "trains as this recipe does; `config --output` writes its options too"
+    add("--recipe", choices=names, metavar="NAME", help=about)
     about = "takes N sequences per GPU and micro-step"
     add("--per-device-train-batch-size", dest="batch_size", type=count, metavar="N", help=about)
     about = "takes N tokens per sequence (default: 4096, or the model's most)"

@@ -195,7 +195,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
 
         target = url or (folder if automatic else folder.resolve())
         saving = saving_state(target, STATE_GLOBS, blocking=blocking, checksums=checksums)
-        with saving as state, using_format(plugin, None):
+        with saving as state, using_format(plugin, None, state.staging):
             write_state(self, state)
             state.after = delete_old
         naming.iteration += 1
@@ -238,7 +238,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is no
             ]
             for i, optimizer, model in optimizers:
                 stack.enter_context(awaiting_state(model, optimizer, folder, i))
-            stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder)))
+            stack.enter_context(using_format(self.state.fsdp_plugin, stored_format(folder), folder))
             load_models(self, folder)
             stack.enter_context(_apart(self, without_scaler=SCALER_NAME in absent))
             super().load_state(str(folder), load_kwargs, **options)

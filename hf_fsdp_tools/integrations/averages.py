@@ -42,5 +42,5 @@ def write_averages(ema: ParameterEMA, state: StateSave) -> None:
 def read_averages(trainer: Any, folder: Path) -> None:
     """Fill a trainer's averages from those of a training state; where it has none, they stay. Every rank must call."""
     if trainer.ema is not None and (folder / AVERAGES).is_dir():
-        with using_format(trainer.accelerator.state.fsdp_plugin, None):
+        with using_format(trainer.accelerator.state.fsdp_plugin, None, folder):
             load({"ema": trainer.ema.state_dict()}, checkpoint_id=folder / AVERAGES)

@@ -16,8 +16,9 @@ from hf_fsdp_tools.distributed.agreement import agreed, all_ranks
 from hf_fsdp_tools.errors import library_errors, warn
 from hf_fsdp_tools.hub import CARD, upload
 from hf_fsdp_tools.integrations.checkpoints import STATE_FILES
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.saving.manifest import MANIFEST
-from hf_fsdp_tools.saving.push import is_outdated
+from hf_fsdp_tools.saving.push import hub_name_of, is_outdated
 
 _KEPT_HERE = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".*", "*/.*", "*.former")
 """Files of an output folder that are not uploaded: those that the Trainer leaves out, and what is hidden or former."""
@@ -78,14 +79,19 @@ class PushingMixin(_Trainer):  # type: ignore[misc]  # transformers is not typed
         return page
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the Trainer's model card; TRL's (1.16) names a model from a local folder "None"."""
-        super().create_model_card(*args, **kwargs)
+        """Write the Trainer's model card, or TRL's, of which some words are not true of every model."""
+        config, base = self.model.config, Path(self.model.config.name_or_path or "").name
+        with replaced(config, _name_or_path=hub_name_of(self.model) or "."):  # a folder has no page
+            super().create_model_card(*args, **kwargs)
         path = Path(self.args.output_dir, CARD)
         if self.is_world_process_zero() and path.is_file():
+            made = f"a fine-tuned version of `{base}`" if base else "trained from scratch"
             text = path.read_text(encoding="utf-8").replace("licence: license\n", "")
-            base = Path(self.model.config.name_or_path).name
-            text = text.replace("[None](https://huggingface.co/None)", f"`{base}`")
+            text = text.replace("a fine-tuned version of [None](https://huggingface.co/None)", made)
+            text = text.replace("This model was trained from scratch on", f"This model is {made} on")
             text = text.replace('model="None"', f'model="{self.args.output_dir}"')
+            if getattr(self.processing_class, "chat_template", None) is None:
+                text = text.replace('generator([{"role": "user", "content": question}], ', "generator(question, ")
             path.write_text(text, encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -26,7 +26,7 @@ from hf_fsdp_tools.modeling.module_tree import plain_name
 from hf_fsdp_tools.modeling.pickles import load_pickled
 from hf_fsdp_tools.saving.manifest import MANIFEST, UNFINISHED, Manifest, check_sums, read_manifest
 from hf_fsdp_tools.stores import told
-from hf_fsdp_tools.text import first_line, listed, listed_lines
+from hf_fsdp_tools.text import first_line, listed, listed_lines, space_at
 
 _SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders that Accelerate writes under SHARDED_STATE_DICT; source: accelerate 1.15, utils/fsdp_utils.py."""
@@ -169,8 +169,8 @@ def damage_of(folder: Path, allowed: Collection[str] = ()) -> str:
 
 
 @contextmanager
-def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
-    """Set the plugin's state dict type for a block; None leaves it as it is."""
+def using_format(plugin: Any, state_dict_type: str | None, folder: Path) -> Iterator[None]:
+    """Set the plugin's state dict type for a block that reads or writes below `folder`; None leaves it as it is."""
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     former = {name: getattr(plugin, name) for name in names}
     if state_dict_type is not None and state_dict_type not in str(plugin.state_dict_type):
@@ -182,8 +182,8 @@ def using_format(plugin: Any, state_dict_type: str | None) -> Iterator[None]:
     except CheckpointException as error:  # the same on every rank: torch has exchanged the failures
         lines = [f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items())]
         raise CheckpointError(
-            f"torch's distributed checkpoint failed on {len(lines)} rank(s). Check space and permissions of its folder "
-            f"(of TMPDIR, where it goes to a store).\n{listed_lines(lines, 4, head='')}"
+            f"torch's distributed checkpoint failed on {len(lines)} rank(s) in {str(folder)!r}{space_at(folder)}. "
+            f"Check space and permissions there (TMPDIR, where it goes to a store).\n{listed_lines(lines, 4, head='')}"
         ) from error
     finally:
         for name, value in former.items():

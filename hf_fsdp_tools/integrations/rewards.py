@@ -2,8 +2,10 @@
 
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -45,7 +47,11 @@ def _guarded(function: Any, failures: list[ConfigError]) -> Any:
 
     def failed(error: Exception, completions: Sequence[Any]) -> list[float]:
         own = error if isinstance(error, ConfigError) else None
-        said = ConfigError(f"The reward function {name} raised {type(error).__name__}: {first_lines(error)}. Mend it.")
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # behind the call below
+        lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+        place = f" ({Path(frames[0].filename).name}:{lines[-1]})" if lines else ""
+        fact = f"{type(error).__name__}: {first_lines(error)}{place}"
+        said = ConfigError(f"The reward function {name} raised {fact}. Mend it.")
         said.__cause__ = error
         failures.append(own or said)
         return [0.0] * len(completions)

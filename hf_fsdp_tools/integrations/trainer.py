@@ -421,14 +421,14 @@ class FSDPTrainerMixin(PushingMixin):
         """Write the optimizer's shards and the scheduler; the weights are in the folder already."""
         folder, state = Path(output_dir), self._saving
         assert state is not None
-        with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT"):
+        with using_format(self.accelerator.state.fsdp_plugin, "SHARDED_STATE_DICT", folder):
             write_part(self.accelerator, self.model, self.optimizer, state, 0)
+            if self.ema is not None:
+                write_averages(self.ema, state)
         with agreed("saving the scheduler", folder), storage_errors("save to", folder):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         state.needed += [f"{STATE_FILES[0]}/{METADATA}", SCHEDULER_NAME]
-        if self.ema is not None:
-            write_averages(self.ema, state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state, the last file of all ranks; a rank that fails stops all of them."""
@@ -497,7 +497,7 @@ class FSDPTrainerMixin(PushingMixin):
             load_into(model, folder)
             return
         refuse_damage(folder)
-        with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder)):
+        with using_format(self.accelerator.state.fsdp_plugin, stored_format(folder), folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -508,7 +508,7 @@ class FSDPTrainerMixin(PushingMixin):
         has_optimizer = any((folder / name).exists() for name in STATE_FILES[:2])
         has_scheduler = (folder / SCHEDULER_NAME).is_file()
         waiting = awaiting_state(self.model, self.optimizer, folder)
-        with waiting, using_format(plugin, stored_format(folder)):
+        with waiting, using_format(plugin, stored_format(folder), folder):
             if has_optimizer and has_scheduler:
                 super()._load_optimizer_and_scheduler(checkpoint)
             elif has_optimizer:

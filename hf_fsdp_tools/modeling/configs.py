@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.text import did_you_mean, quoted
@@ -247,6 +249,19 @@ def write_older_keys(config: PreTrainedConfig, folder: Path) -> None:
     content = json.loads(file.read_text())
     _add_older_keys(config, content)
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def with_older_keys() -> Iterator[None]:
+    """Let configs that transformers saves in a block have these keys, before what it uploads in the same call."""
+    save = PreTrainedConfig.save_pretrained
+
+    def save_both(config: PreTrainedConfig, folder: str | PathLike[str], **keywords: Any) -> None:
+        save(config, folder, **keywords)
+        write_older_keys(config, Path(folder))
+
+    with replaced(PreTrainedConfig, save_pretrained=save_both):
+        yield
 
 
 def _add_older_keys(config: PreTrainedConfig, content: dict[str, Any]) -> None:

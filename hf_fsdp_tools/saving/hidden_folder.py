@@ -20,6 +20,7 @@ from hf_fsdp_tools.errors import CheckpointError, storage_errors
 from hf_fsdp_tools.loading.io.durable import sync
 from hf_fsdp_tools.saving.layout import Layout
 from hf_fsdp_tools.stores import this_boot, try_lock
+from hf_fsdp_tools.text import space_at
 
 NEW = "beside"
 """Name of the folder of new files within the hidden folder."""
@@ -193,8 +194,8 @@ class HiddenFolder:
                     _reserve(stream.fileno(), size)
         except OSError as error:
             raise CheckpointError(
-                f"Cannot save to {str(self.folder)!r}: {error}. {layout.num_bytes} bytes are to be written there; "
-                "check space and permissions, or give another folder."
+                f"Cannot save to {str(self.folder)!r}{space_at(self.folder.parent)}: {error}. "
+                f"{layout.num_bytes} bytes are to be written; check space and permissions, or give another folder."
             ) from None
 
     def check_visible(self, layout: Layout) -> None:

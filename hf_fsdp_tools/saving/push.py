@@ -8,11 +8,15 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.hub import CARD, local_path, upload
+from hf_fsdp_tools.modeling.module_tree import own_class
+from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, WEIGHTS_OF_A_SAVE, SaveReport
 from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
+from hf_fsdp_tools.stores import as_url
 
 
 def push_saved(model: nn.Module, report: SaveReport, target: dict[str, Any] | None) -> SaveReport:
@@ -39,12 +43,18 @@ def is_outdated(name: str, files: Collection[str]) -> bool:
     return bool(is_of_a_save) and ADAPTER_CONFIG not in files
 
 
+def hub_name_of(model: nn.Module) -> str:
+    """The name on the hub of what a model was made from; "" where it came from a folder, a store or nothing."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name if name and as_url(name) is None and local_path(name) is None else ""
+
+
 def model_card_of(model: nn.Module) -> ModelCard:
     """huggingface_hub's template of a model card, with the model's tags and the name of the model it was made from."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    library = own_class(model).__module__.partition(".")[0].replace("_", "-")
     data = ModelCardData(
-        base_model=name if name and local_path(name) is None else None,
-        library_name="transformers",
+        base_model=hub_name_of(model) or None,
+        library_name="transformers" if isinstance(model, PreTrainedModel) or is_adapted(model) else library,
         tags=list(getattr(model, "model_tags", None) or []),
     )
     card: ModelCard = ModelCard.from_template(data)

@@ -189,7 +189,8 @@ def begin_save(
             )
         sizes: dict[str, Any] = {"max_shard_size": max_shard_size, "staging_bytes": staging_bytes}
         save = partial(save_pretrained, dtype=dtype, carry_heads=carry_heads, **sizes)
-        return save_by_library(model, folder, save, tokenizer=tokenizer, staging_bytes=staging_bytes)
+        options: dict[str, Any] = {"tokenizer": tokenizer, "card": model_card, "staging_bytes": staging_bytes}
+        return save_by_library(model, folder, save, **options)
     elif any(is_wrapper(module) for module in model.modules()):
         raise ConfigError(
             f"{type(model).__name__} has adapters without a PeftModel around it (model.add_adapter). Make it with "

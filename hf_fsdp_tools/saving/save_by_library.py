@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
+from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.publish import SaveReport
+from hf_fsdp_tools.saving.push import model_card_of
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 
 Write = Callable[[nn.Module, Path], SaveReport]
@@ -31,7 +33,7 @@ def is_of_library(model: nn.Module) -> bool:
 
 
 def save_by_library(
-    model: nn.Module, folder: Path, write: Write, *, tokenizer: Any = None, staging_bytes: int
+    model: nn.Module, folder: Path, write: Write, *, tokenizer: Any = None, card: bool = False, staging_bytes: int
 ) -> SaveReport:
     """Let rank 0 save a model by the `save_pretrained` of its class, and all ranks the transformers models inside it.
 
@@ -59,6 +61,8 @@ def save_by_library(
                     places = _save(model, inside, staging)
                     if tokenizer is not None:
                         tokenizer.save_pretrained(staging)
+                    if card and not (staging / CARD).exists() and not (folder / CARD).exists():
+                        model_card_of(model).save(staging / CARD)
             places = all_ranks(places, "saving the files of the model's library")[0]
         reports = {place: write(inside[name], folder / place) for name, place in places.items()}
         with agreed("finishing the save", folder), storage_errors("save to", folder):

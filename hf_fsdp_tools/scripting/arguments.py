@@ -45,7 +45,7 @@ class ModelArguments(ModelConfig):  # type: ignore[misc]  # trl is not typed
     )
     dequantize: bool = field(
         default=True,
-        metadata={"help": "false: a base that is stored quantised (FP8, MXFP4, NVFP4, int4) stays so (--use_peft)."},
+        metadata={"help": "A base that is stored quantised becomes floats; false: it stays so, under an adapter."},
     )
     early_stopping_patience: int | None = field(
         default=None,
@@ -88,13 +88,8 @@ _DEMO = {"per_device_train_batch_size": 2, "lr_scheduler_type": "cosine", "warmu
 
 _OF_ADAPTERS = [each.name for each in fields(ModelConfig) if each.name.startswith(("lora_", "use_dora", "use_rslora"))]
 
-_EARLY_STOP = {
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "eval_loss",
-    "eval_strategy": "steps",
-    "eval_steps": 0.05,
-    "save_strategy": "best",
-}
+_EARLY_STOP = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_strategy": "best"}
+_EARLY_STOP |= {"eval_strategy": "steps", "eval_steps": 0.05}
 """What early stopping needs of the Trainer."""
 
 
@@ -229,12 +224,7 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
             if not wrong.startswith("-"):
                 raise ConfigError(f"{wrong} stands behind no option. Put commas between the values of one option.")
-            if (axis := wrong.lstrip("-").replace("-", "_")) in _AXES:
-                option = f"--{axis.replace('_', '-')}"
-                raise ConfigError(
-                    f"{wrong} goes into the launch file: hf-fsdp config {option} 2 --output FILE, then --config_file."
-                )
-            raise ConfigError(f"{wrong} is no option of this recipe{did_you_mean(wrong, names, otherwise=_HELP)}")
+            raise _unknown(wrong, names)
         chosen = demo if getattr(values, "model_name_or_path", None) is None else {}
         if getattr(values, "early_stopping_patience", None) is not None:
             chosen = chosen | _EARLY_STOP
@@ -289,9 +279,9 @@ class _Parser(TrlParser):  # type: ignore[misc]  # trl is not typed
         return f"{usage}\n\n{text}\n\n{formatter.format_help()}"
 
 
-_AXES = ("cp_size", "tp_size", "ep_size", "dp_replicate_size")
-
-_HELP = "; --help lists all."
+_OF_LAUNCHER = {"cp_size", "tp_size", "ep_size", "dp_replicate_size", "num_processes", "num_machines", "machine_rank"}
+_OF_LAUNCHER |= {"compute_environment", "distributed_type", "fsdp_config", "parallelism_config", "mixed_precision"}
+"""Keys of the launcher's file, or of its sections, that recipes do not have."""
 
 _OF_OTHERS = {
     "batch_size": "per_device_train_batch_size",
@@ -318,9 +308,19 @@ def _read_file(path: Path, names: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: holds no `name: value` lines.")
     known = {name.lstrip("-") for name in names} | {"env"}
     if (key := next((key for key in content if key not in known), None)) is not None:
-        end = did_you_mean(str(key), known, otherwise=_HELP)
-        raise ConfigError(f"--config {path}: {key!r} is no option of this recipe{end}")
+        raise _unknown(str(key), known, f"--config {path}: ")
     return content
+
+
+def _unknown(name: str, known: Iterable[str], where: str = "") -> ConfigError:
+    """The error of a name that no option has."""
+    if name.lstrip("-").replace("-", "_") in _OF_LAUNCHER:
+        return ConfigError(
+            f"{where}{name} goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of "
+            "hf-fsdp and of `accelerate launch` takes it."
+        )
+    end = did_you_mean(name, known, otherwise="; --help lists all.")
+    return ConfigError(f"{where}{name} is no option of this recipe{end}")
 
 
 def _value(parsed: Iterable[Any], name: str) -> Any:
@@ -364,15 +364,8 @@ def _show_no_bars() -> None:
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not re-exported
 
 
-_LEAST = {
-    "max_length": 2,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "dataloader_num_workers": 0,
-    "learning_rate": 0,
-    "lora_r": 1,
-}
+_LEAST = {"max_length": 2, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "lora_r": 1}
+_LEAST |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "learning_rate": 0}
 """Numbers below which nothing is trained, or a library stops with an error of its own."""
 
 

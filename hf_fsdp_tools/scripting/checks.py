@@ -16,7 +16,7 @@ from hf_fsdp_tools.modeling.meta import build_meta_model, load_config
 from hf_fsdp_tools.scripting.tokenizer import hub_options
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.streaming.muon import muon_options, wants_muon
-from hf_fsdp_tools.text import did_you_mean, first_line, listed, reason_of
+from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 _ROWS = 100
 """Rows of which labels and lengths are looked at. (assumed: enough to see a mistake that all rows share)"""
@@ -134,7 +134,7 @@ def _check_output(training: Any) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be made: {reason_of(error)}. Give another folder.") from error
+        raise ConfigError(f"--output_dir {folder} cannot be made: {error.strerror}. Give another folder.") from error
     if not resume and checkpoints:
         raise ConfigError(
             f"{folder} holds checkpoints of another run ({listed([path.name for path in checkpoints], 2)}). Go on with "
@@ -357,11 +357,11 @@ def check_documents_apart(trainer: Any) -> None:
     noise = _NOISE_16_BITS if logits.dtype.itemsize < 4 else _NOISE
     difference = ((logits.float() - changed.float()).pow(2).mean().sqrt() / logits.float().std()).item()
     if not difference < noise:
+        cure = "Use --attn_implementation flash_attention_2, or leave" if model._supports_flash_attn else "Leave"
         raise ConfigError(
             f"{option}: {type(model).__name__} with the attention implementation "
             f"{model.config._attn_implementation!r} sees the documents before its own in a packed row (its logits "
-            f"change by {difference:.0%} of their spread). Use --attn_implementation flash_attention_2 where the model "
-            f"has it, or leave {option} out."
+            f"change by {difference:.0%} of their spread). {cure} {option} out."
         )
 
 

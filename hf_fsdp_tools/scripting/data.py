@@ -80,7 +80,7 @@ def load_splits(script: Any, training: Any, *, columns: Sequence[AbstractSet[str
 
     text = getattr(training, "dataset_text_field", "text")
     chosen: Mapping[str, str | None] = getattr(script, "column_names", {})
-    options = [f"--{name}_column" for name in chosen]
+    options = [f"--{name}_column" for name in chosen] or ["--dataset_columns"] * hasattr(script, "dataset_columns")
 
     def converted(parts: Mapping[str, Any]) -> Any:
         ready = {}
@@ -141,12 +141,16 @@ def _splits_of(name: str, script: Any) -> Any:
     for file in files:
         if not file.stat().st_size:
             raise ConfigError(f"--dataset_name {name}: {file.name} is empty.")
+        if encoding := _utf16(file):
+            cure = f"Convert it: iconv -f {encoding} -t utf-8 {file.name} > utf8-{file.name}"
+            raise ConfigError(f"--dataset_name {name}: {file.name} is UTF-16. {cure}.")
         is_alike = file.suffix in {*_BUILDERS, *_COMPRESSED} - {".pq"} and _ending(file) == _ending(files[0])
         if not (is_alike or path.is_file() or (path / "README.md").is_file()):
             raise ConfigError(
                 f"--dataset_name {name}: {file.name}: of a folder, datasets reads files of one kind, with endings in "
                 "small letters (.parquet, not .pq), and leaves out others. Name files with commas between them."
             )
+    other = ""
     try:
         if path.is_file():
             splits = _load(path, streaming=script.dataset_streaming)
@@ -155,26 +159,31 @@ def _splits_of(name: str, script: Any) -> Any:
             splits = stored if hasattr(stored, "items") else {"train": stored}
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+            if script.dataset_streaming and not (path / "README.md").is_file():
+                other = _other_columns(files)  # which a stream says when it comes to that file
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
         if (where := _bad_line([name])) is not None:
             raise ConfigError(f"--dataset_name {name}: {where}.") from error
         if isinstance(cause, CastError) or "Schema at index" in str(cause):
-            raise ConfigError(f"--dataset_name {name}: {_other_columns(files, cause)}.") from error
+            rows = f"some rows have other columns: {first_line(cause)}. Give all rows the same"
+            raise ConfigError(f"--dataset_name {name}: {_other_columns(files) or rows}.") from error
         if isinstance(error, DatasetGenerationError):
             raise ConfigError(f"--dataset_name {name}: {first_line(cause)}. Mend or delete that row.") from error
         cure = "Check the name; one of the hub needs the network, and `hf auth login` where it is private or gated."
         cure = "Mend it, or store its rows in .jsonl." if path.exists() else cure
         raise ConfigError(f"--dataset_name {name} cannot be loaded: {first_line(error)}. {cure}") from error
+    if other:
+        raise ConfigError(f"--dataset_name {name}: {other}.")
     return splits
 
 
-def _other_columns(files: list[Path], error: BaseException) -> str:
-    """Which files of a folder have other columns than the first, or what the error says of one file."""
-    columns = {file.name: ", ".join(sorted(_columns(_load(file, streaming=True)["train"]))) for file in files}
+def _other_columns(files: list[Path]) -> str:
+    """Which of the first 100 files of a folder has other columns than the first; "" for none."""
+    columns = {file.name: ", ".join(sorted(_columns(_load(file, streaming=True)["train"]))) for file in files[:100]}
     first = next(iter(columns), "")
     if (other := next((name for name in columns if columns[name] != columns[first]), None)) is None:
-        return f"some rows have other columns: {first_line(error)}. Give all rows the same"
+        return ""
     found = f"{first} has the columns {columns[first]}, and {other} {columns[other]}"
     return f"{found}. Give all files of a folder the same, or name them with commas between them"
 
@@ -208,8 +217,6 @@ def _first_bad_line(file: Path) -> str | None:
         return None
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
-                return f"{file.name} is UTF-16. Convert it: iconv -f utf-16 -t utf-8 {file.name} > utf8-{file.name}"
             try:
                 text = line.decode()
                 if suffix in _JSON_LINES and text.strip() and not isinstance(json.loads(text.lstrip("\ufeff")), dict):
@@ -220,6 +227,18 @@ def _first_bad_line(file: Path) -> str | None:
             except ValueError as error:
                 return f"{file.name}, line {number} is no JSON: {first_line(error)}. Mend or delete that row"
     return None
+
+
+def _utf16(file: Path) -> str:
+    """The name of the encoding of a file of text in UTF-16, with or without its mark; "" for others."""
+    if _BUILDERS[_ending(file)] in ("parquet", "arrow") or file.suffix.lower() in _COMPRESSED:
+        return ""
+    with open(file, "rb") as stream:
+        start = stream.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    high, low = start[0::2].count(0), start[1::2].count(0)  # of blanks and line ends, in any script
+    return "" if high == low else "utf-16be" if high > low else "utf-16le"
 
 
 def _train_part(splits: Any, name: str, script: Any) -> Any:

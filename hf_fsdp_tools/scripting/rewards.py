@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_fsdp_tools.distributed.agreement import agreed
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import did_you_mean, first_line, listed, reason_of
+from hf_fsdp_tools.text import did_you_mean, first_line, listed
 
 _GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 """What TRL gives to every reward function; beside it, each column of the rows but `prompt` and `completion`."""
@@ -81,7 +81,7 @@ def _module_of(name: str, file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except OSError as error:
-        raise ConfigError(f"--reward_funcs {name}: {file} cannot be read: {reason_of(error)}.") from error
+        raise ConfigError(f"--reward_funcs {name}: {file} cannot be read: {error.strerror}.") from error
     except Exception as error:
         said = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"--reward_funcs {name}: {file} ends in {said}. Mend it.") from error

@@ -293,8 +293,10 @@ def finish(
     folder = Path(training.output_dir)
     trainer.save_state()
     title, before, after = _evaluations(trainer)
+    is_short = after is None and trainer.eval_dataset is not None and training.eval_strategy != "no"
+    reason = ": fewer rows are held out than all processes take at once (--per_device_eval_batch_size)"
     summary: dict[str, str | Callable[[], str]] = {
-        title: _show_evaluations(before, after, title == "evaluation loss"),
+        title: _show_evaluations(before, after, title == "evaluation loss") + reason * is_short,
         "checkpoint": lambda: f"{folder} (open it with {_opener(trainer.model)}.from_pretrained)",
         **(lines or {}),
         "log": f"{folder / 'trainer_state.json'}{_picture(trainer, folder)}",

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from hf_fsdp_tools.distributed.shards import as_dtensor, cut, part_of
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.modeling.configs import write_older_keys
+from hf_fsdp_tools.modeling.configs import with_older_keys
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from hf_fsdp_tools.modeling.packed import packed_parameters
@@ -135,9 +133,8 @@ def _save_pretrained(
             )
         if not state_dict or not kwargs.get("is_main_process", True):
             return None
-        with original_classes(model), with_cache_as_found(model):
-            plain(save_directory, state_dict=state_dict, **kwargs)
-            return write_older_keys(model.config, Path(save_directory)) if isinstance(model, PreTrainedModel) else None
+        with original_classes(model), with_cache_as_found(model), with_older_keys():
+            return plain(save_directory, state_dict=state_dict, **kwargs)
     options = {name: value for name, value in kwargs.items() if name in _HONOURED}
     if kwargs.get("push_to_hub"):
         options |= {name: kwargs[name] for name in ("push_to_hub", "token") if name in kwargs}

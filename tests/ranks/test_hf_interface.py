@@ -264,10 +264,11 @@ def a_librarys_own_files_are_saved_and_resumed(folder: Path) -> None:
     trainer.train()
     trainer.save_model(str(folder / "run" / "last"))
     model.save_pretrained(str(folder / "run" / "own"))  # type: ignore[operator]
-    report = save_pretrained(model, folder / "run" / "ours")
+    report = save_pretrained(model, folder / "run" / "ours", model_card=True)
     assert report.files == ("model.safetensors",) and set(report.others) == {
-        "config.json", "modules.json", "1_dense/model.safetensors",
+        "config.json", "modules.json", "1_dense/model.safetensors", "README.md",
     }  # fmt: skip
+    assert "library_name: tests\n" in (folder / "run" / "ours" / "README.md").read_text()
     trained = full_parameters(model)
     for name in ("last", "own", "ours", "checkpoint-2"):
         assert_same_tensors(Encoder.open(folder / "run" / name).state_dict(), trained, name)

@@ -211,7 +211,7 @@ async def judges_one_later(completions: list[str], **_: Any) -> list[float | Non
 
 
 FAILURES = {
-    raises: "The reward function raises raised KeyError: 'no answer'",
+    raises: "The reward function raises raised KeyError: 'no answer' (test_online.py:",
     gives_nan: "The reward function gives_nan returned nan for completion 1 of 2",
     gives_too_few: "The reward function gives_too_few returned 1 rewards for 2 completions",
     gives_a_number: "The reward function gives_a_number returned 0.5, which is no list",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from hf_fsdp_tools import from_pretrained, save_pretrained
@@ -66,6 +67,9 @@ def a_save_is_uploaded(main: Path, out: Path) -> None:
     assert save_pretrained(model, folder).commit_url == ""
     carded = save_pretrained(model, out / "carded", model_card=True)
     assert "README.md" in carded.others and "library_name: transformers" in (out / "carded/README.md").read_text()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    model.save_pretrained(str(out / "given"), state_dict=state, push_to_hub=True, repo_id="org/given", **TOKEN)
+    dist.barrier()
     last = save(commit_message="one file", revision="small")
     assert last.files == ("model.safetensors",)
     assert_opens("org/new", model, revision="small")
@@ -186,6 +190,7 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     weights = {name for kind, name in first["done"] if name.endswith(".safetensors")}
     assert len(weights) == 4 and {name for kind, name in second["done"] if kind == "deletedFile"} == weights
     assert {name for _, name in first["done"]} >= {"README.md", "config.json", "generation_config.json"}
+    assert "rope_theta" in json.loads(server.files("org/given")["config.json"]), "as transformers 4 reads it"
     card = files["README.md"].decode()
     assert "library_name: transformers" in card and "- tiny" in card and "- llama" in card and "base_model" not in card
     assert json.loads(files["config.json"])["architectures"] == ["LlamaForCausalLM"]
@@ -198,7 +203,8 @@ def assert_uploaded(server: FakeHub, out: Path) -> None:
     assert sum(name.startswith("last-checkpoint/optimizer_0/") for name in trained) == 3
     steps = [commit["summary"] for commit in server.commits if commit["name"] == "org/trained"]
     assert steps == [*(f"Training in progress, step {step}" for step in (2, 4)), "End of training", "Model save"]
-    assert all(part in trained["README.md"].decode() for part in ("- asked", "- ours"))
+    words = ("- asked", "- ours", "This model is a fine-tuned version of `main` on")
+    assert all(part in trained["README.md"].decode() for part in words)
     assert trained["model.safetensors"] == (local / "model.safetensors").read_bytes() and "training_args.bin" in trained
     adapted = server.files("org/adapted")
     assert {"adapter_model.safetensors", "adapter_config.json"} <= set(adapted) and "model.safetensors" not in adapted

@@ -289,6 +289,8 @@ DAMAGE: dict[str, tuple[str, Any]] = {  # of each such tensor: what is there in 
         "q_proj.weight",
         torch.zeros(64, 64),
     ),
+    "nested_absmax holds values that are not finite": ("nested_absmax", torch.tensor([torch.nan])),
+    "RecursionError: ": ("quant_state.bitsandbytes__nf4", torch.tensor(list(b"[" * 10**5), dtype=torch.uint8)),
     "k_proj.weight' is not in the checkpoint": ("k_proj.weight", None),
 }
 

@@ -372,7 +372,7 @@ class AsAccelerateSaves(ShardedTrainer):
 def _foreign(state_dict_type, source, out):
     folder = out / state_dict_type
     first = _trainer(_model(source), folder, kind=AsAccelerateSaves, max_steps=2)
-    with using_format(first.accelerator.state.fsdp_plugin, state_dict_type):
+    with using_format(first.accelerator.state.fsdp_plugin, state_dict_type, out):
         first.train()
     held = {path.name for path in (folder / "checkpoint-1").iterdir()}
     assert ("optimizer_0" in held) == (state_dict_type == "SHARDED_STATE_DICT") and "model.safetensors" not in held

@@ -26,6 +26,7 @@ REFUSED = {
     ),
     "long": ("pair", "--teacher_model_name_or_path {teacher} --dataset_name {long}", "--max_completion_length 8 are"),
     "numbers": ("embed", "--dataset_name {numbers}", "the column `anchor` must hold text"),
+    "columns": ("embed", "--dataset_name {prompts}", "Rename one, or name yours: --dataset_columns."),
     "merged": ("embed", "--dataset_name {pairs} --merge_adapters", "--merge_adapters"),
 }
 

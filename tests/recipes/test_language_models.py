@@ -19,6 +19,7 @@ from tests.recipes._launch import (
     Series,
     launch,
     launch_series,
+    refused_runs,
     two_runs,
     write_lines,
     write_split,
@@ -102,7 +103,19 @@ def series(tmp_path_factory) -> Series:
     steps = ["--max_steps", str(STEPS), "--learning_rate", "1e-2"]
     runs["compared"] = [*loop, write_split(folder / "eight", EIGHT), *steps]
 
-    return launch_series(folder, runs)
+    bases = {"loop": [*loop, str(folder / "eight")]}
+    return launch_series(folder, runs, refused=refused_runs(REFUSED, bases))
+
+
+REFUSED = {
+    "long-loop": ("loop", "--max_length 99999", "--max_length 99999: "),
+    "wild-loop": ("loop", "--max_steps 3 --learning_rate 1e30 --logging_steps 1", "step 3: the loss is "),
+}
+
+
+@pytest.mark.parametrize("run", REFUSED)
+def test_a_loop_of_ones_own_says_what_cannot_be_trained(series, run):
+    assert REFUSED[run][-1] in series.error(run)
 
 
 LATE = """

@@ -119,6 +119,13 @@ def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
     assert str(file) in str(caught.value) and len(str(caught.value)) < 1000
 
 
+def test_a_file_of_eight_terabytes_of_nothing_is_one_error(tmp_path: Path) -> None:
+    with open(tmp_path / "model.safetensors", "wb") as stream:
+        stream.truncate(2**43)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be (read|mapped)"):
+        CheckpointIndex.open(tmp_path)
+
+
 def test_a_key_in_two_files(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)

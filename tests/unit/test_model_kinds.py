@@ -102,9 +102,11 @@ def test_a_sample_that_fails_does_not_cost_the_model(tmp_path):
     accelerator = SimpleNamespace(print=done.append, is_main_process=True, end_training=lambda: done.append("ended"))
     saves = {"save_state": lambda: done.append("state"), "save_model": lambda: done.append("model")}
     trainer = SimpleNamespace(**saves, accelerator=accelerator, state=SimpleNamespace(log_history=[]), ema=None)
-    training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False)
+    trainer.eval_dataset = [1]
+    training = SimpleNamespace(output_dir=str(tmp_path), push_to_hub=False, eval_strategy="epoch")
     finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": lambda: f"after {done[-1]}"})
     assert done[:2] == ["state", "model"] and "\nsample           after model\n" in done[2] and done[3] == "ended"
+    assert "not evaluated: fewer rows are held out than all processes take at once" in done[2]
     fails = Mock(side_effect=RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
     with pytest.raises(RuntimeError, match="probability tensor"):
         finish(trainer, training, None, None, lines={"checkpoint": "here", "sample": fails})

@@ -94,7 +94,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--mixed-precision=bf16", "or the script --bf16 true."),
         (
             "--cp_size 2",
-            "--cp_size goes into the launch file: hf-fsdp config --cp-size 2 --output FILE, then --config_f",
+            "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of",
         ),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
@@ -119,15 +119,20 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--optim sgd wandb", "wandb stands behind no option. Put commas between"),
         ("--fp16 true", "--fp16 needs a GPU. Use --bf16 true, or neither"),
         ("--config nope.yaml", "--config nope.yaml: No such file or directory. Give the path of a YAML file"),
-        ("--config key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
-        ("--config=key.yaml", "key.yaml: 'lerning_rate' is no option of this recipe: did you mean learning_rate?"),
+        ("--config key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
+        ("--config=key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
         ("--config open.yaml", "open.yaml, line [12]: no YAML"),
+        (
+            "--config launch.yaml",
+            "launch.yaml: distributed_type goes into the launch file: .* `accelerate launch`",
+        ),
         ("--config words.yaml", "holds no `name: value` lines"),
     ],
 )
 def test_a_mistaken_option_is_one_line_with_the_cure(options, message, monkeypatch, tmp_path):
     texts = {"key": "lerning_rate: 1e-4", "value": "learning_rate: fast", "open": "learning_rate: [", "words": "a b"}
+    texts["launch"] = "learning_rate: 1e-4\ndistributed_type: FSDP\nnum_processes: 2"
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text + "\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None) if "liger" in options else None
@@ -295,9 +300,12 @@ def test_files_of_all_endings_are_read_and_folders_of_two_kinds_are_not(tmp_path
         (tmp_path / folder / other).write_text(rows.replace("{", '{"more": 1, '))
         with pytest.raises(ConfigError, match=reason):
             splits(folder)
-    (tmp_path / "wide.jsonl").write_text(rows, encoding="utf-16")
-    with pytest.raises(ConfigError, match=r"wide.jsonl is UTF-16.* iconv -f utf-16"):
-        splits("wide.jsonl")
+    with pytest.raises(ConfigError, match=r"a.jsonl has the columns text, and b.jsonl more, text"):
+        splits("more", dataset_streaming=True, max_steps=1)
+    for encoding, text in (("utf-16", rows), ("utf-16-le", "plain\nwords"), ("utf-16-be", "две строки\nслов")):
+        (tmp_path / "wide.txt").write_text(text, encoding=encoding)
+        with pytest.raises(ConfigError, match=rf"wide.txt is UTF-16.* iconv -f {encoding.replace('6-', '6')} -t"):
+            splits("wide.txt")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

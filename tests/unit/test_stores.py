@@ -57,6 +57,12 @@ def test_a_stub_is_made_anew_where_a_checkpoint_changed(store: Any, folders: dic
         assert (second := stores.stub_of("memory://run")) != first
         store.rm("/run", recursive=True)
         assert stores.stub_of("memory://run") == second, "one version in a block"
+    store.put(str(folders["llama"]) + "/", "/run/", recursive=True)
+    assert first.exists(), "a load may be reading it"
+    third = stores.stub_of("memory://run")
+    assert second.exists() and third.exists() and not first.exists(), "not one for each save, until the process ends"
+    assert not any(file.is_relative_to(first) for file in stores._objects)
+    store.rm("/run", recursive=True)
     with pytest.raises(CheckpointError, match="No checkpoint at 'memory://run'"):
         stores.stub_of("memory://run")
 

@@ -1,11 +1,13 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, load, save
-from torch.distributed.checkpoint.api import CheckpointException
 
+from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools.integrations.resume import using_format
 from hf_fsdp_tools.saving.held_dcp import ThreadedWriter
 
 
@@ -28,5 +30,7 @@ def test_a_rank_writes_files_at_a_time_and_an_error_of_any_is_raised(
         return write(transforms, stream, data, item, *rest)
 
     monkeypatch.setattr(filesystem, "_write_item", fail)
-    with pytest.raises(CheckpointException, match="No space left"):
+    plugin = SimpleNamespace(state_dict_type=None, state_dict_config=None, optim_state_dict_config=None)
+    said = r"failed on 1 rank\(s\) in '.*/full', where .* of .* are free. Check space and .*\n.*No space left"
+    with pytest.raises(CheckpointError, match=said), using_format(plugin, None, tmp_path / "full"):
         save(values, storage_writer=ThreadedWriter(tmp_path / "full"), no_dist=True)

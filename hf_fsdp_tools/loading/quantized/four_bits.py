@@ -347,6 +347,9 @@ def read_texts(
             offset = float(text["nested_offset"]) if "offset" in form.scales else None
             if not math.isfinite(offset or 0):
                 raise ValueError(f"nested_offset is {offset}")
+            nested = local_parts(state[part_name(fqn, "nested scale")]) if "offset" in form.scales else ()
+            if not all(part.contiguous().view(torch.float32).isfinite().all() for _, part in nested):
+                raise ValueError("nested_absmax holds values that are not finite")
         except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{index.name!r}: {weights.texts[fqn]!r} does not say how a weight is packed "
