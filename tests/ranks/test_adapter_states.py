@@ -137,12 +137,14 @@ def on_one_rank(make: Any, out: Path, saved: dict[str, torch.Tensor]) -> None:
     loop.train()
 
 
-FAST = ("lora", "whole modules", "qlora", "pissa")
+FAST = ("lora", "whole modules", "qlora")
 """Adapters of the nightly tier are near one of these."""
 
 
 @pytest.mark.parametrize(
-    "names", [FAST, pytest.param(("biases", "prefix", "packed"), marks=pytest.mark.nightly)], ids=["fast", "others"]
+    "names",
+    [FAST, pytest.param(("biases", "prefix", "packed", "pissa"), marks=pytest.mark.nightly)],
+    ids=["fast", "others"],
 )
 @pytest.mark.shows("resumed states", "QLoRA", "stays quantised")
 def test_a_state_of_an_adapter_holds_no_frozen_base(root: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
