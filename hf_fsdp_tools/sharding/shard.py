@@ -369,8 +369,7 @@ def apply_sharding(model: nn.Module, sharding: Sharding, tree: ModuleTree | None
     )
     hooks = [*note_of(model).hooks, *gather_float8(model), *divide_loss(model, sharding.axes.layers)]
     if sharding.mesh.size() > 1:
-        ranks = sorted(sharding.mesh.mesh.flatten().tolist())
-        hooks += [*join_skipped(model, tree, ranks), *share_buffers(model, sharding.mesh)]
+        hooks += [*join_skipped(model, tree, sharding.mesh), *share_buffers(model, sharding.mesh)]
     if sharding.axes.rows is not None:
         hooks += share_rows(model, sharding.axes.rows)
     add_to_note(model, hooks=tuple(hooks), sharding=sharding)

@@ -74,9 +74,9 @@ def test_a_round_carries_values_as_they_are_and_no_code(two: list[Rounds], tmp_p
             return Path.touch, (tmp_path / "ran",)
 
     strange = {"class": ["subprocess", "Popen", [["args", ["touch", str(tmp_path / "ran")]]]]}
-    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange])):
+    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange]).encode()):
         one, other = ranks_of(2)
-        other._store.set("round.0/1", content)
+        other._store.append("round.0/values", b"1 " + content + b"\n")
         other._store.add("round.0/count", 1)
         with pytest.raises((ValueError, RanksError)):
             one.exchange("a", "saving")
@@ -94,7 +94,7 @@ def test_rank_0_which_may_end_the_store_with_itself_leaves_last(two: list[Rounds
 
     def leave(rank: int) -> None:
         rounds_of_thread.set(two[rank])
-        while rank == 0 and not two[0]._store.check(["round.0/1"]):
+        while rank == 0 and not two[0]._store.add("round.0/count", 0):
             time.sleep(0.001)
         wait_for_all_ranks()
         left.append(rank)
@@ -178,7 +178,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.fixture
 def lookout(two: list[Rounds], clock: Clock) -> Lookout:
-    two[0]._store.set("round.0/0", "here")
+    two[0]._store.append("round.0/values", "0 here\n")
     return Lookout(two[0]._store, "round.0", (0, 1), 0)
 
 
