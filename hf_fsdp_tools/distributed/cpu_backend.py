@@ -34,11 +34,10 @@ def has_cpu_backend(group: ProcessGroup | None = None) -> bool:
 def all_reduced(
     values: torch.Tensor, groups: Iterable[ProcessGroup | None] = (None,), op: Any = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Values on the CPU, reduced over each group in turn, by default the default one, between CPUs where it can.
-
-    Every member must call: what grows with tensors is too much for the key-value store.
-    """
-    for group in groups:
+    """Values on the CPU, reduced over each group in turn, by default the default one, between CPUs where it can; as
+    they are without a process group. Every member must call: the key-value store is too slow for what grows with
+    tensors."""
+    for group in groups if dist.is_initialized() else ():
         values = values.to("cpu" if has_cpu_backend(group) else find_accelerator())
         dist.all_reduce(values, op, group)
     return values.cpu()

@@ -126,7 +126,7 @@ class Rounds:
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "") -> None:
         self.rank, self.ranks = rank, ranks
         with _store_errors():
-            own = store_of_its_own(store, f"rounds{name}/{zlib.crc32(repr(ranks).encode())}", len(ranks))
+            own: Any = store_of_its_own(store, f"rounds{name}/{zlib.crc32(repr(ranks).encode())}", len(ranks))
             own.set(f"beat/{rank}", json.dumps({"count": 0, "at": []}))
             own.append("who", f"{rank} {json.dumps([processes_in_sight(), os.getpid()])}\n")
         self._scopes = [Scope("round")]  # holds all others, and nobody fails in it

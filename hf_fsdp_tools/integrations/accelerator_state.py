@@ -210,8 +210,11 @@ def load_models(accelerator: Any, folder: Path) -> None:
     for i, model in enumerate(accelerator._models):
         names: list[str] = []
         if is_adapted(model):
-            with agreed("matching the state with the adapter", folder):
-                names = _names_of_adapter(model, folder, i)
+            doing = "matching the state with the adapter"
+            with agreed(doing, folder):
+                if rank_and_size()[0] == 0 or is_version1(model):  # whose state is gathered
+                    names = _names_of_adapter(model, folder, i)
+                names = all_ranks(names, doing)[0]
         if not names:
             load_fsdp_model(plugin, accelerator, model, str(folder), i)
         elif "SHARDED" in str(plugin.state_dict_type):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -224,8 +223,7 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
     values = draw_values(model, {key: added[key].length for key in sorted(added.keys() - by_mean)}, seed=seed)
     for key in sorted(by_mean):
-        total = _sum_of_old(state[key], added[key])
-        mean = (all_reduced(total) if dist.is_initialized() else total) / max(added[key].start)
+        mean = all_reduced(_sum_of_old(state[key], added[key])) / max(added[key].start)
         if not mean.isfinite().all():
             raise CheckpointError(
                 f"{key!r} holds values that are not finite, so its rows have no mean. "

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
@@ -212,10 +214,11 @@ def begin_save(
             _refuse_unready(model, dtype)
             layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
             held = dict(parts_of(layout.places, saved_tensors(model)))
-            scattered_here = [key for key, parts in held.items() if copies.is_scattered(layout.transfers(parts))]
-            names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
+            scattered = [key not in held or copies.is_scattered(layout.transfers(held[key])) for key in layout.places]
+            names = prepare_save(hidden, model, layout, dtype, tokenizer, model_card)
         # A tensor is gathered by all ranks or by none.
-        keys = {key for key in layout.places if key not in held}.union(*scattered)
+        mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
+        keys = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
         own = [part for key, parts in held.items() if key not in keys for part in shares(parts)]
         in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
         files = list(dict.fromkeys(transfer.file for transfer in in_place))
@@ -323,12 +326,9 @@ def prepare_save(
     dtype: torch.dtype | None,
     tokenizer: Any,
     card: bool = False,
-    note: Any = None,
-) -> tuple[SavedNames, list[Any]]:
-    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
-
-    Every rank must call, within `agreed`. Gives the names of the files, and every rank's note.
-    """
+) -> SavedNames:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length; the
+    names of the files. Every rank must call, within `agreed`."""
     names = None
     if rank_and_size()[0] == 0:
         hidden.begin()
@@ -336,11 +336,10 @@ def prepare_save(
         _stage_configs(model, hidden.new, str(hidden.folder), dtype, tokenizer, card and not has_card)
         hidden.create_files(layout)
         names = names_of(hidden, layout)
-    every = all_ranks((hidden.mark, names, note), "preparing the save")
-    hidden.mark, names, _ = every[0]
+    hidden.mark, names = all_ranks((hidden.mark, names), "preparing the save")[0]
     hidden.check_visible(layout)
     assert names is not None
-    return names, [note for _, _, note in every]
+    return names
 
 
 def _stage_configs(
