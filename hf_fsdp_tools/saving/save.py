@@ -32,7 +32,7 @@ from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
-from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
+from hf_fsdp_tools.saving.copies import HostCopies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.in_store import StoreSave, adapter_to_store, begin_in_store
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
@@ -43,6 +43,7 @@ from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name, grouped

@@ -17,9 +17,9 @@ from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
-from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.outgoing import chosen_by_peft
 
 

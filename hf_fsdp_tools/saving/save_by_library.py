@@ -18,9 +18,9 @@ from hf_fsdp_tools.errors import ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
-from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 
 Write = Callable[[nn.Module, Path], SaveReport]
 

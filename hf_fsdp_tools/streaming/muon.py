@@ -1,12 +1,12 @@
 """Muon on shards: each matrix is orthogonalised once, by one rank, and AdamW steps what is no matrix."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -15,18 +15,12 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.regions import Piece
+from hf_fsdp_tools.loading.regions import Piece, View
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
-from hf_fsdp_tools.streaming.owners import (
-    SENT_DTYPE,
-    Cell,
-    Matrix,
-    Ownership,
-    assign_owners,
-    matrices_in,
-)
+from hf_fsdp_tools.streaming.exchange import Exchange, connect
+from hf_fsdp_tools.streaming.owners import SENT_DTYPE, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.streaming.routes import holders_of
 from hf_fsdp_tools.text import did_you_mean, first_line
 
@@ -197,14 +191,18 @@ class Muon(torch.optim.Optimizer):
             self._rest.step()
             return loss
         parameters = [each.parameter for each in stepped]
+        first = parameters[0]
+        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        device = torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
         is_new = tuple(map(id, parameters)) not in self._planned
         ownership = self.ownership(parameters)
         if is_new and ownership.num_ranks > 1:
-            told = repr([(m.name, m.owner, m.shape) for m in ownership.matrices]).encode()
+            told = repr([(m.arrival.name, m.owner, m.arrival.box.length) for m in ownership.matrices]).encode()
             same_on_all_ranks("planning Muon's step", matrices=hashlib.sha256(told).hexdigest())
+            connect(device)
         for each in stepped:
             each.begin()
-        _Step(stepped, ownership).run(self._rest.step)
+        _Step(stepped, ownership, device).run(self._rest.step)
         return loss
 
 
@@ -234,146 +232,121 @@ class _Stepped:
         self.momentum.lerp_(self.gradient, 1 - self.group["momentum"])
         self.value.mul_(1 - self.lr * self.group["weight_decay"])
 
-    def update_of(self, cell: Cell) -> torch.Tensor:
-        """What of a cell goes into the iteration, in the dtype in which it begins."""
-        momentum = self._in(self.momentum, cell)
+    def update_of(self, held: Box, view: View) -> torch.Tensor:
+        """What goes into the iteration of a view of a box that this rank holds, in the dtype in which it begins."""
+        momentum = self._in(self.momentum, held, view)
         if self.group["nesterov"]:
-            momentum = self._in(self.gradient, cell).lerp(momentum, self.group["momentum"])
+            momentum = self._in(self.gradient, held, view).lerp(momentum, self.group["momentum"])
         return momentum.to(SENT_DTYPE)
 
-    def apply(self, cell: Cell, update: torch.Tensor, adjusted_lr: float) -> None:
-        """Add what came of the iteration to this rank's cell."""
-        memory = memory_view(self.value, self._boxes[cell.held], cell.held.length)
+    def apply(self, held: Box, view: View, update: torch.Tensor, adjusted_lr: float) -> None:
+        """Add what came of the iteration to such a view."""
+        memory = memory_view(self.value, self._boxes[held], held.length)
         contiguous = memory.contiguous()
-        self._view(contiguous, cell).add_(update.to(memory.device), alpha=-adjusted_lr)
+        _strided(contiguous, view).add_(update.to(memory.device), alpha=-adjusted_lr)
         if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
             memory.copy_(contiguous)
 
-    def _in(self, local: torch.Tensor, cell: Cell) -> torch.Tensor:
-        return self._view(memory_view(local, self._boxes[cell.held], cell.held.length).contiguous(), cell)
-
-    @staticmethod
-    def _view(memory: torch.Tensor, cell: Cell) -> torch.Tensor:
-        view = cell.view
-        return memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
+    def _in(self, local: torch.Tensor, held: Box, view: View) -> torch.Tensor:
+        return _strided(memory_view(local, self._boxes[held], held.length).contiguous(), view)
 
 
-class _Trip:
-    """Cells of several matrices on their way between all ranks."""
-
-    def __init__(
-        self,
-        out: Mapping[int, Sequence[Cell]],
-        into: Mapping[int, Sequence[Cell]],
-        value_of: Callable[[Cell], torch.Tensor],
-        size: int,
-        device: torch.device,
-    ) -> None:
-        """Begin to send and to receive. Every rank must call; nothing is waited for."""
-        self._cells = [cell for rank in range(size) for cell in into.get(rank, ())]
-        sends = [value_of(cell).reshape(-1).to(device) for rank in range(size) for cell in out.get(rank, ())]
-        self._sent = torch.cat(sends) if sends else torch.empty(0, dtype=SENT_DTYPE, device=device)
-        num_received = sum(cell.box.numel for cell in self._cells)
-        self._received = torch.empty(num_received, dtype=SENT_DTYPE, device=device)
-        come, go = (
-            [sum(cell.box.numel for cell in cells.get(rank, ())) * SENT_DTYPE.itemsize for rank in range(size)]
-            for cells in (into, out)
-        )
-        self._work = dist.all_to_all_single(  # bytes: backends do not know every dtype
-            self._received.view(torch.uint8), self._sent.view(torch.uint8), come, go, async_op=True
-        )
-
-    def finish(self) -> Iterator[tuple[Cell, torch.Tensor]]:
-        """Each cell that came, with its values, once all are there."""
-        self._work.wait()
-        parts = torch.split(self._received, [cell.box.numel for cell in self._cells])
-        for cell, part in zip(self._cells, parts, strict=True):
-            yield cell, part.view(cell.box.length)
+def _strided(memory: torch.Tensor, view: View) -> torch.Tensor:
+    return memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
 
 
 class _Step:
     """The matrices of one step on their ways to their owners and back."""
 
-    def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership) -> None:
-        self._stepped, self._ownership = stepped, ownership
+    def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership, device: torch.device) -> None:
+        self._stepped, self._matrices, self._buckets = stepped, ownership.matrices, ownership.buckets
         self._rank = rank_and_size()[0] if ownership.num_ranks > 1 else 0
-        first = stepped[0].parameter
-        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
-        self._device = (
-            torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
-        )
+        self._device = device
 
     def run(self, meanwhile: Callable[[], Any]) -> None:
         """Step all matrices; `meanwhile` is called while the first ones travel."""
-        ways = self._ownership.ways(self._rank)
-        coming = self._gather(ways[0]) if ways else None
+        coming = self._gather(self._buckets[0]) if self._buckets else None
         meanwhile()
-        for matrix in self._ownership.matrices:
+        for number, matrix in enumerate(self._matrices):
             if matrix.is_home and matrix.owner == self._rank:
-                self._take(self._orthogonalised(matrix, {}), matrix)
-        going: _Trip | None = None
-        for i, bucket in enumerate(self._ownership.buckets):
+                self._send_back([number], self._orthogonalised(*self._gather([number])))
+        going: tuple[Exchange, list[tuple[int, int, torch.Tensor]]] | None = None
+        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
             assert coming is not None
-            came, coming = coming, self._gather(ways[i + 1]) if i + 1 < len(ways) else None
-            arrived: dict[int, list[tuple[Cell, torch.Tensor]]] = {}
-            for cell, values in came.finish():
-                arrived.setdefault(cell.matrix, []).append((cell, values))
-            updates: dict[int, torch.Tensor] = {}
-            for number in bucket:
-                matrix = self._ownership.matrices[number]
-                if matrix.owner == self._rank:
-                    updates[number] = self._orthogonalised(matrix, dict(arrived.pop(number, ())))
-            before, going = going, self._send_back(ways[i], updates)
+            came, coming = coming, self._gather(following) if following else None
+            before, going = going, self._send_back(bucket, self._orthogonalised(*came))
             self._apply(before)
-            for number, update in updates.items():
-                self._take(update, self._ownership.matrices[number])
         self._apply(going)
 
-    def _gather(self, ways: tuple[Mapping[int, Sequence[Cell]], ...]) -> _Trip:
-        out, into, _, _ = ways
+    def _gather(self, bucket: Sequence[int]) -> tuple[Exchange, dict[int, torch.Tensor]]:
+        """Begin to send matrices to their owners; those that this rank owns."""
+        exchange, owned = Exchange(self._device), dict[int, torch.Tensor]()
+        for number in bucket:
+            matrix = self._matrices[number]
+            if matrix.owner == self._rank:
+                owned[number] = torch.empty(matrix.arrival.box.length, dtype=SENT_DTYPE, device=self._device)
+            for i, box, source in matrix.arrival.parts(self._rank):
+                values = self._of(number).update_of(*matrix.place(i)) if source == self._rank else None
+                if values is None:
+                    exchange.receive(source, owned[number][box.slices])
+                elif number in owned:
+                    owned[number][box.slices].copy_(values)
+                else:
+                    exchange.send(matrix.owner, values)
+        exchange.begin()
+        return exchange, owned
 
-        def value_of(cell: Cell) -> torch.Tensor:
-            return self._of(cell).update_of(cell)
-
-        return _Trip(out, into, value_of, self._ownership.num_ranks, self._device)
-
-    def _send_back(self, ways: tuple[Mapping[int, Sequence[Cell]], ...], updates: Mapping[int, torch.Tensor]) -> _Trip:
-        _, _, back, home = ways
-
-        def value_of(cell: Cell) -> torch.Tensor:
-            return updates[cell.matrix][cell.box.slices]
-
-        return _Trip(back, home, value_of, self._ownership.num_ranks, self._device)
-
-    def _orthogonalised(self, matrix: Matrix, arrived: Mapping[Cell, torch.Tensor]) -> torch.Tensor:
-        """The update of a matrix that this rank owns, of its own cells and those that came."""
+    def _orthogonalised(self, exchange: Exchange, owned: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The updates of the matrices that this rank owns, once they have come."""
         from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
-        whole = torch.empty(matrix.shape, dtype=SENT_DTYPE, device=self._device)
-        for cell in matrix.cells:
-            values = arrived[cell] if cell in arrived else self._of(cell).update_of(cell)
-            whole[cell.box.slices].copy_(values)
-        group = self._stepped[matrix.parameter].group
-        return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        exchange.finish()
+        updates = {}
+        for number in list(owned):
+            options = [self._of(number).group[name] for name in ("ns_coefficients", "ns_steps", "eps")]
+            updates[number] = newton_schulz(owned.pop(number), *options)
+        return updates
 
-    def _take(self, update: torch.Tensor, matrix: Matrix) -> None:
-        """Apply the update of a matrix to the cells that its owner, this rank, holds."""
-        for cell in matrix.cells:
-            if self._rank in cell.ranks:
-                self._of(cell).apply(cell, update[cell.box.slices], self._lr_of(matrix))
+    def _send_back(
+        self, bucket: Sequence[int], updates: Mapping[int, torch.Tensor]
+    ) -> tuple[Exchange, list[tuple[int, int, torch.Tensor]]]:
+        """Begin to send updates to all that hold parts of a matrix, and apply this rank's own to its own; what comes,
+        with the numbers of the matrix and of its box."""
+        exchange, come = Exchange(self._device), list[tuple[int, int, torch.Tensor]]()
+        for number in bucket:
+            matrix = self._matrices[number]
+            spread = matrix.arrival.spread
+            if number not in updates:
+                for i in spread.of_rank.get(self._rank, ()):
+                    place = torch.empty(spread[i][0].length, dtype=SENT_DTYPE, device=self._device)
+                    exchange.receive(matrix.owner, place)
+                    come.append((number, i, place))
+                continue
+            for i, (box, ranks) in enumerate(spread):
+                for rank in ranks:
+                    if rank == self._rank:
+                        self._add(number, i, updates[number][box.slices])
+                    else:
+                        exchange.send(rank, updates[number][box.slices])
+        exchange.begin()
+        return exchange, come
 
-    def _apply(self, trip: _Trip | None) -> None:
-        for cell, values in trip.finish() if trip is not None else ():
-            self._of(cell).apply(cell, values, self._lr_of(self._ownership.matrices[cell.matrix]))
+    def _apply(self, trip: tuple[Exchange, list[tuple[int, int, torch.Tensor]]] | None) -> None:
+        if trip is not None:
+            trip[0].finish()
+            for number, i, update in trip[1]:
+                self._add(number, i, update)
 
-    def _of(self, cell: Cell) -> _Stepped:
-        return self._stepped[self._ownership.matrices[cell.matrix].parameter]
-
-    def _lr_of(self, matrix: Matrix) -> float:
+    def _add(self, number: int, i: int, update: torch.Tensor) -> None:
+        """Add the update of a box of a matrix to this rank's shard."""
         from torch.optim._muon import _adjust_lr
 
-        each = self._stepped[matrix.parameter]
-        return _adjust_lr(each.lr, each.group["adjust_lr_fn"], torch.Size(matrix.shape))
+        each, matrix = self._of(number), self._matrices[number]
+        shape = torch.Size(matrix.arrival.box.length)
+        each.apply(*matrix.place(i), update, _adjust_lr(each.lr, each.group["adjust_lr_fn"], shape))
+
+    def _of(self, number: int) -> _Stepped:
+        return self._stepped[self._matrices[number].parameter]
 
 
 # ---- by a Trainer's arguments: `optim` "muon", and the options in `optim_args` ----

@@ -123,9 +123,10 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> No
     with patch.object(routes, "slice_view", side_effect=slice_view) as tested:
         ownership = assign_owners(pieces, list(held.values()), ranks, 2**20)
     assert tested.call_count == ranks
-    each = 1 if dim == 0 else ranks
-    assert [len(matrix.cells) for matrix in ownership.matrices] == [each] * len(pieces)
-    expert = ownership.matrices[ranks + 5]
-    by_all = [(part, view, box) for box, _ in held[0] for part, view in slice_view(pieces[5][1].view, shape, box)]
-    assert [(cell.box, cell.view, cell.held) for cell in expert.cells] == by_all
-    assert ownership.ways(3) is ownership.ways(3) and (dim == 0) == all(m.is_home for m in ownership.matrices)
+    spreads = [matrix.arrival.spread for matrix in ownership.matrices]
+    assert {len(spread) for spread in spreads} == {1 if dim == 0 else ranks}
+    assert (len(set(map(id, spreads))) == 1) == (dim > 0), "what is cut alike is there once"
+    expert, spread = ownership.matrices[ranks + 5], spreads[ranks + 5]
+    by_all = [(part, (box, view)) for box, _ in held[0] for part, view in slice_view(pieces[5][1].view, shape, box)]
+    assert [(box, expert.place(i)) for i, (box, _) in enumerate(spread)] == by_all
+    assert (dim == 0) == all(m.is_home for m in ownership.matrices)
