@@ -4,27 +4,34 @@
     python benchmarks/scale.py --out benchmarks/results/scale.md  # all, with the page
 
 Rank N // 3 of torch's fake process group runs each stage alone: nothing is sent. Checkpoints are sparse files with real
-headers, of the shapes of DeepSeek-V3 (a dense layer, a layer of 256 experts and the head) and of Llama-3.1-405B (two
-layers); shards are allocated, and their pages are never touched.
+headers, of two layers of the shapes of DeepSeek-V3 (a dense one and one of 256 experts), Llama-3.1-405B, Qwen3-235B and
+gpt-oss-120b, with embeddings and head. From 512 ranks on, where a share is small, the rank also loads, saves its own
+parts and steps; before, shards are allocated, and their pages are never touched.
 
 CPU seconds    of each stage, with Python's garbage collector on; those of `shard_model` are torch's own
-reads          system calls that load the rank's share; bytes that they read ÷ bytes of the share
-writes         of the rank's own parts in a save
+reads          to plan them; system calls that load the rank's share; bytes that they read ÷ bytes of the share
+load           `load_weights`
+writes         to plan them; transfers of the rank's own parts in a save; to write them
 DCP            microseconds per chunk to check an optimizer's metadata, as N ranks save it, and of torch's own reading
-routes, cells  parts of tensors that the plan of a stream to rank 0 and that of Muon hold, with CPU seconds
+stream         to plan what goes to rank 0; boxes that this rank sends of it
+Muon           to plan a step; matrices that this rank owns; its own work in a step, without Newton-Schulz
+RSS            the most that the process held, its shards and torch included, in GB
 """
 
 import argparse
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,16 +43,18 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from benchmarks.measuring import about, table_of
-from hf_fsdp_tools import Muon, build_meta_model, live_weights, make_wrap_plan, open_checkpoint, shard_model
+from hf_fsdp_tools import (
+    Muon, build_meta_model, live_weights, load_weights, make_wrap_plan, open_checkpoint, shard_model,
+)  # fmt: skip
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.loading.fill import _share_of
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
-from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES
-from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, reads_of
+from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, STAGING_BYTES, write_transfers
+from hf_fsdp_tools.loading.io.transfer import Limits, Transfer, cut_batches, reads_of
 from hf_fsdp_tools.loading.match import match_checkpoint
 from hf_fsdp_tools.saving.layout import plan_layout
 from hf_fsdp_tools.sharding.allocate import allocate
@@ -60,6 +69,11 @@ MODELS = {
         num_hidden_layers=2, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
         num_key_value_heads=8, vocab_size=128256, dtype="bfloat16",
     ),
+    "Qwen3-235B": lambda: Qwen3MoeConfig(
+        num_hidden_layers=2, hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, head_dim=128,
+        num_key_value_heads=4, num_experts=128, dtype="bfloat16",
+    ),
+    "gpt-oss-120b": lambda: GptOssConfig(num_hidden_layers=2, dtype="bfloat16"),
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -128,30 +142,47 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
     calls, read, share = timed("reads", reads)
     layout = timed("layout", lambda: plan_layout(model, None, "5GB"))
 
-    def own_writes() -> int:
-        return len(layout.transfers(shares(p for _, own in parts_of(layout.places, saved_tensors(model)) for p in own)))
+    def own_writes() -> list[Transfer]:
+        own = shares(part for _, parts in parts_of(layout.places, saved_tensors(model)) for part in parts)
+        return [replace(transfer, file=folder / transfer.file) for transfer in layout.transfers(own)]
 
     writes = timed("writes", own_writes)
+    if is_whole := ranks >= 512:
+        timed("load", lambda: load_weights(model, checkpoint.index, progress=False))
+        timed("save", lambda: write_transfers(writes, staging_bytes=STAGING_BYTES))  # zeros into the same holes
     weights = live_weights(model)
     spread = weights.spread()
     whole = {key: (Box.whole(each.symbol.shape), each.element) for key, each in weights.tensors.items()}
     buckets = timed("stream", lambda: plan_buckets((0,), whole, spread, ranks, 2**34))
     muon = Muon(model)
     owned = timed("muon", muon.ownership)
+    if is_whole:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda update, *options: update):
+            timed("step", muon.step)
+    rank = ranks // 3
+    sent = sum(len(list(each.parts(rank))) for bucket in buckets for each in bucket.arrivals)
     with tempfile.TemporaryDirectory() as state:
         chunks = write_metadata(model, ranks, Path(state))
         timed("check", lambda: check_dcp(Path(state)))
         timed("torch", lambda: FileSystemReader(state).read_metadata())
+
+    def of(stage: str, how: str = "{:.2f}") -> str:
+        return how.format(seconds[stage]) if stage in seconds else ""
+
     own, theirs = (1e6 * seconds[stage] / chunks for stage in ("check", "torch"))
     return {
         "": f"{name}, {ranks:,}",
         **{stage: f"{seconds[stage]:.2f}" for stage in ("open", "plan", "shard", "match")},
         "reads": f"{seconds['reads']:.2f} ({calls:,}; {read / max(1, share):.2f} ×)",
+        "load": of("load"),
         "layout": f"{seconds['layout']:.2f}",
-        "writes": f"{seconds['writes']:.2f} ({writes:,})",
+        "writes": f"{seconds['writes']:.2f} ({len(writes):,})" + of("save", "; {:.2f}"),
         "DCP: check, torch": f"{own:.0f}, {theirs:.0f} ({chunks:,})",
-        "stream: routes": f"{seconds['stream']:.2f} ({sum(len(bucket.routes) for bucket in buckets):,})",
-        "Muon: cells": f"{seconds['muon']:.2f} ({sum(len(matrix.cells) for matrix in owned.matrices):,})",
+        "stream": f"{seconds['stream']:.2f} ({sent:,})",
+        "Muon": f"{seconds['muon']:.2f} ({sum(m.owner == rank for m in owned.matrices):,})" + of("step", "; {:.2f}"),
+        "RSS": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}",
     }
 
 
