@@ -47,7 +47,13 @@ from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeCo
 
 from benchmarks.measuring import about, table_of
 from hf_fsdp_tools import (
-    Muon, build_meta_model, live_weights, load_weights, make_wrap_plan, open_checkpoint, shard_model,
+    Muon,
+    build_meta_model,
+    live_weights,
+    load_weights,
+    make_wrap_plan,
+    open_checkpoint,
+    shard_model,
 )  # fmt: skip
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors

@@ -1,5 +1,6 @@
 """Buckets on their way between the ranks: what a rank gets, while the next bucket travels already."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -24,98 +25,67 @@ _SETTLE = timedelta(seconds=10)
 
 
 class Exchange:
-    """Values on their way between ranks, which enter them in the same order. What one sends another is one message for
-    each dtype, but for large values (`APART_BYTES`), which travel by themselves."""
+    """What travels together, on its way: between two ranks as one message for each dtype, but for large values
+    (`APART_BYTES`), which travel by themselves."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._rank = device, rank_and_size()[0]
-        self._messages: tuple[_Messages, _Messages, _Messages] = ({}, {}, {})
+    def __init__(self, arrivals: Iterable[Arrival], held: Held, device: torch.device) -> None:
+        """Begin to send and to receive; nothing is waited for. Every rank must call, in the same order of buckets, with
+        what it gets or sends anything of, and its own parts of that."""
+        rank, self._arrived = rank_and_size()[0], dict[str, torch.Tensor]()
+        sent, received, shared = (defaultdict[tuple[int, torch.dtype, int], list[torch.Tensor]](list) for _ in range(3))
+        for arrival in arrivals:
+            if is_there := arrival.to in (rank, EVERY):
+                self._arrived[arrival.key] = torch.empty(arrival.box.length, dtype=arrival.dtype, device=device)
+            for box, source in arrival.parts(rank):
+                if source == rank:
+                    part = next(p for p in held[arrival.name] if p.box.intersect(box) == box).within(box)
+                if is_there:
+                    inside = [a - b for a, b in zip(box.start, arrival.box.start, strict=True)]
+                    values = memory_view(self._arrived[arrival.key], inside, box.length)
+                    if source == rank:
+                        values.copy_(part.data)
+                    if source == rank == arrival.to:
+                        continue
+                    messages, other = shared if arrival.to == EVERY else received, source
+                else:
+                    values, messages, other = part.data.to(device=device, dtype=arrival.dtype), sent, arrival.to
+                messages[other, arrival.dtype, len(messages) if values.nbytes >= APART_BYTES else -1].append(values)
         self._memory: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # kept until it is sent, or received
         self._works: list[dist.Work] = []
-
-    def send(self, to: int, values: torch.Tensor) -> None:
-        """Enter values for a rank."""
-        self._add(0, to, values.to(self._device))
-
-    def receive(self, source: int, place: torch.Tensor) -> None:
-        """Enter where values of a rank belong."""
-        self._add(1, source, place)
-
-    def share(self, source: int, place: torch.Tensor) -> None:
-        """Enter where values of a rank belong that all ranks get, where that rank has them already."""
-        self._add(2, source, place)
-
-    def _add(self, way: int, rank: int, values: torch.Tensor) -> None:
-        messages = self._messages[way]
-        number = len(messages) if values.nbytes >= APART_BYTES else -1
-        messages.setdefault((rank, values.dtype, number), []).append(values)
-
-    def begin(self) -> None:
-        """Send and receive; nothing is waited for. Every rank must call where values are shared."""
         operations: list[dist.P2POp] = []
-        for way, messages in enumerate(self._messages):
-            for (rank, dtype, _), places in messages.items():
-                memory = places[0].contiguous()  # the place itself, where it is contiguous
-                if len(places) > 1 and (way == 0 or rank == self._rank):
+        for messages in (sent, received, shared):
+            for (other, dtype, _), places in messages.items():
+                memory, is_own = places[0].contiguous(), messages is sent or other == rank
+                if len(places) > 1 and is_own:
                     memory = torch.cat([place.reshape(-1) for place in places])
                 elif len(places) > 1:
-                    memory = torch.empty(sum(place.numel() for place in places), dtype=dtype, device=self._device)
-                self._memory.append((memory, [] if way == 0 or rank == self._rank else places))
+                    memory = torch.empty(sum(place.numel() for place in places), dtype=dtype, device=device)
+                self._memory.append((memory, [] if is_own else places))
                 content = memory.reshape(-1).view(torch.uint8)  # backends do not know every dtype
-                if way == 2:
-                    self._works.append(dist.broadcast(content, rank, async_op=True))
+                if messages is shared:
+                    self._works.append(dist.broadcast(content, other, async_op=True))
                 else:
-                    operations.append(dist.P2POp(dist.irecv if way else dist.isend, content, rank))
+                    operations.append(dist.P2POp(dist.isend if is_own else dist.irecv, content, other))
         if operations:
             self._works += dist.batch_isend_irecv(operations)
 
-    def finish(self) -> None:
-        """Wait until this rank's values are where they belong."""
+    def finish(self) -> dict[str, torch.Tensor]:
+        """What this rank got, by key, once it is complete."""
         for work in self._works:
             work.wait()
         for memory, places in self._memory:
-            if places and memory.data_ptr() != places[0].data_ptr():
+            if places and memory.data_ptr() != places[0].data_ptr():  # otherwise the place itself, which is contiguous
                 parts = torch.split(memory.reshape(-1), [place.numel() for place in places])
                 for place, values in zip(places, parts, strict=True):
                     place.copy_(values.view(place.shape))
-        self._messages, self._memory, self._works = ({}, {}, {}), [], []
+        arrived, self._arrived, self._memory, self._works = self._arrived, {}, [], []
+        return arrived
 
     def settle(self) -> None:
         """Let what is on its way arrive, or a rank that is lost be noticed: cut off, it would reach the next pass."""
         with suppress(RuntimeError):  # an error that says more is on its way too
             for work in self._works:
                 work.wait(_SETTLE)
-
-
-_Messages = dict[tuple[int, torch.dtype, int], list[torch.Tensor]]
-"""The values of each message, by the other rank, their dtype and, where they are large, a number."""
-
-
-def begun(arrivals: Iterable[Arrival], held: Held, device: torch.device) -> tuple[Exchange, dict[str, torch.Tensor]]:
-    """Begin to send and to receive what travels together; where it arrives, by key, once the exchange is finished.
-
-    Every rank must call, in the same order of buckets; nothing is waited for.
-    """
-    rank, arrived, exchange = rank_and_size()[0], dict[str, torch.Tensor](), Exchange(device)
-    for arrival in arrivals:
-        if is_there := arrival.to in (rank, EVERY):
-            arrived[arrival.key] = torch.empty(arrival.box.length, dtype=arrival.dtype, device=device)
-        for _, box, source in arrival.parts(rank):
-            if source == rank:
-                part = next(p for p in held[arrival.name] if p.box.intersect(box) == box).within(box)
-                if not is_there:
-                    exchange.send(arrival.to, part.data.to(device=device, dtype=arrival.dtype))
-                    continue
-            inside = [a - b for a, b in zip(box.start, arrival.box.start, strict=True)]
-            place = memory_view(arrived[arrival.key], inside, box.length)
-            if source == rank:
-                place.copy_(part.data)
-            if arrival.to == EVERY:
-                exchange.share(source, place)
-            elif source != rank:
-                exchange.receive(source, place)
-    exchange.begin()
-    return exchange, arrived
 
 
 def connect(device: torch.device) -> None:
@@ -145,8 +115,7 @@ def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor
     held = [Part(name="", box=box, data=memory, dtype=tensor.dtype) for box, memory in local_parts(tensor)]
     holders = Spread(holders_among({"": tensor})[""])
     for slab in Box.whole(tensor.shape).slabs(staging_bytes, tensor.element_size()):
-        exchange, arrived = begun([Arrival(0, "", "", slab, tensor.dtype, holders)], {"": held}, device)
-        exchange.finish()
+        arrived = Exchange([Arrival(0, "", "", slab, tensor.dtype, holders)], {"": held}, device).finish()
         if whole is not None:
             whole[slab.slices].copy_(arrived[""])
     return whole
@@ -167,20 +136,20 @@ def deliver(
     becomes that of all.
     """
     connect(device)
-    flying: list[tuple[Exchange, dict[str, torch.Tensor]]] = []
+    flying: list[Exchange] = []
     try:
         for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
             if flying and buckets[i - 1].most_bytes + bucket.most_bytes > bucket_bytes:
-                yield _finished(*flying.pop(), doing)
+                yield _finished(flying.pop(), doing)
             _meet(failed(), doing)
-            flying.append(begun(bucket.arrivals, parts, device))
+            flying.append(Exchange(bucket.arrivals, parts, device))
             if len(flying) > 1:
-                yield _finished(*flying.pop(0), doing)
+                yield _finished(flying.pop(0), doing)
         while flying:
-            yield _finished(*flying.pop(), doing)
+            yield _finished(flying.pop(), doing)
         _meet(failed(), doing)
     finally:
-        for exchange, _ in flying:
+        for exchange in flying:
             exchange.settle()
 
 
@@ -190,10 +159,9 @@ def _meet(error: Exception | None, doing: str) -> None:
             raise error
 
 
-def _finished(exchange: Exchange, arrived: dict[str, torch.Tensor], doing: str) -> dict[str, torch.Tensor]:
+def _finished(exchange: Exchange, doing: str) -> dict[str, torch.Tensor]:
     try:
-        exchange.finish()
+        return exchange.finish()
     except RuntimeError as error:  # of a backend, that does not say which rank is lost
         _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."), doing)
         raise
-    return arrived

@@ -1,7 +1,7 @@
 """Muon on shards: each matrix is orthogonalised once, by one rank, and AdamW steps what is no matrix."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import zip_longest
 from typing import Any
@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_tools.distributed.agreement import rank_and_size, same_on_all_ranks
 from hf_fsdp_tools.distributed.shards import Box, local_boxes_of, local_tensor, memory_view
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.loading.regions import Piece, View
+from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
 from hf_fsdp_tools.streaming.exchange import Exchange, connect
-from hf_fsdp_tools.streaming.owners import SENT_DTYPE, Ownership, assign_owners, matrices_in
+from hf_fsdp_tools.streaming.held import Part
+from hf_fsdp_tools.streaming.outgoing import views_of_piece
+from hf_fsdp_tools.streaming.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.streaming.routes import holders_of
 from hf_fsdp_tools.text import did_you_mean, first_line
 
@@ -197,7 +199,7 @@ class Muon(torch.optim.Optimizer):
         is_new = tuple(map(id, parameters)) not in self._planned
         ownership = self.ownership(parameters)
         if is_new and ownership.num_ranks > 1:
-            told = repr([(m.arrival.name, m.owner, m.arrival.box.length) for m in ownership.matrices]).encode()
+            told = repr([(m.piece.source, m.owner, m.arrival.box.length) for m in ownership.matrices]).encode()
             same_on_all_ranks("planning Muon's step", matrices=hashlib.sha256(told).hexdigest())
             connect(device)
         for each in stepped:
@@ -224,7 +226,7 @@ class _Stepped:
         self.parameter, self.group = parameter, group
         self.value, self.gradient = local_tensor(parameter), local_tensor(parameter.grad)
         self.momentum = local_tensor(state["momentum_buffer"])
-        self._boxes: dict[Box, tuple[int, ...]] = dict(local_boxes_of(parameter))
+        self._boxes = local_boxes_of(parameter)
         self.lr = float(group["lr"])
 
     def begin(self) -> None:
@@ -232,121 +234,82 @@ class _Stepped:
         self.momentum.lerp_(self.gradient, 1 - self.group["momentum"])
         self.value.mul_(1 - self.lr * self.group["weight_decay"])
 
-    def update_of(self, held: Box, view: View) -> torch.Tensor:
-        """What goes into the iteration of a view of a box that this rank holds, in the dtype in which it begins."""
-        momentum = self._in(self.momentum, held, view)
-        if self.group["nesterov"]:
-            momentum = self._in(self.gradient, held, view).lerp(momentum, self.group["momentum"])
-        return momentum.to(SENT_DTYPE)
+    def updates(self, piece: Piece) -> Iterator[Part]:
+        """Yield what goes into the iteration of a matrix, of what this rank holds of it."""
+        for held, start in self._boxes:
+            locals_ = (memory_view(each, start, held.length).contiguous() for each in (self.momentum, self.gradient))
+            views = (views_of_piece(piece, memory, held, self.parameter.shape) for memory in locals_)
+            for (box, momentum), (_, gradient) in zip(*views, strict=True):
+                data = gradient.lerp(momentum, self.group["momentum"]) if self.group["nesterov"] else momentum
+                yield Part(name="", box=box, data=data.to(SENT_DTYPE), dtype=SENT_DTYPE)
 
-    def apply(self, held: Box, view: View, update: torch.Tensor, adjusted_lr: float) -> None:
-        """Add what came of the iteration to such a view."""
-        memory = memory_view(self.value, self._boxes[held], held.length)
-        contiguous = memory.contiguous()
-        _strided(contiguous, view).add_(update.to(memory.device), alpha=-adjusted_lr)
-        if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
-            memory.copy_(contiguous)
+    def apply(self, piece: Piece, updates: Mapping[Box, torch.Tensor]) -> None:
+        """Add what came of the iteration to what this rank holds of a matrix."""
+        from torch.optim._muon import _adjust_lr
 
-    def _in(self, local: torch.Tensor, held: Box, view: View) -> torch.Tensor:
-        return _strided(memory_view(local, self._boxes[held], held.length).contiguous(), view)
-
-
-def _strided(memory: torch.Tensor, view: View) -> torch.Tensor:
-    return memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
+        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size(piece.view.length))
+        for held, start in self._boxes:
+            memory = memory_view(self.value, start, held.length)
+            contiguous = memory.contiguous()
+            for box, values in views_of_piece(piece, contiguous, held, self.parameter.shape):
+                values.add_(updates[box].to(memory.device), alpha=-lr)
+            if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
+                memory.copy_(contiguous)
 
 
 class _Step:
     """The matrices of one step on their ways to their owners and back."""
 
     def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership, device: torch.device) -> None:
-        self._stepped, self._matrices, self._buckets = stepped, ownership.matrices, ownership.buckets
+        self._stepped, self._ownership, self._device = stepped, ownership, device
         self._rank = rank_and_size()[0] if ownership.num_ranks > 1 else 0
-        self._device = device
 
     def run(self, meanwhile: Callable[[], Any]) -> None:
         """Step all matrices; `meanwhile` is called while the first ones travel."""
-        coming = self._gather(self._buckets[0]) if self._buckets else None
+        matrices = self._ownership.matrices
+        home = [[each] for each in matrices if each.is_home and each.owner == self._rank]
+        buckets = [[matrices[i] for i in bucket] for bucket in self._ownership.buckets]
+        coming = self._gather(buckets[0]) if buckets else None
         meanwhile()
-        for number, matrix in enumerate(self._matrices):
-            if matrix.is_home and matrix.owner == self._rank:
-                self._send_back([number], self._orthogonalised(*self._gather([number])))
-        going: tuple[Exchange, list[tuple[int, int, torch.Tensor]]] | None = None
-        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
+        for bucket in home:
+            self._apply(bucket, self._send_back(bucket, self._gather(bucket)))
+        going: list[tuple[list[Matrix], Exchange]] = []
+        for bucket, following in zip_longest(buckets, buckets[1:]):
             assert coming is not None
             came, coming = coming, self._gather(following) if following else None
-            before, going = going, self._send_back(bucket, self._orthogonalised(*came))
-            self._apply(before)
-        self._apply(going)
+            going.append((bucket, self._send_back(bucket, came)))
+            if len(going) > 1:
+                self._apply(*going.pop(0))
+        for each in going:
+            self._apply(*each)
 
-    def _gather(self, bucket: Sequence[int]) -> tuple[Exchange, dict[int, torch.Tensor]]:
-        """Begin to send matrices to their owners; those that this rank owns."""
-        exchange, owned = Exchange(self._device), dict[int, torch.Tensor]()
-        for number in bucket:
-            matrix = self._matrices[number]
-            if matrix.owner == self._rank:
-                owned[number] = torch.empty(matrix.arrival.box.length, dtype=SENT_DTYPE, device=self._device)
-            for i, box, source in matrix.arrival.parts(self._rank):
-                values = self._of(number).update_of(*matrix.place(i)) if source == self._rank else None
-                if values is None:
-                    exchange.receive(source, owned[number][box.slices])
-                elif number in owned:
-                    owned[number][box.slices].copy_(values)
-                else:
-                    exchange.send(matrix.owner, values)
-        exchange.begin()
-        return exchange, owned
+    def _gather(self, bucket: Sequence[Matrix]) -> Exchange:
+        """Begin to send matrices to their owners."""
+        own = (each for each in bucket if self._rank in each.arrival.spread.of_rank)
+        held = {each.arrival.name: list(self._stepped[each.parameter].updates(each.piece)) for each in own}
+        return Exchange((each.arrival for each in bucket), held, self._device)
 
-    def _orthogonalised(self, exchange: Exchange, owned: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The updates of the matrices that this rank owns, once they have come."""
+    def _send_back(self, bucket: Sequence[Matrix], coming: Exchange) -> Exchange:
+        """Orthogonalise what this rank owns, and begin to send it to all that hold parts of it."""
         from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
-        exchange.finish()
-        updates = {}
-        for number in list(owned):
-            options = [self._of(number).group[name] for name in ("ns_coefficients", "ns_steps", "eps")]
-            updates[number] = newton_schulz(owned.pop(number), *options)
-        return updates
+        arrived, held = coming.finish(), dict[str, list[Part]]()
+        for each in (each for each in bucket if each.owner == self._rank):
+            options = [self._stepped[each.parameter].group[name] for name in ("ns_coefficients", "ns_steps", "eps")]
+            update = newton_schulz(arrived.pop(each.arrival.key), *options)
+            held[each.arrival.key] = [Part(name="", box=each.arrival.box, data=update, dtype=SENT_DTYPE)]
+        returns = (arrival for each in bucket for arrival in each.returns(self._rank))
+        return Exchange(returns, held, self._device)
 
-    def _send_back(
-        self, bucket: Sequence[int], updates: Mapping[int, torch.Tensor]
-    ) -> tuple[Exchange, list[tuple[int, int, torch.Tensor]]]:
-        """Begin to send updates to all that hold parts of a matrix, and apply this rank's own to its own; what comes,
-        with the numbers of the matrix and of its box."""
-        exchange, come = Exchange(self._device), list[tuple[int, int, torch.Tensor]]()
-        for number in bucket:
-            matrix = self._matrices[number]
-            spread = matrix.arrival.spread
-            if number not in updates:
-                for i in spread.of_rank.get(self._rank, ()):
-                    place = torch.empty(spread[i][0].length, dtype=SENT_DTYPE, device=self._device)
-                    exchange.receive(matrix.owner, place)
-                    come.append((number, i, place))
-                continue
-            for i, (box, ranks) in enumerate(spread):
-                for rank in ranks:
-                    if rank == self._rank:
-                        self._add(number, i, updates[number][box.slices])
-                    else:
-                        exchange.send(rank, updates[number][box.slices])
-        exchange.begin()
-        return exchange, come
-
-    def _apply(self, trip: tuple[Exchange, list[tuple[int, int, torch.Tensor]]] | None) -> None:
-        if trip is not None:
-            trip[0].finish()
-            for number, i, update in trip[1]:
-                self._add(number, i, update)
-
-    def _add(self, number: int, i: int, update: torch.Tensor) -> None:
-        """Add the update of a box of a matrix to this rank's shard."""
-        from torch.optim._muon import _adjust_lr
-
-        each, matrix = self._of(number), self._matrices[number]
-        shape = torch.Size(matrix.arrival.box.length)
-        each.apply(*matrix.place(i), update, _adjust_lr(each.lr, each.group["adjust_lr_fn"], shape))
-
-    def _of(self, number: int) -> _Stepped:
-        return self._stepped[self._matrices[number].parameter]
+    def _apply(self, bucket: Sequence[Matrix], going: Exchange) -> None:
+        """Step this rank's parts of matrices by the updates that came."""
+        arrived = going.finish()
+        for each in bucket:
+            spread = each.arrival.spread
+            own = spread.of_rank.get(self._rank, ())
+            updates = {spread[i][0]: arrived.pop(f"{each.arrival.key} {i}") for i in own}
+            if updates:
+                self._stepped[each.parameter].apply(each.piece, updates)
 
 
 # ---- by a Trainer's arguments: `optim` "muon", and the options in `optim_args` ----

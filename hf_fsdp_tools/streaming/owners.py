@@ -15,7 +15,7 @@ from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.matrices import newton_schulz_flops
-from hf_fsdp_tools.streaming.routes import Arrival, Holders
+from hf_fsdp_tools.streaming.routes import Arrival, Holders, Spread
 from hf_fsdp_tools.text import show_bytes
 
 SENT_DTYPE = torch.bfloat16
@@ -70,16 +70,14 @@ def _stacked(piece: Piece) -> Iterator[Piece]:
 # ---- owners ----
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix that one rank orthogonalises."""
 
     parameter: int
     """Number of the parameter that it is a part of."""
-    holders: Holders
-    """Who holds the parameter."""
-    row: int
-    """Which of the parameter's rows it is in (`Holders.met_by`)."""
+    piece: Piece
+    """That part."""
     arrival: Arrival
     """How it comes to its owner."""
 
@@ -98,11 +96,14 @@ class Matrix:
         """Whether its owner alone holds it, so that nothing is sent."""
         return self.arrival.spread.of_rank.keys() == {self.owner}
 
-    def place(self, number: int) -> tuple[Box, View]:
-        """The box of the parameter that one of the matrix's boxes lies in, and where it lies in that, stored row-major
-        on its own."""
-        view, held = self.arrival.spread.views[number]
-        return held, self.holders.shifted(view, held, self.row)
+    def returns(self, rank: int) -> Iterator[Arrival]:
+        """Yield how its update comes to all that hold parts of it, of which a rank gets or sends something."""
+        gather = self.arrival
+        whole = Spread([(gather.box, (gather.to,))])
+        for i in range(len(gather.spread)) if rank == gather.to else gather.spread.of_rank.get(rank, ()):
+            box, ranks = gather.spread[i]
+            for to in ranks if rank == gather.to else (rank,):
+                yield Arrival(to, f"{gather.key} {i}", gather.key, box, SENT_DTYPE, whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +183,14 @@ def assign_owners(
         pieces: (number of the parameter, its part that is a matrix).
         holders: which ranks hold which boxes of each parameter.
     """
-    met = [holders[parameter].met_by(piece.view) for parameter, piece in pieces]
+    spreads = [holders[parameter].spread_of(piece) for parameter, piece in pieces]
     flops = [newton_schulz_flops(*piece.view.length) for _, piece in pieces]
     share = sum(flops) / num_ranks
     load = [0] * num_ranks
     owners: dict[int, int] = {}
     order = sorted(range(len(pieces)), key=lambda i: -flops[i])
     for i in order:
-        owner = min(met[i][0].of_all, key=lambda rank: (load[rank], rank), default=None)
+        owner = min(spreads[i].of_all, key=lambda rank: (load[rank], rank), default=None)
         if owner is not None and load[owner] + flops[i] <= max(share, flops[i]):
             owners[i] = owner
             load[owner] += flops[i]
@@ -202,10 +203,9 @@ def assign_owners(
     return Ownership(
         matrices=tuple(
             Matrix(
-                parameter=parameter,
-                holders=holders[parameter],
-                row=met[i][1],
-                arrival=Arrival(owners[i], str(i), piece.source, Box.whole(piece.view.length), SENT_DTYPE, met[i][0]),
+                parameter,
+                piece,
+                Arrival(owners[i], str(i), str(i), Box.whole(piece.view.length), SENT_DTYPE, spreads[i]),
             )
             for i, (parameter, piece) in enumerate(pieces)
         ),

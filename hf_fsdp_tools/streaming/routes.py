@@ -39,10 +39,8 @@ class Spread(list[tuple[Box, tuple[int, ...]]]):
     """Boxes of a tensor, disjoint and complete, each with the ranks that hold it; what is worked out of them is kept,
     for all tensors that lie alike."""
 
-    def __init__(self, boxes: Iterable[tuple[Box, tuple[int, ...]]], views: Sequence[tuple[View, Box]] = ()) -> None:
+    def __init__(self, boxes: Iterable[tuple[Box, tuple[int, ...]]]) -> None:
         super().__init__(boxes)
-        self.views = views
-        """Where each box lies in one of a model tensor, stored row-major on its own, and that one."""
         self._sums: dict[tuple[Box, int, int], tuple[Any, Any, int]] = {}
 
     @cached_property
@@ -103,15 +101,15 @@ class Arrival:
         """Which of several ranks that hold the same sends it."""
         return zlib.crc32(self.key.encode()) + self.to
 
-    def parts(self, rank: int) -> Iterator[tuple[int, Box, int]]:
-        """Yield what a rank sends or gets of it, in an order that all ranks share: the number of the box in the spread,
-        the part of it that is wanted, and the rank that sends it. A rank that holds what it gets copies it."""
+    def parts(self, rank: int) -> Iterator[tuple[Box, int]]:
+        """Yield what a rank sends or gets of it, in an order that all ranks share: parts of the box, with the rank that
+        sends each. A rank that holds what it gets copies it."""
         is_there, turn = self.to in (rank, EVERY), self.turn
         for i in range(len(self.spread)) if is_there else self.spread.of_rank.get(rank, ()):
             box, ranks = self.spread[i]
             source = self.to if self.to in ranks else ranks[turn % len(ranks)]
             if (is_there or source == rank) and (part := box.intersect(self.box)).numel:
-                yield i, part, source
+                yield part, source
 
     def add_costs(self, costs: Any) -> None:
         """Add the bytes of memory that each rank needs to get and to give its boxes."""
@@ -151,34 +149,23 @@ class Holders(list[tuple[Box, tuple[int, ...]]]):
         self._spreads: dict[View, Spread] = {}
 
     def spread_of(self, piece: Piece) -> Spread:
-        """The boxes that a piece of the tensor makes up elsewhere, with the ranks that hold them."""
-        spread, _ = self.met_by(piece.view)
-        if not any(first := piece.box.start):
-            return spread
-        return Spread((Box(start=tuple(map(add, first, box.start)), length=box.length), each) for box, each in spread)
+        """The boxes that a piece of the tensor makes up elsewhere, with the ranks that hold them.
 
-    def met_by(self, view: View) -> tuple[Spread, int]:
-        """Where a view of the tensor meets these boxes, seen in the first of the rows before the first dimension that
-        is cut, and in which row it is (`shifted`).
-
-        Experts of a stack that is cut within them meet the same boxes alike, and are worked out once.
+        Experts of a stack that is cut within them meet the same boxes alike, and are worked out once: in the first of
+        the rows before the first dimension that is cut.
         """
-        row = math.prod(self._shape[self._cut :])
-        outer, offset = divmod(view.offset, row) if self._cut else (0, view.offset)
+        view, row = piece.view, math.prod(self._shape[self._cut :])
+        offset = view.offset % row if self._cut else view.offset
         first = View(offset=offset, length=view.length, strides=view.strides)
         if first not in self._spreads:
-            parts = [
-                (part, ranks, inside, held)
-                for held, ranks in (self._near(first) if self._is_grid else self)
-                for part, inside in slice_view(first, self._shape, held)
-            ]
-            self._spreads[first] = Spread(((part[0], part[1]) for part in parts), [part[2:] for part in parts])
-        return self._spreads[first], outer
-
-    def shifted(self, view: View, held: Box, outer: int) -> View:
-        """A view of a box in the first row (`Spread.views`) as that of another row."""
-        offset = view.offset + outer * math.prod(held.length[self._cut :])
-        return View(offset=offset, length=view.length, strides=view.strides)
+            near = self._near(first) if self._is_grid else self
+            self._spreads[first] = Spread(
+                (part, ranks) for held, ranks in near for part, _ in slice_view(first, self._shape, held)
+            )
+        if not any(begin := piece.box.start):
+            return self._spreads[first]
+        parts = self._spreads[first]
+        return Spread((Box(start=tuple(map(add, begin, box.start)), length=box.length), each) for box, each in parts)
 
     def _near(self, view: View) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Yield the boxes between the first and the last element of a view, in each dimension."""

@@ -1,4 +1,4 @@
-"""As many real processes as one machine can hold, once in a while: what tests of few ranks, and fake ones, do not see."""
+"""As many real processes as one machine can hold, once a night: what tests of few ranks, and fake ones, do not see."""
 
 from pathlib import Path
 

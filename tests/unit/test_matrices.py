@@ -110,7 +110,7 @@ def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
     assert sorted(travelling) == [0, 1, 2, 3, 4] and len(ownership.buckets) > 1
     for each in (ownership.matrices[i].arrival for i in travelling):  # what one sends is what the other gets
         got, sent = (list(each.parts(rank)) for rank in (each.to, 1 - each.to))
-        assert sent == [part for part in got if part[2] != each.to] and len(got) == 2
+        assert sent == [part for part in got if part[1] != each.to] and len(got) == 2
     gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])
     assert sum(ownership.sent_bytes) == 2 * gathered, "half of each matrix, there and back"
 

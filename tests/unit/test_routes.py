@@ -25,7 +25,7 @@ def routes(bucket: Bucket, ranks: int) -> list[tuple[str, Box, int, int]]:
     ends: dict[str, list[tuple[str, Box, int, int]]] = {"sent": [], "got": []}
     for each in bucket.arrivals:
         for rank in range(ranks):
-            for _, box, source in each.parts(rank):
+            for box, source in each.parts(rank):
                 found = each.name, box, source, each.to
                 ends["got"] += [found] * (rank == max(each.to, 0))
                 ends["sent"] += [found] * (rank == source)
