@@ -149,13 +149,9 @@ class Ownership:
         """Bytes that each rank sends in a step: cells to owners, and updates to all that hold the cells."""
         sent = np.zeros(self.num_ranks, np.int64)
         for arrival in (matrix.arrival for matrix in self.matrices):
-            spread = arrival.spread
-            sources, sizes, _ = spread.sums(arrival.box, SENT_DTYPE.itemsize, arrival.turn)
+            sources, sizes, _ = arrival.sizes()
             np.add.at(sent, sources, sizes)
-            sent[arrival.to] += spread.elements
-            for box, ranks in (spread[i] for i in spread.of_rank.get(arrival.to, ())):  # which it has
-                sent[ranks[arrival.turn % len(ranks)]] -= box.numel
-                sent[arrival.to] -= box.numel
+            sent[arrival.to] += arrival.spread.elements - arrival.box.numel + sizes.sum()
         return tuple(map(int, sent * SENT_DTYPE.itemsize))
 
     def __str__(self) -> str:

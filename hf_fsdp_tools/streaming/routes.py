@@ -111,20 +111,22 @@ class Arrival:
             if (is_there or source == rank) and (part := box.intersect(self.box)).numel:
                 yield part, source
 
+    def sizes(self) -> tuple[Any, Any, int]:
+        """Which ranks send how many elements to the one rank that gets it, and how many that receives apart."""
+        size, turn = self.dtype.itemsize, self.turn
+        sources, sizes, apart = self.spread.sums(self.box, size, turn)
+        for box, ranks in (self.spread[i] for i in self.spread.of_rank.get(self.to, ())):  # which it copies
+            part = box.intersect(self.box)
+            sources, sizes = np.append(sources, ranks[turn % len(ranks)]), np.append(sizes, -part.numel)
+            apart -= 0 if is_direct(part, self.box, size) else part.numel
+        return sources, sizes, apart
+
     def add_costs(self, costs: Any) -> None:
         """Add the bytes of memory that each rank needs to get and to give its boxes."""
-        size = self.dtype.itemsize
-        sources, sizes, apart = self.spread.sums(self.box, size, self.turn)
-        if self.to == EVERY:
-            costs += (self.box.numel + apart) * size
-            return
-        np.add.at(costs, sources, sizes * size)
-        for i in self.spread.of_rank.get(self.to, ()):
-            box, ranks = self.spread[i]
-            part = box.intersect(self.box)
-            costs[ranks[self.turn % len(ranks)]] -= part.numel * size
-            apart -= 0 if is_direct(part, self.box, size) else part.numel
-        costs[self.to] += (self.box.numel + apart) * size
+        sources, sizes, apart = self.sizes()
+        if self.to != EVERY:
+            np.add.at(costs, sources, sizes * self.dtype.itemsize)
+        costs[slice(None) if self.to == EVERY else self.to] += (self.box.numel + apart) * self.dtype.itemsize
 
 
 @dataclass(kw_only=True)
