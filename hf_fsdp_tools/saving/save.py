@@ -232,7 +232,7 @@ def begin_save(
             files=files,
             gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
             staging_bytes=staging_bytes,
-            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes) if keys else None,
+            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes),
             write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
         )
         return begun if blocking else _with_copies(begun, in_place)
@@ -252,8 +252,8 @@ class BegunSave:
     """To which this rank writes."""
     write: Callable[[], TransferStats]
     """Writes all of this rank but what is gathered. No rank communicates."""
-    gather: Callable[[Callable[[Transfer], None]], None] | None = None
-    """Hands rank 0 what writes each gathered tensor. Every rank must call; None where nothing is left to gather."""
+    gather: Callable[[Callable[[Transfer], None]], Exception | None] = lambda use: None
+    """Hands rank 0 what writes each gathered tensor; what it has failed with. Every rank must call."""
     gathered_bytes: int = 0
     staging_bytes: int = STAGING_BYTES
     copies: HostCopies | None = None
@@ -274,12 +274,12 @@ class BegunSave:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
         folder, stats = self.hidden.folder, TransferStats()
         try:
-            if self.gather is not None:
-                written: list[TransferStats] = []
-                self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
-                stats = sum(written, stats)
+            written: list[TransferStats] = []
+            failure = self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
             with agreed("writing the checkpoint", folder):
-                stats += self.write() + _copy_heads(self.layout, self.hidden.path)
+                if failure is not None:
+                    raise failure
+                stats = sum(written, stats) + self.write() + _copy_heads(self.layout, self.hidden.path)
                 carried = (self.hidden.path / place.file for place in self.layout.carried.values())
                 with storage_errors("save to", folder):
                     for file in dict.fromkeys([*self.files, *carried]):
@@ -376,10 +376,10 @@ def _gather(
     keys: Iterable[str],
     staging_bytes: int,
     use: Callable[[Transfer], None],
-) -> None:
+) -> Exception | None:
     """Gather the model tensors of saved tensors on rank 0, one after another, which reverts their conversion.
 
-    Every rank must call. Rank 0 does `use` what writes each saved tensor.
+    Every rank must call. Rank 0 does `use` what writes each saved tensor, and gets what it has failed with.
     """
     state: Mapping[str, torch.Tensor] = saved_tensors(model)
     failure: Exception | None = None
@@ -394,9 +394,7 @@ def _gather(
                     use(replace(layout.places[key].transfer(result[key]), file=folder / layout.places[key].file))
         except Exception as error:  # the other ranks go on sending
             failure = error
-    with agreed("converting what is gathered"):
-        if failure is not None:
-            raise failure
+    return failure
 
 
 def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
@@ -427,9 +425,8 @@ def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
     gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
     transfers, made = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
     try:
-        if begun.gather is not None:
-            begun.gather(transfers.append)
+        failure = begun.gather(transfers.append)
     except BaseException:
         made.give_back()
         raise
-    return replace(begun, gather=None, write=partial(write_in_turn, transfers), copies=made)
+    return replace(begun, gather=lambda use: failure, write=partial(write_in_turn, transfers), copies=made)
