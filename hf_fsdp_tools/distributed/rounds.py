@@ -217,10 +217,10 @@ class Rounds:
     def _loaded(self, text: bytes | str) -> Any:
         """The content of a text that `_put` gave."""
         content = json.loads(text, object_hook=_from_json)
-        if isinstance(content, _Parts):
-            self._parts += content.keys
-            return self._loaded(b"".join(self._store.multi_get(content.keys)))
-        return content
+        if not isinstance(content, tuple):  # as all other content
+            return content
+        self._parts += content
+        return self._loaded(b"".join(self._store.multi_get(list(content))))
 
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined or given up."""
@@ -240,13 +240,6 @@ class Rounds:
                     self._store.compare_set(f"{path}/outcome", "", _outcome([], problem))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
-
-
-@dataclass(eq=False)
-class _Parts:
-    """Where a long text is."""
-
-    keys: list[str]
 
 
 def _outcome(values: list[str], problem: str = "") -> str:
@@ -271,7 +264,7 @@ def _as_json(value: Any) -> Any:
 def _from_json(value: dict[str, Any]) -> Any:
     ((kind, content),) = value.items()
     if kind != "class":
-        return {"tuple": tuple, "dict": dict, "parts": _Parts}[kind](content)
+        return {"tuple": tuple, "dict": dict, "parts": tuple}[kind](content)
     module, name, content = content
     made, package = getattr(sys.modules.get(module), name, None), __package__.partition(".")[0]
     if not (module.startswith(f"{package}.") and isinstance(made, type) and is_dataclass(made)):

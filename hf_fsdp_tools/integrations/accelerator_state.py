@@ -144,10 +144,9 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
             chosen = adapter_tensors(model) | _buffers(model)
     if "SHARDED" not in str(plugin.state_dict_type):
         if not is_whole:
-            is_first = accelerator.process_index == 0
-            whole = gather_tensors(chosen, None, keep=is_first)
+            whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
-                if is_first:
+                if rank_and_size()[0] == 0:
                     named = {plain_name(name): tensor for name, tensor in whole.items()}
                     torch.save(named, state.staging / files_of(FSDP_MODEL_NAME, index)[1])
         elif optimizer is None:
