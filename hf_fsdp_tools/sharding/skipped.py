@@ -124,9 +124,9 @@ class _Passes:
             there = (name for name in self._media if given.get(name) is not None)
             present = [name for name in there if not isinstance(given[name], torch.Tensor) or given[name].numel()]
             self._count = len(present)
-            mask = [int(name in present) for name in self._media]
-            least = self._least([*mask, *(-bit for bit in mask)])
-            self._meets = any(map(sum, zip(least[: len(mask)], least[len(mask) :], strict=True)))
+            mask = sum(2**i for i, name in enumerate(self._media) if name in present)
+            least, negated = self._least([mask, -mask])
+            self._meets = least != -negated
             if self._meets and is_parallel(model):
                 ranks = sorted(self._mesh.mesh.flatten().tolist())
                 everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=ranks)
