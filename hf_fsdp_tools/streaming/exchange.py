@@ -28,10 +28,12 @@ class Exchange:
     """What travels together, on its way: between two ranks as one message for each dtype, but for large values
     (`APART_BYTES`), which travel by themselves."""
 
-    def __init__(self, arrivals: Iterable[Arrival], held: Held, device: torch.device) -> None:
+    def __init__(
+        self, arrivals: Iterable[Arrival], held: Held, device: torch.device, *, rank: int | None = None
+    ) -> None:
         """Begin to send and to receive; nothing is waited for. Every rank must call, in the same order of buckets, with
         what it gets or sends anything of, and its own parts of that."""
-        rank, self._arrived = rank_and_size()[0], dict[str, torch.Tensor]()
+        rank, self._arrived = rank_and_size()[0] if rank is None else rank, dict[str, torch.Tensor]()
         sent, received, shared = (defaultdict[tuple[int, torch.dtype, int], list[torch.Tensor]](list) for _ in range(3))
         for arrival in arrivals:
             if is_there := arrival.to in (rank, EVERY):

@@ -287,7 +287,7 @@ class _Step:
         """Begin to send matrices to their owners."""
         own = (each for each in bucket if self._rank in each.arrival.spread.of_rank)
         held = {each.arrival.name: list(self._stepped[each.parameter].updates(each.piece)) for each in own}
-        return Exchange((each.arrival for each in bucket), held, self._device)
+        return Exchange((each.arrival for each in bucket), held, self._device, rank=self._rank)
 
     def _send_back(self, bucket: Sequence[Matrix], coming: Exchange) -> Exchange:
         """Orthogonalise what this rank owns, and begin to send it to all that hold parts of it."""
@@ -299,7 +299,7 @@ class _Step:
             update = newton_schulz(arrived.pop(each.arrival.key), *options)
             held[each.arrival.key] = [Part(name="", box=each.arrival.box, data=update, dtype=SENT_DTYPE)]
         returns = (arrival for each in bucket for arrival in each.returns(self._rank))
-        return Exchange(returns, held, self._device)
+        return Exchange(returns, held, self._device, rank=self._rank)
 
     def _apply(self, bucket: Sequence[Matrix], going: Exchange) -> None:
         """Step this rank's parts of matrices by the updates that came."""

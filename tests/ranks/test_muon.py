@@ -223,6 +223,10 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         Muon(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
         Muon(model, adjust_lr_fn="other")
+    set_gradients(plain, 0)
+    before = plain.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    Muon(plain, lr=0.1).step()  # whole on each rank, which steps by itself
+    assert not torch.equal(plain.model.layers[0].self_attn.q_proj.weight, before)
     muon = Muon(model)
     for count in range(1, 11):
         muon.ownership(list(muon._pieces)[:count])
