@@ -1,17 +1,18 @@
 """What this package's own work costs one rank of N, for N from 8 to 4,096, on one process of a CPU.
 
-    python benchmarks/scale.py --ranks 8 64                       # a quick look
-    python benchmarks/scale.py --out benchmarks/results/scale.md  # all, with the page
+    python benchmarks/scale.py --out benchmarks/results/scale.md  # --ranks 8 64: a quick look
 
 Rank N // 3 of torch's fake process group runs each stage alone: nothing is sent. Checkpoints are sparse files with real
-headers, of the shapes of DeepSeek-V3 (a dense layer, a layer of 256 experts and the head) and of Llama-3.1-405B (two
-layers); shards are allocated, and their pages are never touched.
+headers, of two layers of the shapes of DeepSeek-V3 (a dense one and one of 256 experts), Llama-3.1-405B, Qwen3-235B and
+gpt-oss-120b. From 512 ranks on, where a share is small, the rank also loads, saves its own parts and steps.
 
 CPU seconds    of each stage, with Python's garbage collector on; those of `shard_model` are torch's own
-reads          system calls that load the rank's share; bytes that they read ÷ bytes of the share
-writes         of the rank's own parts in a save
-DCP            microseconds per chunk to check an optimizer's metadata, as N ranks save it, and of torch's own reading
-routes, cells  parts of tensors that the plan of a stream to rank 0 and that of Muon hold, with CPU seconds
+reads          to plan them; system calls that load the rank's share; bytes that they read ÷ bytes of the share
+load           `load_weights`
+writes         to plan them; transfers of the rank's own parts in a save; to write them
+DCP            µs per chunk to check an optimizer's metadata, as N ranks save it, and of torch's own reading; chunks
+stream         to plan what goes to rank 0; boxes that this rank sends of it
+Muon           to plan a step; matrices that this rank owns; its own work in a step, without Newton-Schulz
 """
 
 import argparse
@@ -23,8 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,15 +39,15 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
+import hf_fsdp_tools as ours
 from benchmarks.measuring import about, table_of
-from hf_fsdp_tools import Muon, build_meta_model, live_weights, make_wrap_plan, open_checkpoint, shard_model
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.loading.fill import _share_of
 from hf_fsdp_tools.loading.formats.dcp import check_dcp
-from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES
+from hf_fsdp_tools.loading.io.files import MAX_GAP_BYTES, STAGING_BYTES, write_transfers
 from hf_fsdp_tools.loading.io.transfer import Limits, cut_batches, reads_of
 from hf_fsdp_tools.loading.match import match_checkpoint
 from hf_fsdp_tools.saving.layout import plan_layout
@@ -52,22 +55,21 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.routes import plan_buckets
 
-SCRIPT = "benchmarks/scale.py"
-RANKS = (8, 64, 512, 4096)
+COLUMNS = ("open", "plan", "shard", "match", "reads", "load", "layout", "writes", "stream", "Muon", "DCP")
 MODELS = {
     "DeepSeek-V3": lambda: DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=1, dtype="bfloat16"),
-    "Llama-3.1-405B": lambda: LlamaConfig(
-        num_hidden_layers=2, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
-        num_key_value_heads=8, vocab_size=128256, dtype="bfloat16",
-    ),
+    "Llama-3.1-405B": lambda: LlamaConfig(num_hidden_layers=2, hidden_size=16384, intermediate_size=53248,
+        num_attention_heads=128, num_key_value_heads=8, vocab_size=128256, dtype="bfloat16"),
+    "Qwen3-235B": lambda: Qwen3MoeConfig(num_hidden_layers=2, hidden_size=4096, moe_intermediate_size=1536,
+        num_attention_heads=64, head_dim=128, num_key_value_heads=4, num_experts=128, dtype="bfloat16"),
+    "gpt-oss-120b": lambda: GptOssConfig(num_hidden_layers=2, dtype="bfloat16"),
 }  # fmt: skip
-T = TypeVar("T")
 
 
 def make_sparse(name: str, folder: Path) -> None:
-    """A checkpoint with real headers, and holes in the place of data."""
+    """A checkpoint with headers, and holes in the place of data."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = build_meta_model(MODELS[name](), dtype=torch.bfloat16)
+    model = ours.build_meta_model(MODELS[name](), dtype=torch.bfloat16)
     layout = plan_layout(model, None, "5GB")
     for file, header in layout.headers.items():
         with (folder / file).open("wb") as stream:
@@ -80,7 +82,6 @@ def make_sparse(name: str, folder: Path) -> None:
 
 def write_metadata(model: nn.Module, ranks: int, folder: Path) -> int:
     """DCP's metadata of an optimizer's two moments, as all ranks save it; the number of chunks."""
-    folder.mkdir(exist_ok=True)
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, parameter in model.named_parameters():
@@ -89,11 +90,10 @@ def write_metadata(model: nn.Module, ranks: int, folder: Path) -> int:
             for rank in range(ranks):
                 for box, _ in local_boxes(parameter.shape, parameter.placements, (ranks,), (rank,)):  # type: ignore[attr-defined]
                     chunk = dcp.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.length))
-                    place = _StorageInfo(f"__{rank}_0.distcp", len(places), box.numel * 2)
                     chunks.append(chunk)
-                    places[dcp.MetadataIndex(key, chunk.offsets, len(chunks) - 1)] = place
-            properties = dcp.TensorProperties(dtype=torch.bfloat16)
-            entries[key] = dcp.TensorStorageMetadata(properties, parameter.shape, chunks)
+                    index = dcp.MetadataIndex(key, chunk.offsets, len(chunks) - 1)
+                    places[index] = _StorageInfo(f"__{rank}_0.distcp", len(places), box.numel * 2)
+            entries[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(), parameter.shape, chunks)
     (folder / ".metadata").write_bytes(pickle.dumps(dcp.Metadata(entries, storage_data=places)))
     return len(places)
 
@@ -102,18 +102,19 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
     """The row of a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
-    seconds: dict[str, float] = {}
+    row: dict[str, list[str]] = {"": [f"{name}, {ranks:,}"], **{column: [] for column in COLUMNS}}
 
-    def timed(stage: str, work: Callable[[], T]) -> T:
+    def timed(column: str, work: Callable[[], Any], chunks: float = 0.0) -> Any:
         start = time.process_time()
         found = work()
-        seconds[stage] = time.process_time() - start
+        seconds = time.process_time() - start
+        row[column].append(f"{1e6 * seconds / chunks:.0f}" if chunks else f"{seconds:.2f}")
         return found
 
-    checkpoint = timed("open", lambda: open_checkpoint(folder))
-    model = build_meta_model(checkpoint.config, dtype=torch.bfloat16)
-    plan = timed("plan", lambda: make_wrap_plan(model))
-    timed("shard", lambda: shard_model(model, plan, mesh=init_device_mesh("cpu", (ranks,))))
+    checkpoint = timed("open", lambda: ours.open_checkpoint(folder))
+    model = ours.build_meta_model(checkpoint.config, dtype=torch.bfloat16)
+    plan = timed("plan", lambda: ours.make_wrap_plan(model))
+    timed("shard", lambda: ours.shard_model(model, plan, mesh=init_device_mesh("cpu", (ranks,))))
     match = timed("match", lambda: match_checkpoint(model, checkpoint.index))
     allocate(model, device=torch.device("cpu"), dtype=None)
 
@@ -121,47 +122,51 @@ def one_rank(name: str, ranks: int, folder: Path) -> dict[str, str]:
         places, _, _, share = _share_of(persistent_tensors(model), match.index, match.loaded, {})
         transfers, _ = reads_of(places, match.index)
         limits = Limits(request_bytes=2**23, buffer_bytes=2**25, host_gap_bytes=MAX_GAP_BYTES, device_gap_bytes=0)
-        batches = cut_batches(transfers, limits, on_device=lambda memory: False)
-        requests = [request for batch in batches for request in batch.requests]
+        requests = [
+            r for batch in cut_batches(transfers, limits, on_device=lambda memory: False) for r in batch.requests
+        ]
         return len(requests), sum(request.stop - request.start for request in requests), share
 
     calls, read, share = timed("reads", reads)
+    row["reads"] += [f"{calls:,}", f"{read / max(1, share):.2f} ×"]
     layout = timed("layout", lambda: plan_layout(model, None, "5GB"))
 
-    def own_writes() -> int:
-        return len(layout.transfers(shares(p for _, own in parts_of(layout.places, saved_tensors(model)) for p in own)))
-
-    writes = timed("writes", own_writes)
-    weights = live_weights(model)
+    state = saved_tensors(model)
+    own = lambda: shares(part for _, parts in parts_of(layout.places, state) for part in parts)  # noqa: E731
+    writes = [replace(each, file=folder / each.file) for each in timed("writes", lambda: layout.transfers(own()))]
+    row["writes"].append(f"{len(writes):,}")
+    if is_whole := ranks >= 512:
+        timed("load", lambda: ours.load_weights(model, checkpoint.index, progress=False))
+        timed("writes", lambda: write_transfers(writes, staging_bytes=STAGING_BYTES))  # zeros into the same holes
+    weights = ours.live_weights(model)
     spread = weights.spread()
     whole = {key: (Box.whole(each.symbol.shape), each.element) for key, each in weights.tensors.items()}
     buckets = timed("stream", lambda: plan_buckets((0,), whole, spread, ranks, 2**34))
-    muon = Muon(model)
-    owned = timed("muon", muon.ownership)
-    with tempfile.TemporaryDirectory() as state:
-        chunks = write_metadata(model, ranks, Path(state))
-        timed("check", lambda: check_dcp(Path(state)))
-        timed("torch", lambda: FileSystemReader(state).read_metadata())
-    own, theirs = (1e6 * seconds[stage] / chunks for stage in ("check", "torch"))
-    return {
-        "": f"{name}, {ranks:,}",
-        **{stage: f"{seconds[stage]:.2f}" for stage in ("open", "plan", "shard", "match")},
-        "reads": f"{seconds['reads']:.2f} ({calls:,}; {read / max(1, share):.2f} ×)",
-        "layout": f"{seconds['layout']:.2f}",
-        "writes": f"{seconds['writes']:.2f} ({writes:,})",
-        "DCP: check, torch": f"{own:.0f}, {theirs:.0f} ({chunks:,})",
-        "stream: routes": f"{seconds['stream']:.2f} ({sum(len(bucket.routes) for bucket in buckets):,})",
-        "Muon: cells": f"{seconds['muon']:.2f} ({sum(len(matrix.cells) for matrix in owned.matrices):,})",
-    }
+    muon = ours.Muon(model)
+    owned = timed("Muon", muon.ownership)
+    row["Muon"].append(f"{sum(m.owner == ranks // 3 for m in owned.matrices):,}")
+    if is_whole:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with patch("torch.optim._muon._zeropower_via_newtonschulz", lambda update, *options: update):
+            timed("Muon", muon.step)
+    sent = sum(len(list(each.parts(ranks // 3))) for bucket in buckets for each in bucket.arrivals)
+    row["stream"].append(f"{sent:,}")
+    with tempfile.TemporaryDirectory() as saved:
+        chunks = write_metadata(model, ranks, Path(saved))
+        timed("DCP", lambda: check_dcp(Path(saved)), chunks)
+        timed("DCP", FileSystemReader(saved).read_metadata, chunks)
+    row["DCP"].append(f"{chunks:,}")
+    return {column: "; ".join(cells) for column, cells in row.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "hf_fsdp_tools-scale"))
+    parser.add_argument("--ranks", nargs="+", type=int, default=(8, 64, 512, 4096))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "scale"))
     parser.add_argument("--out", type=Path, help="the page")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true")
     args = parser.parse_args()
     if args.alone:
         print(json.dumps(one_rank(args.models[0], args.ranks[0], args.folder / args.models[0])))
@@ -174,18 +179,13 @@ def main() -> None:
             run = subprocess.run([sys.executable, __file__, *options], stdout=subprocess.PIPE, check=True)
             rows.append(json.loads(run.stdout.splitlines()[-1]))
             print(rows[-1], flush=True)
-    facts = about(SCRIPT, "cpu")
-    lines = ["# The work of one rank of N", "", f"What each column means is said at the top of `{SCRIPT}`.", ""]
-    lines += [
-        facts["where"],
-        "",
-        f"`{facts['command']}`",
-        "",
-        *table_of(list(rows[0]), [list(r.values()) for r in rows]),
-    ]
-    print(*lines, sep="\n")
+    facts = about("benchmarks/scale.py", "cpu")
+    head = "# The work of one rank of N", "What each column means is said at the top of `benchmarks/scale.py`."
+    table = "\n".join(table_of(list(rows[0]), [list(row.values()) for row in rows]))
+    page = "\n\n".join([*head, facts["where"], f"`{facts['command']}`", table])
+    print(page)
     if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+        args.out.write_text(page + "\n")
 
 
 if __name__ == "__main__":

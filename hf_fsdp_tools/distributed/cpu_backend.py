@@ -1,6 +1,7 @@
 """Gloo, which communicates between CPUs, on one thread in any process group."""
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from hf_fsdp_tools.accelerator import find_accelerator
+
 _CPU = torch.device("cpu")
 
 
@@ -26,6 +29,18 @@ def default_timeout(device_type: str) -> timedelta:
 def has_cpu_backend(group: ProcessGroup | None = None) -> bool:
     """Whether a process group, by default the default one, communicates between CPUs."""
     return _CPU in (group or _get_default_group())._device_types
+
+
+def all_reduced(
+    values: torch.Tensor, groups: Iterable[ProcessGroup | None] = (None,), op: Any = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Values on the CPU, reduced over each group in turn, by default the default one, between CPUs where it can; as
+    they are without a process group. Every member must call: the key-value store is too slow for what grows with
+    tensors."""
+    for group in groups if dist.is_initialized() else ():
+        values = values.to("cpu" if has_cpu_backend(group) else find_accelerator())
+        dist.all_reduce(values, op, group)
+    return values.cpu()
 
 
 def timeout_of(group: ProcessGroup | None = None) -> timedelta:

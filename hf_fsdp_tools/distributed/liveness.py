@@ -132,6 +132,8 @@ class Lookout:
 
     def __init__(self, store: StoreClient, path: str, ranks: Sequence[int], rank: int) -> None:
         self._store, self._path, self._ranks, self._rank = store, path, ranks, rank
+        self._who: dict[int, tuple[str, int]] = {}
+        """The machine and the process of each rank that has told."""
         self._seen: dict[tuple[str, int], tuple[Any, float]] = {}
         self._waiting: dict[int, tuple[str, int]] = {}
         self._looked_s, self._clock_s, self._warn_s = time.monotonic(), 0.0, _WARN_S
@@ -141,10 +143,16 @@ class Lookout:
         now_s = time.monotonic()
         self._clock_s += min(now_s - self._looked_s, _MOST_S)
         self._looked_s = now_s
-        missing = [rank for rank in self._ranks if not self._store.check([f"{self._path}/{rank}"])]
+        came = self._told(f"{self._path}/values")
+        missing = [rank for rank in self._ranks if rank not in came]
         missing = missing or list(self._ranks)  # all have come, and the last of them has not joined their values
-        beats = {rank: self._beat_of(rank) for rank in missing}
-        if lost := [text for rank in missing if (text := self._lost(rank))]:
+        if not self._who.keys() >= set(missing):
+            self._who = {rank: json.loads(text) for rank, text in self._told("who").items()}
+        known = [rank for rank in missing if rank in self._who]
+        beats: dict[int, dict[str, Any]] = {rank: {"count": 0, "at": []} for rank in missing}
+        beats |= zip(known, map(json.loads, self._store.multi_get([f"beat/{rank}" for rank in known])), strict=True)
+        ended = self._told("ended") if self._store.check(["ended"]) else {}
+        if lost := [text for rank in missing if (text := self._lost(rank, rank in ended))]:
             return f"While {doing}: {listed(lost)}. The others stop."
         for rank, beat in beats.items():
             if reason := self._elsewhere(doing, rank, beat):
@@ -161,16 +169,15 @@ class Lookout:
             warn(text)
         return ""
 
-    def _beat_of(self, rank: int) -> dict[str, Any]:
-        key = f"beat/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else {"count": 0, "at": []}
+    def _told(self, key: str) -> dict[int, bytes]:
+        """What ranks have appended under a key."""
+        lines = (line.partition(b" ") for line in self._store.get(key).splitlines())
+        return {int(rank): text for rank, _, text in lines}
 
-    def _lost(self, rank: int) -> str:
+    def _lost(self, rank: int, is_over: bool) -> str:
         """Whether a rank's script or process is over or stopped, as far as can be seen from here."""
-        state = "X" if self._store.check([f"ended/{rank}"]) else ""
-        if not state and self._store.check([key := f"who/{rank}"]):
-            sight, process = json.loads(self._store.get(key))
-            state = _state_of(process) if sight and sight == processes_in_sight() else ""
+        sight, process = self._who.get(rank, ("", 0))
+        state = "X" if is_over else _state_of(process) if sight and sight == processes_in_sight() else ""
         if state in ("Z", "X"):
             return f"rank {rank} has ended: it failed, and says why, or did not make this call, as every rank must"
         seconds = self._since("state", rank, state)

@@ -3,8 +3,8 @@
 The store has connections of its own, so that a round needs no backend that communicates between CPUs, is found by its
 name and not by its order among collectives, and can be nested.
 
-    round   every rank sets its value, the last rank to arrive joins all values, and every rank reads what was joined,
-            or why the round was given up: the store keeps whichever comes first
+    round   every rank appends its value, the last rank to arrive joins all values, and every rank reads what was
+            joined, or why the round was given up: the store keeps whichever comes first
     scope   a block that all ranks enter; a rank that fails in a scope tells those that wait in a round within it
 
 The first ranks to arrive look at those that are missing (`liveness`), and give up for all ranks alike.
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
+from hashlib import sha256
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -42,6 +43,9 @@ _POLL_S = (0.0002, 0.05)
 
 _POLLS_PER_S = 2000
 """How many looks of all ranks together the store is asked for in a second: a tenth of what one answers."""
+
+_PART_BYTES = 2**18
+"""Longer texts are set in parts under their digest, equal ones once: a store refuses values above 8 MiB."""
 
 _READ_S = 10.0
 """How long rank 0 waits for ranks that have to read an outcome: a busy machine may let a process wait. (assumed)"""
@@ -122,23 +126,25 @@ class Rounds:
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...], *, name: str = "") -> None:
         self.rank, self.ranks = rank, ranks
         with _store_errors():
-            own = store_of_its_own(store, f"rounds{name}/{zlib.crc32(repr(ranks).encode())}", len(ranks))
-            own.set(f"who/{rank}", json.dumps([processes_in_sight(), os.getpid()]))
+            own: Any = store_of_its_own(store, f"rounds{name}/{zlib.crc32(repr(ranks).encode())}", len(ranks))
+            own.set(f"beat/{rank}", json.dumps({"count": 0, "at": []}))
+            own.append("who", f"{rank} {json.dumps([processes_in_sight(), os.getpid()])}\n")
         self._scopes = [Scope("round")]  # holds all others, and nobody fails in it
-        self._former = ""  # the last round, if all ranks have come to it
+        self._former: list[str] = []  # keys of the last round, if all ranks have come to it
+        self._parts: list[str] = []  # those of long texts in this round
         self._store = StoreClient(own, rank)
 
     def leave(self) -> None:
         """Tell those that wait for this rank that its group or its script is over."""
         with suppress(RuntimeError):  # the store is gone: nobody waits
-            self._store.set(f"ended/{self.rank}", b"")
+            self._store.append("ended", f"{self.rank}\n")
         self.wait_for_readers()
 
     def wait_for_readers(self) -> None:
         """On rank 0, which may end the store with itself, return once all have read what they last came for."""
-        end_s, values = time.monotonic() + _READ_S, [f"{self._former}/{rank}" for rank in self.ranks]
+        end_s = time.monotonic() + _READ_S
         with suppress(RuntimeError):  # the store is gone
-            while self.rank == 0 and self._former and any(self._store.check([value]) for value in values):
+            while self.rank == 0 and self._former and self._store.add(self._former[0], 0) < len(self.ranks):
                 if time.monotonic() > end_s:
                     return
                 time.sleep(_POLL_S[1] / 10)
@@ -162,7 +168,8 @@ class Rounds:
     def give_up(self, scope: Scope, error: RanksError) -> RanksError:
         """Tell those that come to the scope's end later why nobody waits there; the error of the first rank to tell."""
         with suppress(RuntimeError):  # the store is gone, as they will see
-            reason = json.loads(self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error))))[0]
+            outcome = self._store.compare_set(f"{scope.path}/end/outcome", "", _outcome([], str(error)))
+            reason = self._loaded(outcome)[0]
             return error if reason == str(error) else RanksError(reason)
         return error
 
@@ -170,28 +177,50 @@ class Rounds:
         """Every rank's value, in the order of the ranks. All must call, with values of `_as_json`."""
         path = f"{ends.path}/end" if ends is not None else self._scopes[-1].next_path()
         around = [scope for scope in self._scopes[1:] if scope is not ends]
-        former, self._former = self._former, ""
+        (former, self._former), self._parts = (self._former, []), []
         with _store_errors(), self._store.telling(doing, path):
-            self._store.set(f"{path}/{self.rank}", json.dumps([doing, _as_json(value)]))
+            text = self._put(path, json.dumps([doing, _as_json(value)]))
+            self._store.append(f"{path}/values", f"{self.rank} {text}\n")
             place = self._store.add(f"{path}/count", 1)
             if place == len(self.ranks):
-                values = self._store.multi_get([f"{path}/{rank}" for rank in self.ranks])
-                outcome = self._store.compare_set(f"{path}/outcome", "", _outcome(values))
-                for key in ("count", "outcome") if former else ():  # all have read it, or would not have come here
-                    self._store.delete_key(f"{former}/{key}")
+                of_rank = dict(line.split(" ", 1) for line in self._store.get(f"{path}/values").decode().splitlines())
+                outcome = self._put(path, _outcome([of_rank[str(rank)] for rank in self.ranks]))
+                outcome = self._store.compare_set(f"{path}/outcome", "", outcome)
+                for key in former:  # all have read it, or would not have come here
+                    self._store.delete_key(key)
             else:
                 self._wait(path, place, doing, around)
                 outcome = self._store.get(f"{path}/outcome")
-            problem, texts, of_ranks = json.loads(outcome)
-            if problem:  # the value stays: whoever comes last waits for the values of all
+            problem, texts, of_ranks = self._loaded(outcome)
+            if problem:  # the values stay: whoever comes last waits for those of all
                 raise RanksError(problem)
+            each = [self._loaded(text) for text in texts]
             with suppress(dist.DistError):  # rank 0 has ended, and with it the store
-                self._store.delete_key(f"{path}/{self.rank}")
-        self._former = path
-        answers = [json.loads(texts[i], object_hook=_from_json) for i in of_ranks]
+                self._store.add(f"{path}/read", 1)
+        self._former = [*(f"{path}/{name}" for name in ("read", "values", "count", "outcome")), *self._parts]
+        answers = [each[i] for i in of_ranks]
         if len({text for text, _ in answers}) > 1:
             raise RanksError(different_calls(zip(self.ranks, (text for text, _ in answers), strict=True)))
         return [value for _, value in answers]
+
+    def _put(self, path: str, text: str) -> str:
+        """What stands for a text in the store: itself, or where its parts are."""
+        if len(text) <= _PART_BYTES:
+            return text
+        name = f"{path}/{sha256(text.encode()).hexdigest()}"
+        parts = {f"{name}/{i}": text[i : i + _PART_BYTES] for i in range(0, len(text), _PART_BYTES)}
+        if not self._store.check(list(parts)):  # another rank has the same
+            for key, part in parts.items():
+                self._store.set(key, part)
+        return json.dumps({"parts": list(parts)})
+
+    def _loaded(self, text: bytes | str) -> Any:
+        """The content of a text that `_put` gave."""
+        content = json.loads(text, object_hook=_from_json)
+        if not isinstance(content, tuple):  # as all other content
+            return content
+        self._parts += content
+        return self._loaded(b"".join(self._store.multi_get(list(content))))
 
     def _wait(self, path: str, place: int, doing: str, around: list[Scope]) -> None:
         """Return when the round is joined or given up."""
@@ -213,10 +242,10 @@ class Rounds:
             pause_s = min(2 * pause_s, max(_POLL_S[1], len(self.ranks) / _POLLS_PER_S))
 
 
-def _outcome(values: list[bytes], problem: str = "") -> str:
+def _outcome(values: list[str], problem: str = "") -> str:
     """The outcome of a round: why it was given up, or the values. Equal ones, as most rounds have, are there once."""
     places = {value: i for i, value in enumerate(dict.fromkeys(values))}
-    return json.dumps([problem, [value.decode() for value in places], [places[value] for value in values]])
+    return json.dumps([problem, list(places), [places[value] for value in values]])
 
 
 def _as_json(value: Any) -> Any:
@@ -235,7 +264,7 @@ def _as_json(value: Any) -> Any:
 def _from_json(value: dict[str, Any]) -> Any:
     ((kind, content),) = value.items()
     if kind != "class":
-        return {"tuple": tuple, "dict": dict}[kind](content)
+        return {"tuple": tuple, "dict": dict, "parts": tuple}[kind](content)
     module, name, content = content
     made, package = getattr(sys.modules.get(module), name, None), __package__.partition(".")[0]
     if not (module.startswith(f"{package}.") and isinstance(made, type) and is_dataclass(made)):

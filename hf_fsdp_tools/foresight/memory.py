@@ -27,6 +27,13 @@ _COMPILED = (
     "torch.compile is not followed in memory: compiled blocks keep fewer activations. Of published peaks this is 7 to "
     "25 % more without checkpointing, and 1 to 6 % with it (docs/foresight.md)."
 )
+_SHARDED_LONG = (
+    2048,
+    (
+        "each rank spends up to a minute in torch's fully_shard, which makes a chunk of each parameter for each rank "
+        "(22 to 51 s on 4,096 ranks); with copies of the model (dp_replicate_size, HSDP) it makes fewer."
+    ),
+)  # from so many ranks on
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
 _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
@@ -232,7 +239,9 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
-        notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
+        notes=forecast.trace.notes
+        + ((_COMPILED,) if setup.compile else ())
+        + (_SHARDED_LONG[1:] if setup.num_gpus // setup.dp_replicate_size >= _SHARDED_LONG[0] else ()),
         forecast=forecast,
     )
 

@@ -144,10 +144,9 @@ def write_part(accelerator: Any, model: nn.Module, optimizer: Any, state: StateS
             chosen = adapter_tensors(model) | _buffers(model)
     if "SHARDED" not in str(plugin.state_dict_type):
         if not is_whole:
-            is_first = accelerator.process_index == 0
-            whole = gather_tensors(chosen, None, keep=is_first)
+            whole = gather_tensors(chosen, None)
             with agreed(doing, state.staging), storage_errors("save to", state.staging):
-                if is_first:
+                if rank_and_size()[0] == 0:
                     named = {plain_name(name): tensor for name, tensor in whole.items()}
                     torch.save(named, state.staging / files_of(FSDP_MODEL_NAME, index)[1])
         elif optimizer is None:
@@ -210,8 +209,11 @@ def load_models(accelerator: Any, folder: Path) -> None:
     for i, model in enumerate(accelerator._models):
         names: list[str] = []
         if is_adapted(model):
-            with agreed("matching the state with the adapter", folder):
-                names = _names_of_adapter(model, folder, i)
+            doing = "matching the state with the adapter"
+            with agreed(doing, folder):
+                if rank_and_size()[0] == 0 or is_version1(model):  # whose state is gathered
+                    names = _names_of_adapter(model, folder, i)
+                names = all_ranks(names, doing)[0]
         if not names:
             load_fsdp_model(plugin, accelerator, model, str(folder), i)
         elif "SHARDED" in str(plugin.state_dict_type):

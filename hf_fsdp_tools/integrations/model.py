@@ -140,7 +140,8 @@ def digest_of_shards(model: nn.Module) -> str:
     """sha256 of all ranks' shards, parameters and buffers, the same on every rank; every rank must call."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     digests = [(name, _digest(t.to_local() if isinstance(t, DTensor) else t)) for name, t in tensors]
-    return hashlib.sha256(repr(all_ranks(digests, "hashing the weights of all ranks")).encode()).hexdigest()
+    own = hashlib.sha256(repr(digests).encode()).hexdigest()
+    return hashlib.sha256(repr(all_ranks(own, "hashing the weights of all ranks")).encode()).hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:

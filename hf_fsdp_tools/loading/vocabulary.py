@@ -5,15 +5,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_fsdp_tools.accelerator import find_accelerator
 from hf_fsdp_tools.distributed.agreement import all_ranks, own_seed
-from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
+from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.distributed.shards import Box, gather_on_device, is_first_replica, local_parts, local_tensor
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors
@@ -225,7 +223,7 @@ def fill_added(model: nn.Module, added: Mapping[str, Box], how: AddedTokens, see
     by_mean = {key for key in added if how == "mean" and isinstance(state[key], nn.Parameter)}
     values = draw_values(model, {key: added[key].length for key in sorted(added.keys() - by_mean)}, seed=seed)
     for key in sorted(by_mean):
-        mean = _sum_over_ranks(_sum_of_old(state[key], added[key])) / max(added[key].start)
+        mean = all_reduced(_sum_of_old(state[key], added[key])) / max(added[key].start)
         if not mean.isfinite().all():
             raise CheckpointError(
                 f"{key!r} holds values that are not finite, so its rows have no mean. "
@@ -248,12 +246,3 @@ def _sum_of_old(tensor: torch.Tensor, added: Box) -> torch.Tensor:
         for rows in torch.split(memory, max(1, _SLAB_ELEMENTS * memory.shape[dim] // memory.numel()), dim):
             total[place] += rows.double().sum(dim, keepdim=True).cpu()
     return total
-
-
-def _sum_over_ranks(total: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' sums of a tensor; too many bytes for the key-value store."""
-    if not dist.is_initialized():
-        return total
-    everywhere = total.to("cpu" if has_cpu_backend() else find_accelerator())
-    dist.all_reduce(everywhere)
-    return everywhere.cpu()

@@ -8,14 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.accelerator import SideStream, side_stream_for
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, refuse_too_large
-from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
+from hf_fsdp_tools.distributed.agreement import agreed, refuse_too_large
 from hf_fsdp_tools.distributed.mesh import pinned_bytes
-from hf_fsdp_tools.distributed.shards import Box, is_first_replica, local_boxes_of, local_parts, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.text import first_line, show_bytes
@@ -209,37 +205,3 @@ def is_scattered(transfers: Sequence[Transfer]) -> bool:
                 run *= n
         runs += transfer.memory.numel() // run
     return runs > 64 and sum(transfer.num_bytes for transfer in transfers) < runs * _MIN_RUN_BYTES
-
-
-def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
-    """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
-
-    Every rank of the default process group must call. Each first replica sends its shard to rank 0, at most
-    `staging_bytes` at a time, so that no other rank holds more than its shard and one such part. Shards travel between
-    CPUs, by gloo as a rule; in a group that has no backend for them (`has_cpu_backend`), between devices: NCCL then
-    makes a communicator for each sender, which takes memory of rank 0's GPU.
-    """
-    rank, whole = rank_and_size()[0], None
-    parts: list[tuple[Box, torch.Tensor]] = []
-    for box, _ in local_boxes_of(tensor) if is_first_replica(tensor) else ():
-        for slab in box.slabs(staging_bytes, tensor.element_size()):
-            parts += local_parts(tensor, slab)
-    with agreed("gathering a tensor"):
-        if rank == 0:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        every = all_ranks([box for box, _ in parts], "gathering a tensor")
-    device = torch.device("cpu")
-    if dist.is_initialized() and not has_cpu_backend() and isinstance(tensor, DTensor):
-        device = torch.device(tensor.device_mesh.device_type)
-    for sender, boxes in enumerate(every):
-        for i, box in enumerate(boxes):
-            if rank == sender:
-                part = parts[i][1]
-                if rank != 0:
-                    dist.send(part.to(device).contiguous(), dst=0)
-            elif rank == 0:
-                part = torch.empty(box.length, dtype=tensor.dtype, device=device)
-                dist.recv(part, src=sender)
-            if whole is not None:
-                memory_view(whole, box.start, box.length).copy_(part)
-    return whole

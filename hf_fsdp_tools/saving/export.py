@@ -195,7 +195,7 @@ def export_checkpoint(
                 layout = plan_layout(material.model, dtype, max_shard_size)
             requantizer = Requantizer(material, layout.places) if keep_stored_format else None
             loop = _Loop(material, layout, requantizer)
-            names, _ = prepare_save(hidden, material.model, layout, dtype, side_files)
+            names = prepare_save(hidden, material.model, layout, dtype, side_files)
         files = [hidden.path / file for file in layout.sizes]
         write = partial(loop.write, hidden.path, progress)
         report = BegunSave(hidden=hidden, layout=layout, names=names, files=files, write=write).finish()

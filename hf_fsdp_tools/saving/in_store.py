@@ -31,7 +31,7 @@ from hf_fsdp_tools.sharding.adapters import ADAPTER_CONFIG
 from hf_fsdp_tools.stores import StoredObject, Upload, files_at, open_store, store_errors, temporary_folder, told
 from hf_fsdp_tools.streaming.exchange import deliver
 from hf_fsdp_tools.streaming.live import LiveWeights, live_weights
-from hf_fsdp_tools.streaming.routes import Bucket, joined
+from hf_fsdp_tools.streaming.routes import Arrival, Bucket, joined
 from hf_fsdp_tools.text import listed
 
 _WRITING = "writing the checkpoint"
@@ -244,15 +244,14 @@ def _buckets(weights: LiveWeights, slabs: Sequence[Sequence[Slab]], num_bytes: i
     """The buckets in which slabs go to the ranks that write them, all ranks side by side. Every rank must call."""
     spread = weights.spread()
 
-    def one_by_one() -> Iterator[Bucket]:
+    def one_by_one() -> Iterator[list[Arrival]]:
         for i, of_ranks in enumerate(zip_longest(*slabs)):
             for rank, slab in enumerate(of_ranks):
                 if slab is not None and (name := slab[1]) in weights.tensors:
-                    one = Bucket()
-                    one.add(rank, str(i), name, slab[2], weights.tensors[name].element, spread(name))
-                    yield one
+                    yield [Arrival(rank, str(i), name, slab[2], weights.tensors[name].element, spread(name))]
 
-    return joined(one_by_one(), num_bytes) or [Bucket()]  # heads are written beside what arrives
+    # heads are written beside what arrives
+    return joined(one_by_one(), num_bytes, len(slabs)) or [Bucket(arrivals=[], most_bytes=0)]
 
 
 def _read_head(layout: Layout, place: Place, slab: Box) -> torch.Tensor:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_tools.background import in_background, wait_for_saves
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError, ConfigError, library_errors, storage_errors
 from hf_fsdp_tools.hub import CARD, hub_target
@@ -30,7 +32,7 @@ from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
-from hf_fsdp_tools.saving.copies import HostCopies, gather_to_first
+from hf_fsdp_tools.saving.copies import HostCopies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.in_store import StoreSave, adapter_to_store, begin_in_store
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
@@ -41,6 +43,7 @@ from hf_fsdp_tools.saving.save_by_library import is_of_library, save_by_library
 from hf_fsdp_tools.sharding.hf_interface import with_cache_as_found
 from hf_fsdp_tools.sharding.shard import warn_of_drift
 from hf_fsdp_tools.stores import as_url
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.held import parts_of, shares
 from hf_fsdp_tools.streaming.merging import merged_model
 from hf_fsdp_tools.text import dtype_name, grouped
@@ -213,10 +216,11 @@ def begin_save(
             _refuse_unready(model, dtype)
             layout = plan_layout(model, dtype, max_shard_size, carry_heads=carry_heads)
             held = dict(parts_of(layout.places, saved_tensors(model)))
-            scattered_here = [key for key, parts in held.items() if copies.is_scattered(layout.transfers(parts))]
-            names, scattered = prepare_save(hidden, model, layout, dtype, tokenizer, model_card, scattered_here)
+            scattered = [key not in held or copies.is_scattered(layout.transfers(held[key])) for key in layout.places]
+            names = prepare_save(hidden, model, layout, dtype, tokenizer, model_card)
         # A tensor is gathered by all ranks or by none.
-        keys = {key for key in layout.places if key not in held}.union(*scattered)
+        mask = all_reduced(torch.tensor(scattered, dtype=torch.uint8, device="cpu"), op=dist.ReduceOp.MAX).tolist()
+        keys = {key for key, is_gathered in zip(layout.places, mask, strict=True) if is_gathered}
         own = [part for key, parts in held.items() if key not in keys for part in shares(parts)]
         in_place = [replace(transfer, file=hidden.path / transfer.file) for transfer in layout.transfers(own)]
         files = list(dict.fromkeys(transfer.file for transfer in in_place))
@@ -229,7 +233,7 @@ def begin_save(
             files=files,
             gathered_bytes=sum(layout.places[key].num_bytes for key in keys),
             staging_bytes=staging_bytes,
-            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes) if keys else None,
+            gather=partial(_gather, model, layout, hidden.path, sorted(keys), staging_bytes),
             write=partial(write_transfers, in_place, staging_bytes=staging_bytes),
         )
         return begun if blocking else _with_copies(begun, in_place)
@@ -249,8 +253,8 @@ class BegunSave:
     """To which this rank writes."""
     write: Callable[[], TransferStats]
     """Writes all of this rank but what is gathered. No rank communicates."""
-    gather: Callable[[Callable[[Transfer], None]], None] | None = None
-    """Hands rank 0 what writes each gathered tensor. Every rank must call; None where nothing is left to gather."""
+    gather: Callable[[Callable[[Transfer], None]], Exception | None] = lambda use: None
+    """Hands rank 0 what writes each gathered tensor; what it has failed with. Every rank must call."""
     gathered_bytes: int = 0
     staging_bytes: int = STAGING_BYTES
     copies: HostCopies | None = None
@@ -271,12 +275,12 @@ class BegunSave:
         """Write, and make what is written the checkpoint of the folder. Every rank must call; once."""
         folder, stats = self.hidden.folder, TransferStats()
         try:
-            if self.gather is not None:
-                written: list[TransferStats] = []
-                self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
-                stats = sum(written, stats)
+            written: list[TransferStats] = []
+            failure = self.gather(lambda t: written.append(write_transfers([t], staging_bytes=self.staging_bytes)))
             with agreed("writing the checkpoint", folder):
-                stats += self.write() + _copy_heads(self.layout, self.hidden.path)
+                if failure is not None:
+                    raise failure
+                stats = sum(written, stats) + self.write() + _copy_heads(self.layout, self.hidden.path)
                 carried = (self.hidden.path / place.file for place in self.layout.carried.values())
                 with storage_errors("save to", folder):
                     for file in dict.fromkeys([*self.files, *carried]):
@@ -324,12 +328,9 @@ def prepare_save(
     dtype: torch.dtype | None,
     tokenizer: Any,
     card: bool = False,
-    note: Any = None,
-) -> tuple[SavedNames, list[Any]]:
-    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length.
-
-    Every rank must call, within `agreed`. Gives the names of the files, and every rank's note.
-    """
+) -> SavedNames:
+    """Make the hidden folder on rank 0, with all that lies beside the weights, and files for them at full length; the
+    names of the files. Every rank must call, within `agreed`."""
     names = None
     if rank_and_size()[0] == 0:
         hidden.begin()
@@ -337,11 +338,10 @@ def prepare_save(
         _stage_configs(model, hidden.new, str(hidden.folder), dtype, tokenizer, card and not has_card)
         hidden.create_files(layout)
         names = names_of(hidden, layout)
-    every = all_ranks((hidden.mark, names, note), "preparing the save")
-    hidden.mark, names, _ = every[0]
+    hidden.mark, names = all_ranks((hidden.mark, names), "preparing the save")[0]
     hidden.check_visible(layout)
     assert names is not None
-    return names, [note for _, _, note in every]
+    return names
 
 
 def _stage_configs(
@@ -377,10 +377,10 @@ def _gather(
     keys: Iterable[str],
     staging_bytes: int,
     use: Callable[[Transfer], None],
-) -> None:
+) -> Exception | None:
     """Gather the model tensors of saved tensors on rank 0, one after another, which reverts their conversion.
 
-    Every rank must call. Rank 0 does `use` what writes each saved tensor.
+    Every rank must call. Rank 0 does `use` what writes each saved tensor, and gets what it has failed with.
     """
     state: Mapping[str, torch.Tensor] = saved_tensors(model)
     failure: Exception | None = None
@@ -395,9 +395,7 @@ def _gather(
                     use(replace(layout.places[key].transfer(result[key]), file=folder / layout.places[key].file))
         except Exception as error:  # the other ranks go on sending
             failure = error
-    with agreed("converting what is gathered"):
-        if failure is not None:
-            raise failure
+    return failure
 
 
 def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
@@ -428,9 +426,8 @@ def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
     gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
     transfers, made = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
     try:
-        if begun.gather is not None:
-            begun.gather(transfers.append)
+        failure = begun.gather(transfers.append)
     except BaseException:
         made.give_back()
         raise
-    return replace(begun, gather=None, write=partial(write_in_turn, transfers), copies=made)
+    return replace(begun, gather=lambda use: failure, write=partial(write_in_turn, transfers), copies=made)

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
-from hf_fsdp_tools.distributed.shards import LocalBoxes, refuse_ended
+from hf_fsdp_tools.distributed.shards import refuse_ended
 from hf_fsdp_tools.errors import library_errors
 from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.loading.io.files import STAGING_BYTES
 from hf_fsdp_tools.modeling.tree_copy import bare_model, base_of
-from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.publish import ADAPTER_WEIGHTS, SaveReport, publish_adapter
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.streaming.outgoing import chosen_by_peft
 
 
@@ -42,7 +41,7 @@ def save_adapter(
             if is_first:
                 hidden.begin()
             chosen = adapter_tensors(model)
-        tensors = gather_tensors(chosen, dtype, keep=is_first)
+        tensors = gather_tensors(chosen, dtype)
         with agreed("writing the adapter", folder):
             if is_first:
                 with library_errors(f"Cannot save the adapter to {str(folder)!r}", UNCHANGED):
@@ -87,16 +86,11 @@ def own_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]
     return {name for name, tensor in state.items() if tensor.requires_grad or id(tensor) not in base}
 
 
-def gather_tensors(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, keep: bool
-) -> dict[str, torch.Tensor]:
-    """The tensors gathered whole, one at a time: on the CPU of a rank that keeps them, on meta elsewhere."""
+def gather_tensors(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The tensors gathered whole, one at a time: on the CPU of rank 0, on meta elsewhere. Every rank must call."""
     whole = {}
     for name, tensor in tensors.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if isinstance(tensor, LocalBoxes):
-            gathered = gather_to_first(tensor, staging_bytes=STAGING_BYTES)
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gathered is None else gathered
-        full = full.detach().to(dtype if full.is_floating_point() else None)
-        whole[name] = full.cpu() if keep else full.to("meta")
+        full = gather_to_first(tensor, staging_bytes=STAGING_BYTES)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if full is None else full
+        whole[name] = full.to(dtype if full.is_floating_point() else None)
     return whole

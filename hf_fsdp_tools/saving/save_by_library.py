@@ -19,10 +19,10 @@ from hf_fsdp_tools.hub import CARD
 from hf_fsdp_tools.loading.io.durable import UNCHANGED
 from hf_fsdp_tools.modeling.module_tree import original_classes, own_class, swap
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
-from hf_fsdp_tools.saving.copies import gather_to_first
 from hf_fsdp_tools.saving.publish import SaveReport
 from hf_fsdp_tools.saving.push import model_card_of
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 
 Write = Callable[[nn.Module, Path], SaveReport]
 

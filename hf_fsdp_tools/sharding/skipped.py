@@ -5,8 +5,8 @@ exit) would answer with the shards of the next unit: the run hangs, or computes 
 
     stack     its blocks run in their order, once in each forward pass of the module above them, its owner. A rank that
               comes to a later block, to another unit or to the owner's end runs those that it left out empty.
-    meeting   where ranks give a model different inputs (images on some ranks only), they tell each other before each
-              stack and each other unit which one they run next; the others run it empty.
+    meeting   where ranks give a model different inputs (images on some ranks only), they agree before each
+              stack and each other unit which one they run next, in an all-reduce; the others run it empty.
 
 To run a unit empty is to go through FSDP2's own steps around its forward pass with a tensor that is handed on, so that
 everything that follows, in the backward pass too, comes in the order of a rank that runs it.
@@ -20,10 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_tools.distributed.agreement import all_ranks, by_rank
+from hf_fsdp_tools.distributed.cpu_backend import all_reduced
 from hf_fsdp_tools.errors import RanksError
 from hf_fsdp_tools.modeling.module_tree import ModuleNode, ModuleTree, has_forward
 from hf_fsdp_tools.modeling.notes import note_of
@@ -38,27 +41,31 @@ _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values",
 """How the names of inputs beside a text begin, in transformers: a batch without them does not run their encoder."""
 
 
+_NOWHERE = 2**40
+"""The place of a rank that comes to no unit any more: after that of any unit."""
+
+
 class SkippedUnits(Feature):
     """The units of a sharded model take part in every forward pass of it, on all ranks.
 
-    A forward pass of a model that takes text and other inputs exchanges the names of its inputs through the store, and
-    nothing more where all ranks give the same.
+    A forward pass of a model that takes text and other inputs compares which inputs there are, in one all-reduce
+    between CPUs, and does nothing more where all ranks give the same.
     """
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
         """Ranks meet before units, and run empty what others run."""
         if sharding.mesh.size() > 1:
-            yield from _Passes(model, tree, sorted(sharding.mesh.mesh.flatten().tolist())).hooks()
+            yield from _Passes(model, tree, sharding.mesh).hooks()
 
 
 class _Passes:
     """The forward passes of one model, one after the other."""
 
-    def __init__(self, model: nn.Module, tree: ModuleTree, ranks: Sequence[int]) -> None:
-        self._model, self._tree, self._ranks = model, tree, ranks
+    def __init__(self, model: nn.Module, tree: ModuleTree, mesh: DeviceMesh) -> None:
+        self._model, self._tree, self._mesh = model, tree, mesh
         taken = tuple(inspect.signature(model.forward).parameters)
         self._taken = taken
-        self._media = {name for name in taken if name.startswith(_MEDIA)} if "input_ids" in taken else set()
+        self._media = [name for name in taken if name.startswith(_MEDIA)] if "input_ids" in taken else []
         outer = list(_units_below([model]))
         self._owners: dict[int, nn.Module] = {}
         self._steps: list[list[FSDPModule]] = []
@@ -127,14 +134,17 @@ class _Passes:
         if self._media:
             given = dict(zip(self._taken, args, strict=False)) | kwargs
             there = (name for name in self._media if given.get(name) is not None)
-            present = sorted(name for name in there if not isinstance(given[name], torch.Tensor) or given[name].numel())
+            present = [name for name in there if not isinstance(given[name], torch.Tensor) or given[name].numel()]
             self._count = len(present)
-            everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=self._ranks)
-            self._meets = any(other != present for other in everywhere)
+            mask = sum(2**i for i, name in enumerate(self._media) if name in present)
+            least, negated = self._least([mask, -mask])
+            self._meets = least != -negated
             if self._meets and is_parallel(model):
+                ranks = sorted(self._mesh.mesh.flatten().tolist())
+                everywhere = all_ranks(present, "comparing the inputs of a forward pass", ranks=ranks)
                 raise RanksError(
                     f"The ranks give {type(model).__name__} different inputs: "
-                    f"{by_rank([', '.join(names) or 'text alone' for names in everywhere], self._ranks)}. Where ranks "
+                    f"{by_rank([', '.join(names) or 'text alone' for names in everywhere], ranks)}. Where ranks "
                     "share layers or experts, all run the same encoders: give every rank an image (a row of which no "
                     "token counts in the loss), or use tp_size 1 and ep_size 1."
                 )
@@ -204,20 +214,28 @@ class _Passes:
     def _meet(self, wanted: tuple[int, int] | None, hidden: torch.Tensor | None) -> None:
         """Run empty what other ranks run before the unit or the stack that this rank is about to run."""
         while self._meets:
-            own: Any = (self._count, wanted, torch.is_grad_enabled(), hidden is not None and hidden.requires_grad)
-            answers = all_ranks(own, "running the units of a forward pass", ranks=self._ranks)
+            place = _NOWHERE if wanted is None else wanted[0] * 2**20 + wanted[1] + 1
+            modes = 2 * torch.is_grad_enabled() + (hidden is not None and hidden.requires_grad)
             # those with the most inputs first: encoders run before what reads their results
-            asked = [(-count, place, *rest) for count, place, *rest in answers if place is not None]
-            if not asked:
+            own = 2**62 if wanted is None else 4 * (place - 2 * _NOWHERE * self._count) + modes
+            asked, least, negated = self._least([own, place, -place])
+            if asked == 2**62:
                 return
-            _, (step, index), is_grad, needs_grad = min(asked)
+            first, (is_grad, needs_grad) = asked // 4 % (2 * _NOWHERE), divmod(asked % 4, 2)
+            step, index = first // 2**20, first % 2**20 - 1
             if (step, index) == wanted:
-                is_alone = any(place != wanted for _, place, *_ in answers)
+                is_alone = least != -negated
                 self._alone = (step, index if index >= 0 else len(self._steps[step]) - 1) if is_alone else None
                 return
             units = self._steps[step] if index < 0 else self._steps[step][index : index + 1]
-            with torch.set_grad_enabled(is_grad):
-                self._join(units, None, needs_grad=needs_grad)
+            with torch.set_grad_enabled(bool(is_grad)):
+                self._join(units, None, needs_grad=bool(needs_grad))
+
+    def _least(self, values: Sequence[int]) -> list[int]:
+        """The least of all ranks' values, each by itself."""
+        groups = self._mesh.get_all_groups()
+        least: list[int] = all_reduced(torch.tensor(values, device="cpu"), groups, dist.ReduceOp.MIN).tolist()
+        return least
 
     def _join(
         self, units: Sequence[FSDPModule], hidden: torch.Tensor | None, *, needs_grad: bool = False

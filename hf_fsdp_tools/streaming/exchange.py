@@ -1,17 +1,20 @@
 """Buckets on their way between the ranks: what a rank gets, while the next bucket travels already."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size
-from hf_fsdp_tools.distributed.shards import memory_view
+from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
+from hf_fsdp_tools.distributed.cpu_backend import has_cpu_backend
+from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, local_parts, memory_view
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.streaming.held import Part
-from hf_fsdp_tools.streaming.routes import EVERY, Bucket, most_of
+from hf_fsdp_tools.streaming.routes import APART_BYTES, EVERY, Arrival, Bucket, Holders, Spread, holders_of
 from hf_fsdp_tools.text import first_line
 
 Held = Mapping[str, Sequence[Part]]
@@ -21,55 +24,63 @@ _SETTLE = timedelta(seconds=10)
 """How long a pass that ends early waits for what is on its way. (assumed)"""
 
 
-class Delivery:
-    """A bucket on its way."""
+class Exchange:
+    """What travels together, on its way: between two ranks as one message for each dtype, but for large values
+    (`APART_BYTES`), which travel by themselves."""
 
-    def __init__(self, bucket: Bucket, held: Held, device: torch.device) -> None:
-        """Begin to send and to receive. Every rank must call, in the same order of buckets; nothing is waited for."""
-        rank = rank_and_size()[0]
-        arrivals = bucket.arrivals_at(rank)
-        self._arrived = {
-            name: torch.empty(box.length, dtype=dtype, device=device) for name, (box, dtype) in arrivals.items()
-        }
-        self._sent: list[torch.Tensor] = []  # kept until it is sent
-        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(
+        self, arrivals: Iterable[Arrival], held: Held, device: torch.device, *, rank: int | None = None
+    ) -> None:
+        """Begin to send and to receive; nothing is waited for. Every rank must call, in the same order of buckets, with
+        what it gets or sends anything of, and its own parts of that."""
+        rank, self._arrived = rank_and_size()[0] if rank is None else rank, dict[str, torch.Tensor]()
+        sent, received, shared = (defaultdict[tuple[int, torch.dtype, int], list[torch.Tensor]](list) for _ in range(3))
+        for arrival in arrivals:
+            if is_there := arrival.to in (rank, EVERY):
+                self._arrived[arrival.key] = torch.empty(arrival.box.length, dtype=arrival.dtype, device=device)
+            for box, source in arrival.parts(rank):
+                if source == rank:
+                    part = next(p for p in held[arrival.name] if p.box.intersect(box) == box).within(box)
+                if is_there:
+                    inside = [a - b for a, b in zip(box.start, arrival.box.start, strict=True)]
+                    values = memory_view(self._arrived[arrival.key], inside, box.length)
+                    if source == rank:
+                        values.copy_(part.data)
+                    if source == rank == arrival.to:
+                        continue
+                    messages, other = shared if arrival.to == EVERY else received, source
+                else:
+                    values, messages, other = part.data.to(device=device, dtype=arrival.dtype), sent, arrival.to
+                messages[other, arrival.dtype, len(messages) if values.nbytes >= APART_BYTES else -1].append(values)
+        self._memory: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # kept until it is sent, or received
         self._works: list[dist.Work] = []
         operations: list[dist.P2POp] = []
-        for route in bucket.routes:
-            place = part = None
-            if route.to in (rank, EVERY):
-                want = arrivals[route.key][0]
-                inside = [a - b for a, b in zip(route.box.start, want.start, strict=True)]
-                place = memory_view(self._arrived[route.key], inside, route.box.length)
-            if route.source == rank:
-                part = next(p for p in held[route.name] if p.box.intersect(route.box) == route.box).within(route.box)
-            if place is None:
-                if part is not None:
-                    self._sent.append(part.data.to(device=device, dtype=part.dtype).contiguous())
-                    operations.append(dist.P2POp(dist.isend, _as_bytes(self._sent[-1]), route.to))
-                continue
-            if part is not None:
-                place.copy_(part.data)
-            if route.to == rank == route.source:
-                continue
-            memory = place.contiguous()  # the place itself, where it is contiguous
-            self._received.append((place, memory))
-            if route.to == EVERY:
-                self._works.append(dist.broadcast(_as_bytes(memory), route.source, async_op=True))
-            else:
-                operations.append(dist.P2POp(dist.irecv, _as_bytes(memory), route.source))
+        for messages in (sent, received, shared):
+            for (other, dtype, _), places in messages.items():
+                memory, is_own = places[0].contiguous(), messages is sent or other == rank
+                if len(places) > 1 and is_own:
+                    memory = torch.cat([place.reshape(-1) for place in places])
+                elif len(places) > 1:
+                    memory = torch.empty(sum(place.numel() for place in places), dtype=dtype, device=device)
+                self._memory.append((memory, [] if is_own else places))
+                content = memory.reshape(-1).view(torch.uint8)  # backends do not know every dtype
+                if messages is shared:
+                    self._works.append(dist.broadcast(content, other, async_op=True))
+                else:
+                    operations.append(dist.P2POp(dist.isend if is_own else dist.irecv, content, other))
         if operations:
             self._works += dist.batch_isend_irecv(operations)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """What this rank got of the bucket, once it is complete."""
+        """What this rank got, by key, once it is complete."""
         for work in self._works:
             work.wait()
-        for place, memory in self._received:
-            if memory.data_ptr() != place.data_ptr():
-                place.copy_(memory)
-        self._sent, self._received, self._works = [], [], []
-        arrived, self._arrived = self._arrived, {}
+        for memory, places in self._memory:
+            if places and memory.data_ptr() != places[0].data_ptr():  # otherwise the place itself, which is contiguous
+                parts = torch.split(memory.reshape(-1), [place.numel() for place in places])
+                for place, values in zip(places, parts, strict=True):
+                    place.copy_(values.view(place.shape))
+        arrived, self._arrived, self._memory, self._works = self._arrived, {}, [], []
         return arrived
 
     def settle(self) -> None:
@@ -79,9 +90,37 @@ class Delivery:
                 work.wait(_SETTLE)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: backends do not know every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
+def connect(device: torch.device) -> None:
+    """Have NCCL's communicator of all ranks, which ranks that send nothing would not make. Every rank must call."""
+    if device.type != "cpu" and dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=device))
+
+
+def holders_among(tensors: Mapping[str, torch.Tensor]) -> dict[str, Holders]:
+    """Which ranks hold what of model tensors. Every rank must call: some tensors alone know their own boxes."""
+    own = {key: [box for box, _ in local_boxes_of(t)] for key, t in tensors.items() if isinstance(t, LocalBoxes)}
+    every = all_ranks(own, "planning what is sent") if own else []
+    return holders_of(tensors, rank_and_size()[1], {key: [each[key] for each in every] for key in own})
+
+
+def gather_to_first(tensor: torch.Tensor, *, staging_bytes: int) -> torch.Tensor | None:
+    """The whole of a sharded (or plain) tensor on the host of rank 0; None on every other rank.
+
+    Every rank of the default process group must call. At most `staging_bytes` travel at a time, so that no other rank
+    holds more than its shard and one such part: between CPUs, by gloo as a rule; in a group that has no backend for
+    them (`has_cpu_backend`), between devices.
+    """
+    device = torch.device("cpu")
+    if dist.is_initialized() and not has_cpu_backend() and isinstance(tensor, DTensor):
+        device = torch.device(tensor.device_mesh.device_type)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank_and_size()[0] == 0 else None
+    held = [Part(name="", box=box, data=memory, dtype=tensor.dtype) for box, memory in local_parts(tensor)]
+    holders = Spread(holders_among({"": tensor})[""])
+    for slab in Box.whole(tensor.shape).slabs(staging_bytes, tensor.element_size()):
+        arrived = Exchange([Arrival(0, "", "", slab, tensor.dtype, holders)], {"": held}, device).finish()
+        if whole is not None:
+            whole[slab.slices].copy_(arrived[""])
+    return whole
 
 
 def deliver(
@@ -98,24 +137,22 @@ def deliver(
     meet in a round, which names a rank that does not come, and in which the error that one of them has `failed` with
     becomes that of all.
     """
-    if device.type != "cpu" and dist.is_initialized():  # ranks that send nothing would not make NCCL's communicator
-        dist.all_reduce(torch.zeros(1, device=device))
-    flying: list[Delivery] = []
-    sizes: list[int] = [most_of(bucket.bytes_of) for bucket in buckets]
+    connect(device)
+    flying: list[Exchange] = []
     try:
         for i, (bucket, parts) in enumerate(zip(buckets, held, strict=True)):
-            if flying and sizes[i - 1] + sizes[i] > bucket_bytes:
-                yield _arrived(flying.pop(), doing)
+            if flying and buckets[i - 1].most_bytes + bucket.most_bytes > bucket_bytes:
+                yield _finished(flying.pop(), doing)
             _meet(failed(), doing)
-            flying.append(Delivery(bucket, parts, device))
+            flying.append(Exchange(bucket.arrivals, parts, device))
             if len(flying) > 1:
-                yield _arrived(flying.pop(0), doing)
+                yield _finished(flying.pop(0), doing)
         while flying:
-            yield _arrived(flying.pop(), doing)
+            yield _finished(flying.pop(), doing)
         _meet(failed(), doing)
     finally:
-        for delivery in flying:
-            delivery.settle()
+        for exchange in flying:
+            exchange.settle()
 
 
 def _meet(error: Exception | None, doing: str) -> None:
@@ -124,9 +161,9 @@ def _meet(error: Exception | None, doing: str) -> None:
             raise error
 
 
-def _arrived(delivery: Delivery, doing: str) -> dict[str, torch.Tensor]:
+def _finished(exchange: Exchange, doing: str) -> dict[str, torch.Tensor]:
     try:
-        return delivery.finish()
+        return exchange.finish()
     except RuntimeError as error:  # of a backend, that does not say which rank is lost
         _meet(CheckpointError(f"A bucket of weights did not arrive: {first_line(error)}."), doing)
         raise

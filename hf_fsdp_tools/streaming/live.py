@@ -10,18 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size, same_on_all_ranks
-from hf_fsdp_tools.distributed.shards import Box, LocalBoxes, local_boxes_of, refuse_ended
+from hf_fsdp_tools.distributed.agreement import agreed, rank_and_size, same_on_all_ranks
+from hf_fsdp_tools.distributed.shards import Box, refuse_ended
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.loading.conversion import persistent_tensors, saved_tensors
 from hf_fsdp_tools.modeling.arguments import as_dtype
 from hf_fsdp_tools.modeling.tree_copy import is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
-from hf_fsdp_tools.streaming.exchange import Held, deliver
+from hf_fsdp_tools.streaming.exchange import Held, deliver, holders_among
 from hf_fsdp_tools.streaming.held import Part, parts_of, shares
 from hf_fsdp_tools.streaming.merging import Merging, with_merged
 from hf_fsdp_tools.streaming.outgoing import SavedTensor, outgoing_tensors
-from hf_fsdp_tools.streaming.routes import Bucket, Spread, holders_of, plan_buckets, spread_of
+from hf_fsdp_tools.streaming.routes import Bucket, Spread, plan_buckets, spread_of
 from hf_fsdp_tools.text import listed
 
 BUCKET_BYTES = 2**30
@@ -196,17 +196,14 @@ class LiveWeights:
 
     def held(self, buckets: Sequence[Bucket]) -> Iterator[Held]:
         """This rank's parts of the tensors in each bucket, for `deliver`; as `parts`, but all that this rank has."""
-        steps = [list(dict.fromkeys(route.name for route in bucket.routes)) for bucket in buckets]
+        steps = [list(dict.fromkeys(arrival.name for arrival in bucket.arrivals)) for bucket in buckets]
         for names, state in zip(steps, self._states(steps), strict=True):
             yield dict(parts_of({name: self.tensors[name] for name in names}, state, every_replica=True))
 
     def spread(self) -> Callable[[str], Spread]:
         """Who holds what. Every rank must call: tensors of which each rank knows only its own boxes are asked for."""
         state = {key: self._standing_for.get(id(t), t) for key, t in saved_tensors(self._model).items()}
-        own = {key: [box for box, _ in local_boxes_of(t)] for key, t in state.items() if isinstance(t, LocalBoxes)}
-        every = all_ranks(own, "planning what is sent")
-
-        held = holders_of(state, len(every), {key: [each[key] for each in every] for key in own})
+        held = holders_among(state)
         return cache(lambda name: spread_of(self.tensors[name], held))
 
     @property

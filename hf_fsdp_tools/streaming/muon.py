@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,14 +19,10 @@ from hf_fsdp_tools.loading.regions import Piece
 from hf_fsdp_tools.modeling.tree_copy import base_of, is_adapted
 from hf_fsdp_tools.sharding.fsdp2_internals import reshard_units
 from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, MatrixPlan, find_matrices
-from hf_fsdp_tools.streaming.owners import (
-    SENT_DTYPE,
-    Cell,
-    Matrix,
-    Ownership,
-    assign_owners,
-    matrices_in,
-)
+from hf_fsdp_tools.streaming.exchange import Exchange, connect
+from hf_fsdp_tools.streaming.held import Part
+from hf_fsdp_tools.streaming.outgoing import views_of_piece
+from hf_fsdp_tools.streaming.owners import SENT_DTYPE, Matrix, Ownership, assign_owners, matrices_in
 from hf_fsdp_tools.streaming.routes import holders_of
 from hf_fsdp_tools.text import did_you_mean, first_line
 
@@ -197,14 +193,18 @@ class Muon(torch.optim.Optimizer):
             self._rest.step()
             return loss
         parameters = [each.parameter for each in stepped]
+        first = parameters[0]
+        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
+        device = torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
         is_new = tuple(map(id, parameters)) not in self._planned
         ownership = self.ownership(parameters)
         if is_new and ownership.num_ranks > 1:
-            told = repr([(m.name, m.owner, m.shape) for m in ownership.matrices]).encode()
+            told = repr([(m.piece.source, m.owner, m.arrival.box.length) for m in ownership.matrices]).encode()
             same_on_all_ranks("planning Muon's step", matrices=hashlib.sha256(told).hexdigest())
+            connect(device)
         for each in stepped:
             each.begin()
-        _Step(stepped, ownership).run(self._rest.step)
+        _Step(stepped, ownership, device).run(self._rest.step)
         return loss
 
 
@@ -226,7 +226,7 @@ class _Stepped:
         self.parameter, self.group = parameter, group
         self.value, self.gradient = local_tensor(parameter), local_tensor(parameter.grad)
         self.momentum = local_tensor(state["momentum_buffer"])
-        self._boxes: dict[Box, tuple[int, ...]] = dict(local_boxes_of(parameter))
+        self._boxes = local_boxes_of(parameter)
         self.lr = float(group["lr"])
 
     def begin(self) -> None:
@@ -234,146 +234,82 @@ class _Stepped:
         self.momentum.lerp_(self.gradient, 1 - self.group["momentum"])
         self.value.mul_(1 - self.lr * self.group["weight_decay"])
 
-    def update_of(self, cell: Cell) -> torch.Tensor:
-        """What of a cell goes into the iteration, in the dtype in which it begins."""
-        momentum = self._in(self.momentum, cell)
-        if self.group["nesterov"]:
-            momentum = self._in(self.gradient, cell).lerp(momentum, self.group["momentum"])
-        return momentum.to(SENT_DTYPE)
+    def updates(self, piece: Piece) -> Iterator[Part]:
+        """Yield what goes into the iteration of a matrix, of what this rank holds of it."""
+        for held, start in self._boxes:
+            locals_ = (memory_view(each, start, held.length).contiguous() for each in (self.momentum, self.gradient))
+            views = (views_of_piece(piece, memory, held, self.parameter.shape) for memory in locals_)
+            for (box, momentum), (_, gradient) in zip(*views, strict=True):
+                data = gradient.lerp(momentum, self.group["momentum"]) if self.group["nesterov"] else momentum
+                yield Part(name="", box=box, data=data.to(SENT_DTYPE), dtype=SENT_DTYPE)
 
-    def apply(self, cell: Cell, update: torch.Tensor, adjusted_lr: float) -> None:
-        """Add what came of the iteration to this rank's cell."""
-        memory = memory_view(self.value, self._boxes[cell.held], cell.held.length)
-        contiguous = memory.contiguous()
-        self._view(contiguous, cell).add_(update.to(memory.device), alpha=-adjusted_lr)
-        if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
-            memory.copy_(contiguous)
+    def apply(self, piece: Piece, updates: Mapping[Box, torch.Tensor]) -> None:
+        """Add what came of the iteration to what this rank holds of a matrix."""
+        from torch.optim._muon import _adjust_lr
 
-    def _in(self, local: torch.Tensor, cell: Cell) -> torch.Tensor:
-        return self._view(memory_view(local, self._boxes[cell.held], cell.held.length).contiguous(), cell)
-
-    @staticmethod
-    def _view(memory: torch.Tensor, cell: Cell) -> torch.Tensor:
-        view = cell.view
-        return memory.as_strided(view.length, view.strides, memory.storage_offset() + view.offset)
-
-
-class _Trip:
-    """Cells of several matrices on their way between all ranks."""
-
-    def __init__(
-        self,
-        out: Mapping[int, Sequence[Cell]],
-        into: Mapping[int, Sequence[Cell]],
-        value_of: Callable[[Cell], torch.Tensor],
-        size: int,
-        device: torch.device,
-    ) -> None:
-        """Begin to send and to receive. Every rank must call; nothing is waited for."""
-        self._cells = [cell for rank in range(size) for cell in into.get(rank, ())]
-        sends = [value_of(cell).reshape(-1).to(device) for rank in range(size) for cell in out.get(rank, ())]
-        self._sent = torch.cat(sends) if sends else torch.empty(0, dtype=SENT_DTYPE, device=device)
-        num_received = sum(cell.box.numel for cell in self._cells)
-        self._received = torch.empty(num_received, dtype=SENT_DTYPE, device=device)
-        come, go = (
-            [sum(cell.box.numel for cell in cells.get(rank, ())) * SENT_DTYPE.itemsize for rank in range(size)]
-            for cells in (into, out)
-        )
-        self._work = dist.all_to_all_single(  # bytes: backends do not know every dtype
-            self._received.view(torch.uint8), self._sent.view(torch.uint8), come, go, async_op=True
-        )
-
-    def finish(self) -> Iterator[tuple[Cell, torch.Tensor]]:
-        """Each cell that came, with its values, once all are there."""
-        self._work.wait()
-        parts = torch.split(self._received, [cell.box.numel for cell in self._cells])
-        for cell, part in zip(self._cells, parts, strict=True):
-            yield cell, part.view(cell.box.length)
+        lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size(piece.view.length))
+        for held, start in self._boxes:
+            memory = memory_view(self.value, start, held.length)
+            contiguous = memory.contiguous()
+            for box, values in views_of_piece(piece, contiguous, held, self.parameter.shape):
+                values.add_(updates[box].to(memory.device), alpha=-lr)
+            if contiguous.data_ptr() != memory.data_ptr():  # this rank holds several ranges of one dimension
+                memory.copy_(contiguous)
 
 
 class _Step:
     """The matrices of one step on their ways to their owners and back."""
 
-    def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership) -> None:
-        self._stepped, self._ownership = stepped, ownership
+    def __init__(self, stepped: Sequence[_Stepped], ownership: Ownership, device: torch.device) -> None:
+        self._stepped, self._ownership, self._device = stepped, ownership, device
         self._rank = rank_and_size()[0] if ownership.num_ranks > 1 else 0
-        first = stepped[0].parameter
-        kind = first.device_mesh.device_type if isinstance(first, DTensor) else first.device.type
-        self._device = (
-            torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
-        )
 
     def run(self, meanwhile: Callable[[], Any]) -> None:
         """Step all matrices; `meanwhile` is called while the first ones travel."""
-        ways = self._ownership.ways(self._rank)
-        coming = self._gather(ways[0]) if ways else None
+        matrices = self._ownership.matrices
+        home = [[each] for each in matrices if each.is_home and each.owner == self._rank]
+        buckets = [[matrices[i] for i in bucket] for bucket in self._ownership.buckets]
+        coming = self._gather(buckets[0]) if buckets else None
         meanwhile()
-        for matrix in self._ownership.matrices:
-            if matrix.is_home and matrix.owner == self._rank:
-                self._take(self._orthogonalised(matrix, {}), matrix)
-        going: _Trip | None = None
-        for i, bucket in enumerate(self._ownership.buckets):
+        for bucket in home:
+            self._apply(bucket, self._send_back(bucket, self._gather(bucket)))
+        going: list[tuple[list[Matrix], Exchange]] = []
+        for bucket, following in zip_longest(buckets, buckets[1:]):
             assert coming is not None
-            came, coming = coming, self._gather(ways[i + 1]) if i + 1 < len(ways) else None
-            arrived: dict[int, list[tuple[Cell, torch.Tensor]]] = {}
-            for cell, values in came.finish():
-                arrived.setdefault(cell.matrix, []).append((cell, values))
-            updates: dict[int, torch.Tensor] = {}
-            for number in bucket:
-                matrix = self._ownership.matrices[number]
-                if matrix.owner == self._rank:
-                    updates[number] = self._orthogonalised(matrix, dict(arrived.pop(number, ())))
-            before, going = going, self._send_back(ways[i], updates)
-            self._apply(before)
-            for number, update in updates.items():
-                self._take(update, self._ownership.matrices[number])
-        self._apply(going)
+            came, coming = coming, self._gather(following) if following else None
+            going.append((bucket, self._send_back(bucket, came)))
+            if len(going) > 1:
+                self._apply(*going.pop(0))
+        for each in going:
+            self._apply(*each)
 
-    def _gather(self, ways: tuple[Mapping[int, Sequence[Cell]], ...]) -> _Trip:
-        out, into, _, _ = ways
+    def _gather(self, bucket: Sequence[Matrix]) -> Exchange:
+        """Begin to send matrices to their owners."""
+        own = (each for each in bucket if self._rank in each.arrival.spread.of_rank)
+        held = {each.arrival.name: list(self._stepped[each.parameter].updates(each.piece)) for each in own}
+        return Exchange((each.arrival for each in bucket), held, self._device, rank=self._rank)
 
-        def value_of(cell: Cell) -> torch.Tensor:
-            return self._of(cell).update_of(cell)
-
-        return _Trip(out, into, value_of, self._ownership.num_ranks, self._device)
-
-    def _send_back(self, ways: tuple[Mapping[int, Sequence[Cell]], ...], updates: Mapping[int, torch.Tensor]) -> _Trip:
-        _, _, back, home = ways
-
-        def value_of(cell: Cell) -> torch.Tensor:
-            return updates[cell.matrix][cell.box.slices]
-
-        return _Trip(back, home, value_of, self._ownership.num_ranks, self._device)
-
-    def _orthogonalised(self, matrix: Matrix, arrived: Mapping[Cell, torch.Tensor]) -> torch.Tensor:
-        """The update of a matrix that this rank owns, of its own cells and those that came."""
+    def _send_back(self, bucket: Sequence[Matrix], coming: Exchange) -> Exchange:
+        """Orthogonalise what this rank owns, and begin to send it to all that hold parts of it."""
         from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
-        whole = torch.empty(matrix.shape, dtype=SENT_DTYPE, device=self._device)
-        for cell in matrix.cells:
-            values = arrived[cell] if cell in arrived else self._of(cell).update_of(cell)
-            whole[cell.box.slices].copy_(values)
-        group = self._stepped[matrix.parameter].group
-        return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        arrived, held = coming.finish(), dict[str, list[Part]]()
+        for each in (each for each in bucket if each.owner == self._rank):
+            options = [self._stepped[each.parameter].group[name] for name in ("ns_coefficients", "ns_steps", "eps")]
+            update = newton_schulz(arrived.pop(each.arrival.key), *options)
+            held[each.arrival.key] = [Part(name="", box=each.arrival.box, data=update, dtype=SENT_DTYPE)]
+        returns = (arrival for each in bucket for arrival in each.returns(self._rank))
+        return Exchange(returns, held, self._device, rank=self._rank)
 
-    def _take(self, update: torch.Tensor, matrix: Matrix) -> None:
-        """Apply the update of a matrix to the cells that its owner, this rank, holds."""
-        for cell in matrix.cells:
-            if self._rank in cell.ranks:
-                self._of(cell).apply(cell, update[cell.box.slices], self._lr_of(matrix))
-
-    def _apply(self, trip: _Trip | None) -> None:
-        for cell, values in trip.finish() if trip is not None else ():
-            self._of(cell).apply(cell, values, self._lr_of(self._ownership.matrices[cell.matrix]))
-
-    def _of(self, cell: Cell) -> _Stepped:
-        return self._stepped[self._ownership.matrices[cell.matrix].parameter]
-
-    def _lr_of(self, matrix: Matrix) -> float:
-        from torch.optim._muon import _adjust_lr
-
-        each = self._stepped[matrix.parameter]
-        return _adjust_lr(each.lr, each.group["adjust_lr_fn"], torch.Size(matrix.shape))
+    def _apply(self, bucket: Sequence[Matrix], going: Exchange) -> None:
+        """Step this rank's parts of matrices by the updates that came."""
+        arrived = going.finish()
+        for each in bucket:
+            spread = each.arrival.spread
+            own = spread.of_rank.get(self._rank, ())
+            updates = {spread[i][0]: arrived.pop(f"{each.arrival.key} {i}") for i in own}
+            if updates:
+                self._stepped[each.parameter].apply(each.piece, updates)
 
 
 # ---- by a Trainer's arguments: `optim` "muon", and the options in `optim_args` ----

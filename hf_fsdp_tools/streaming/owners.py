@@ -2,10 +2,11 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from hf_fsdp_tools.loading.conversion import map_parts, persistent_tensors
 from hf_fsdp_tools.loading.regions import Piece, View, row_major_strides
 from hf_fsdp_tools.modeling.tree_copy import is_wrapper
 from hf_fsdp_tools.sharding.matrices import newton_schulz_flops
-from hf_fsdp_tools.streaming.routes import Holders
+from hf_fsdp_tools.streaming.routes import Arrival, Holders, Spread
 from hf_fsdp_tools.text import show_bytes
 
 SENT_DTYPE = torch.bfloat16
@@ -69,51 +70,40 @@ def _stacked(piece: Piece) -> Iterator[Piece]:
 # ---- owners ----
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """A box of a matrix that lies in one box of its parameter."""
-
-    matrix: int
-    """Number of the matrix."""
-    box: Box
-    """Where it lies in the matrix."""
-    held: Box
-    """The box of the parameter, as some ranks hold it."""
-    view: View
-    """Where it lies in that box, stored row-major on its own."""
-    ranks: tuple[int, ...]
-    """The ranks that hold it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix that one rank orthogonalises."""
 
-    name: str
     parameter: int
     """Number of the parameter that it is a part of."""
-    shape: tuple[int, int]
-    cells: tuple[Cell, ...]
-    owner: int
+    piece: Piece
+    """That part."""
+    arrival: Arrival
+    """How it comes to its owner."""
+
+    @property
+    def owner(self) -> int:
+        """The rank that orthogonalises it."""
+        return self.arrival.to
 
     @property
     def flops(self) -> int:
         """Of one iteration of Newton-Schulz."""
-        return newton_schulz_flops(*self.shape)
+        return newton_schulz_flops(*self.arrival.box.length)
 
     @property
     def is_home(self) -> bool:
         """Whether its owner alone holds it, so that nothing is sent."""
-        return all(cell.ranks == (self.owner,) for cell in self.cells)
+        return self.arrival.spread.of_rank.keys() == {self.owner}
 
-    def source_of(self, cell: Cell) -> int:
-        """The rank that sends a cell to the owner; the owner itself where it holds the cell."""
-        return self.owner if self.owner in cell.ranks else cell.ranks[cell.matrix % len(cell.ranks)]
-
-
-Ways = tuple[dict[int, list[Cell]], dict[int, list[Cell]], dict[int, list[Cell]], dict[int, list[Cell]]]
-"""What a rank sends to owners and gets as owner, and what it sends as owner and gets from owners; by the other rank, in
-an order that is the same on both."""
+    def returns(self, rank: int) -> Iterator[Arrival]:
+        """Yield how its update comes to all that hold parts of it, of which a rank gets or sends something."""
+        gather = self.arrival
+        whole = Spread([(gather.box, (gather.to,))])
+        for i in range(len(gather.spread)) if rank == gather.to else gather.spread.of_rank.get(rank, ()):
+            box, ranks = gather.spread[i]
+            for to in ranks if rank == gather.to else (rank,):
+                yield Arrival(to, f"{gather.key} {i}", gather.key, box, SENT_DTYPE, whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +113,6 @@ class Ownership:
     matrices: tuple[Matrix, ...]
     num_ranks: int
     bucket_bytes: int
-    _ways: dict[int, tuple[Ways, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
@@ -139,7 +128,7 @@ class Ownership:
         filled: dict[int, int] = {}
         for i in sorted(begins, key=lambda i: begins[i]):
             matrix = self.matrices[i]
-            num_bytes = matrix.shape[0] * matrix.shape[1] * SENT_DTYPE.itemsize
+            num_bytes = matrix.arrival.box.numel * SENT_DTYPE.itemsize
             if not buckets or 0 < filled.get(matrix.owner, 0) > self.bucket_bytes - num_bytes:
                 buckets.append([])
                 filled = {}
@@ -158,37 +147,12 @@ class Ownership:
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank sends in a step: cells to owners, and updates to all that hold the cells."""
-        sent = [0] * self.num_ranks
-        for matrix in self.matrices:
-            for cell in matrix.cells:
-                num_bytes = cell.box.numel * SENT_DTYPE.itemsize
-                if (source := matrix.source_of(cell)) != matrix.owner:
-                    sent[source] += num_bytes
-                sent[matrix.owner] += num_bytes * sum(rank != matrix.owner for rank in cell.ranks)
-        return tuple(sent)
-
-    def ways(self, rank: int) -> tuple[Ways, ...]:
-        """What a rank sends and gets, bucket by bucket; worked out once."""
-        if rank not in self._ways:
-            self._ways[rank] = tuple(self._ways_of(bucket, rank) for bucket in self.buckets)
-        return self._ways[rank]
-
-    def _ways_of(self, bucket: Sequence[int], rank: int) -> Ways:
-        ways: Ways = (defaultdict(list), defaultdict(list), defaultdict(list), defaultdict(list))
-        out, into, back, home = ways
-        for matrix in (self.matrices[i] for i in bucket):
-            for cell in matrix.cells:
-                if rank == matrix.owner:
-                    if (source := matrix.source_of(cell)) != rank:
-                        into[source].append(cell)
-                    for other in cell.ranks:
-                        if other != rank:
-                            back[other].append(cell)
-                elif rank in cell.ranks:
-                    home[matrix.owner].append(cell)
-                    if matrix.source_of(cell) == rank:
-                        out[matrix.owner].append(cell)
-        return ways
+        sent = np.zeros(self.num_ranks, np.int64)
+        for arrival in (matrix.arrival for matrix in self.matrices):
+            sources, sizes, _ = arrival.sizes()
+            np.add.at(sent, sources, sizes)
+            sent[arrival.to] += arrival.spread.elements - arrival.box.numel + sizes.sum()
+        return tuple(map(int, sent * SENT_DTYPE.itemsize))
 
     def __str__(self) -> str:
         home = sum(matrix.is_home for matrix in self.matrices)
@@ -215,21 +179,14 @@ def assign_owners(
         pieces: (number of the parameter, its part that is a matrix).
         holders: which ranks hold which boxes of each parameter.
     """
-    cells = [
-        [
-            Cell(matrix=i, box=box, held=held, view=view, ranks=ranks)
-            for box, view, held, ranks in holders[parameter].parts_of(piece)
-        ]
-        for i, (parameter, piece) in enumerate(pieces)
-    ]
+    spreads = [holders[parameter].spread_of(piece) for parameter, piece in pieces]
     flops = [newton_schulz_flops(*piece.view.length) for _, piece in pieces]
     share = sum(flops) / num_ranks
     load = [0] * num_ranks
     owners: dict[int, int] = {}
     order = sorted(range(len(pieces)), key=lambda i: -flops[i])
     for i in order:
-        whole = [rank for rank in cells[i][0].ranks if all(rank in cell.ranks for cell in cells[i])]
-        owner = min(whole, key=lambda rank: (load[rank], rank), default=None)
+        owner = min(spreads[i].of_all, key=lambda rank: (load[rank], rank), default=None)
         if owner is not None and load[owner] + flops[i] <= max(share, flops[i]):
             owners[i] = owner
             load[owner] += flops[i]
@@ -242,11 +199,9 @@ def assign_owners(
     return Ownership(
         matrices=tuple(
             Matrix(
-                name=piece.source,
-                parameter=parameter,
-                shape=(piece.view.length[0], piece.view.length[1]),
-                cells=tuple(cells[i]),
-                owner=owners[i],
+                parameter,
+                piece,
+                Arrival(owners[i], str(i), str(i), Box.whole(piece.view.length), SENT_DTYPE, spreads[i]),
             )
             for i, (parameter, piece) in enumerate(pieces)
         ),

@@ -1,17 +1,22 @@
-"""Which rank sends what to whom, bucket by bucket, as data: no tensor and no process group is needed to make it."""
+"""Which rank sends what to whom, bucket by bucket, as data: no tensor and no process group is needed to make it.
+
+A plan has one entry for each tensor that a rank gets, whatever the number of ranks that hold parts of it: a rank works
+out from it, when the bucket travels, what it sends and gets itself.
+"""
 
 import math
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from operator import add
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,75 +26,116 @@ from hf_fsdp_tools.distributed.shards import Box, local_boxes, repetitions
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.loading.regions import Piece, View, slice_view
 from hf_fsdp_tools.streaming.outgoing import SavedTensor
-from hf_fsdp_tools.text import show_bytes
-
-Spread = Sequence[tuple[Box, tuple[int, ...]]]
-"""Boxes of a tensor, disjoint and complete, each with the ranks that hold it."""
+from hf_fsdp_tools.text import grouped, show_bytes
 
 EVERY = -1
 """In the place of a rank: all of them."""
 
+APART_BYTES = 2**16
+"""From how many bytes on a box travels by itself; smaller ones of two ranks travel as one message. (assumed)"""
 
-class Route(NamedTuple):
-    """A box of a tensor on its way."""
 
-    key: str
-    """What it belongs to (`Bucket.arrivals`)."""
-    name: str
-    box: Box
-    source: int
-    """The rank that sends it; the same as `to` where it only copies."""
+class Spread(list[tuple[Box, tuple[int, ...]]]):
+    """Boxes of a tensor, disjoint and complete, each with the ranks that hold it; what is worked out of them is kept,
+    for all tensors that lie alike."""
+
+    def __init__(self, boxes: Iterable[tuple[Box, tuple[int, ...]]]) -> None:
+        super().__init__(boxes)
+        self._sums: dict[tuple[Box, int, int], tuple[Any, Any, int]] = {}
+
+    @cached_property
+    def of_rank(self) -> Mapping[int, Sequence[int]]:
+        """The numbers of the boxes that a rank holds."""
+        return grouped((rank, i) for i, (_, ranks) in enumerate(self) for rank in ranks)
+
+    @cached_property
+    def of_all(self) -> tuple[int, ...]:
+        """The ranks that hold all boxes."""
+        return tuple(rank for rank in self[0][1] if len(self.of_rank[rank]) == len(self))
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all boxes on all ranks that hold them."""
+        return sum(box.numel * len(ranks) for box, ranks in self)
+
+    @cached_property
+    def turns(self) -> int:
+        """After how many turns the same ranks send again what several hold."""
+        return math.lcm(*{len(ranks) for _, ranks in self})
+
+    def sums(self, want: Box, itemsize: int, turn: int) -> tuple[Any, Any, int]:
+        """Who sends how many elements of a box to a rank that holds nothing of it, and how many that receives apart."""
+        key = want, itemsize, turn % self.turns
+        if key not in self._sums:
+            parts = [(ranks[turn % len(ranks)], part) for box, ranks in self if (part := box.intersect(want)).numel]
+            apart = sum(part.numel for _, part in parts if not is_direct(part, want, itemsize))
+            sources, sizes = ([rank for rank, _ in parts], [part.numel for _, part in parts])
+            self._sums[key] = np.array(sources, np.int64), np.array(sizes, np.int64), apart
+        return self._sums[key]
+
+
+def is_direct(part: Box, box: Box, itemsize: int) -> bool:
+    """Whether a part of a box is received where it belongs: it travels by itself, and its elements are neighbours in
+    the box, stored row-major on its own."""
+    cut = next((d for d, n in enumerate(part.length) if n > 1), len(part.length))
+    return part.length[cut + 1 :] == box.length[cut + 1 :] and part.numel * itemsize >= APART_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A box of a tensor that a rank gets whole."""
+
     to: int
-    """The rank that gets it, or `EVERY`."""
+    """The rank, or `EVERY`."""
+    key: str
+    """What the caller calls it."""
+    name: str
+    """That of the tensor."""
+    box: Box
+    dtype: torch.dtype
+    spread: Spread
+    """Who holds the tensor."""
+
+    @property
+    def turn(self) -> int:
+        """Which of several ranks that hold the same sends it."""
+        return zlib.crc32(self.key.encode()) + self.to
+
+    def parts(self, rank: int) -> Iterator[tuple[Box, int]]:
+        """Yield what a rank sends or gets of it, in an order that all ranks share: parts of the box, with the rank that
+        sends each. A rank that holds what it gets copies it."""
+        is_there, turn = self.to in (rank, EVERY), self.turn
+        for i in range(len(self.spread)) if is_there else self.spread.of_rank.get(rank, ()):
+            box, ranks = self.spread[i]
+            source = self.to if self.to in ranks else ranks[turn % len(ranks)]
+            if (is_there or source == rank) and (part := box.intersect(self.box)).numel:
+                yield part, source
+
+    def sizes(self) -> tuple[Any, Any, int]:
+        """Which ranks send how many elements to the one rank that gets it, and how many that receives apart."""
+        size, turn = self.dtype.itemsize, self.turn
+        sources, sizes, apart = self.spread.sums(self.box, size, turn)
+        for box, ranks in (self.spread[i] for i in self.spread.of_rank.get(self.to, ())):  # which it copies
+            part = box.intersect(self.box)
+            sources, sizes = np.append(sources, ranks[turn % len(ranks)]), np.append(sizes, -part.numel)
+            apart -= 0 if is_direct(part, self.box, size) else part.numel
+        return sources, sizes, apart
+
+    def add_costs(self, costs: Any) -> None:
+        """Add the bytes of memory that each rank needs to get and to give its boxes."""
+        sources, sizes, apart = self.sizes()
+        if self.to != EVERY:
+            np.add.at(costs, sources, sizes * self.dtype.itemsize)
+        costs[slice(None) if self.to == EVERY else self.to] += (self.box.numel + apart) * self.dtype.itemsize
 
 
 @dataclass(kw_only=True)
 class Bucket:
     """What travels together: no rank gets and gives more than the bound of bytes."""
 
-    arrivals: dict[int, dict[str, tuple[Box, torch.dtype]]] = field(default_factory=lambda: defaultdict(dict))
-    """The boxes that a rank gets whole, by a name that the caller gives each, and their dtypes; by rank or `EVERY`."""
-    routes: list[Route] = field(default_factory=list)
-    """In the order in which every rank enters them."""
-
-    def add(self, to: int, key: str, name: str, want: Box, dtype: torch.dtype, spread: Spread) -> None:
-        """Let a box of a tensor go to a rank, or to `EVERY` one.
-
-        A rank that holds what it wants copies it; what several ranks hold is sent by one of them, in turns.
-        """
-        self.arrivals[to][key] = want, dtype
-        turn, is_whole = zlib.crc32(key.encode()) + to, want.numel == sum(box.numel for box, _ in spread)
-        for box, ranks in spread:
-            if is_whole or (box := box.intersect(want)).numel:
-                source = to if to in ranks else ranks[turn % len(ranks)]
-                self.routes.append(Route(key, name, box, source, to))
-
-    def arrivals_at(self, rank: int) -> Mapping[str, tuple[Box, torch.dtype]]:
-        """What a rank gets."""
-        return self.arrivals.get(rank) or self.arrivals.get(EVERY) or {}
-
-    @cached_property
-    def bytes_of(self) -> Mapping[int, int]:
-        """Bytes of memory that each rank, or `EVERY` one, needs to get and to give its boxes; once all are added."""
-        found: dict[int, int] = defaultdict(int)
-        for rank, boxes in self.arrivals.items():
-            found[rank] += sum(box.numel * dtype.itemsize for box, dtype in boxes.values())
-        for route in self.routes:
-            box, dtype = self.arrivals[route.to][route.key]
-            if route.source == route.to:
-                continue
-            num_bytes = route.box.numel * dtype.itemsize
-            if not _is_run(route.box, box):  # it is received apart
-                found[route.to] += num_bytes
-            if route.to != EVERY:
-                found[route.source] += num_bytes
-        return found
-
-
-def _is_run(part: Box, box: Box) -> bool:
-    """Whether the elements of a part are neighbours in a box that is stored row-major on its own."""
-    cut = next((d for d, n in enumerate(part.length) if n > 1), len(part.length))
-    return part.length[cut + 1 :] == box.length[cut + 1 :]
+    arrivals: list[Arrival]
+    most_bytes: int
+    """The bytes that some rank needs."""
 
 
 class Holders(list[tuple[Box, tuple[int, ...]]]):
@@ -102,42 +148,28 @@ class Holders(list[tuple[Box, tuple[int, ...]]]):
         self._cells = {box.start: (box, ranks) for box, ranks in self}
         self._is_grid = math.prod(map(len, self._starts)) == len(self)  # shards of FSDP1 are none
         self._cut = next((dim for dim, starts in enumerate(self._starts) if len(starts) > 1), 0)
-        self._parts: dict[View, list[tuple[Box, View, Box, tuple[int, ...]]]] = {}
-
-    def parts_of(self, piece: Piece) -> Iterator[tuple[Box, View, Box, tuple[int, ...]]]:
-        """Yield where a piece of the tensor meets these boxes: the box that the meeting makes up elsewhere, where that
-        lies in one of these, stored row-major on its own, this one, and the ranks that hold it."""
-        parts, outer = self._parts_in(piece.view)
-        for (box, ranks), (_, view, held, _) in zip(self.spread_of(piece), parts, strict=True):
-            if outer:
-                offset = view.offset + outer * math.prod(held.length[self._cut :])
-                view = View(offset=offset, length=view.length, strides=view.strides)
-            yield box, view, held, ranks
+        self._spreads: dict[View, Spread] = {}
 
     def spread_of(self, piece: Piece) -> Spread:
-        """The boxes that a piece of the tensor makes up elsewhere, with the ranks that hold them."""
-        parts, _ = self._parts_in(piece.view)
-        if not any(first := piece.box.start):
-            return [(box, ranks) for box, _, _, ranks in parts]
-        return [(Box(start=tuple(map(add, first, box.start)), length=box.length), ranks) for box, _, _, ranks in parts]
+        """The boxes that a piece of the tensor makes up elsewhere, with the ranks that hold them.
 
-    def _parts_in(self, view: View) -> tuple[list[tuple[Box, View, Box, tuple[int, ...]]], int]:
-        """What `parts_of` yields of a view in the first of the rows before the first dimension that is cut; its row.
-
-        Experts of a stack that is cut within them meet the same boxes alike, and are worked out once.
+        Experts of a stack that is cut within them meet the same boxes alike, and are worked out once: in the first of
+        the rows before the first dimension that is cut.
         """
-        row = math.prod(self._shape[self._cut :])
-        outer, offset = divmod(view.offset, row) if self._cut else (0, view.offset)
+        view, row = piece.view, math.prod(self._shape[self._cut :])
+        offset = view.offset % row if self._cut else view.offset
         first = View(offset=offset, length=view.length, strides=view.strides)
-        if first not in self._parts:
-            self._parts[first] = [
-                (part, inside, held, ranks)
-                for held, ranks in (self._met_by(first) if self._is_grid else self)
-                for part, inside in slice_view(first, self._shape, held)
-            ]
-        return self._parts[first], outer
+        if first not in self._spreads:
+            near = self._near(first) if self._is_grid else self
+            self._spreads[first] = Spread(
+                (part, ranks) for held, ranks in near for part, _ in slice_view(first, self._shape, held)
+            )
+        if not any(begin := piece.box.start):
+            return self._spreads[first]
+        parts = self._spreads[first]
+        return Spread((Box(start=tuple(map(add, begin, box.start)), length=box.length), each) for box, each in parts)
 
-    def _met_by(self, view: View) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    def _near(self, view: View) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Yield the boxes between the first and the last element of a view, in each dimension."""
         starts = []
         for dim, all_starts in enumerate(self._starts):
@@ -192,8 +224,8 @@ def _held(shape: tuple[int, ...], boxes: Iterable[tuple[int, Box]]) -> Holders:
 
 def spread_of(tensor: SavedTensor, held: Mapping[str, Holders]) -> Spread:
     """The boxes of a tensor of the checkpoint with the ranks that hold them."""
-    pieces = tensor.symbol.pieces or ()
-    return [each for piece in pieces for each in held[piece.source].spread_of(piece)]
+    spreads = [held[piece.source].spread_of(piece) for piece in tensor.symbol.pieces or ()]
+    return spreads[0] if len(spreads) == 1 else Spread(each for spread in spreads for each in spread)
 
 
 def plan_buckets(
@@ -214,38 +246,32 @@ def plan_buckets(
     if len(to) == num_ranks > 1:
         to = (EVERY,)
 
-    def one_by_one() -> Iterator[Bucket]:
+    def one_by_one() -> Iterator[list[Arrival]]:
         for name, (whole, dtype) in tensors.items():
-            one = Bucket()
-            for rank in to:
-                one.add(rank, name, name, whole, dtype, spread(name))
-            if (most := most_of(one.bytes_of)) > bucket_bytes:
-                raise ConfigError(
-                    f"bucket_bytes={bucket_bytes} does not hold {name!r}, for which a rank needs {most}: give "
-                    f"bucket_bytes={most} ({show_bytes(most)}) at least."
-                )
-            yield one
+            yield [Arrival(rank, name, name, whole, dtype, spread(name)) for rank in to]
 
-    return joined(one_by_one(), bucket_bytes // 2)
-
-
-def joined(parts: Iterable[Bucket], num_bytes: int) -> list[Bucket]:
-    """Buckets put together, in their order, while no rank needs more than these bytes."""
-    buckets: list[Bucket] = []
-    filled: Mapping[int, int] = {}
-    for part in parts:
-        costs = part.bytes_of
-        total: Mapping[int, int] = {rank: filled.get(rank, 0) + costs.get(rank, 0) for rank in (*filled, *costs)}
-        if not buckets or most_of(total) > num_bytes:
-            buckets.append(Bucket())
-            total = costs
-        filled = total
-        for rank, arrivals in part.arrivals.items():
-            buckets[-1].arrivals[rank] |= arrivals
-        buckets[-1].routes += part.routes
+    buckets = joined(one_by_one(), bucket_bytes // 2, num_ranks)
+    for bucket in buckets:
+        if (most := bucket.most_bytes) > bucket_bytes:  # it has one tensor
+            raise ConfigError(
+                f"bucket_bytes={bucket_bytes} does not hold {bucket.arrivals[0].name!r}, for which a rank needs "
+                f"{most}: give bucket_bytes={most} ({show_bytes(most)}) at least."
+            )
     return buckets
 
 
-def most_of(costs: Mapping[int, int]) -> int:
-    """The bytes that some rank needs, of those that `Bucket.bytes_of` gives."""
-    return costs.get(EVERY, 0) + max((n for rank, n in costs.items() if rank != EVERY), default=0)
+def joined(parts: Iterable[list[Arrival]], num_bytes: int, num_ranks: int) -> list[Bucket]:
+    """Buckets of what arrives together, in its order, while no rank needs more than these bytes."""
+    buckets: list[Bucket] = []
+    filled = np.zeros(num_ranks, np.int64)
+    for part in parts:
+        costs = np.zeros(num_ranks, np.int64)
+        for each in part:
+            each.add_costs(costs)
+        if not buckets or (filled + costs).max() > num_bytes:
+            buckets.append(Bucket(arrivals=[], most_bytes=0))
+            filled[:] = 0
+        filled += costs
+        buckets[-1].arrivals += part
+        buckets[-1].most_bytes = int(filled.max())
+    return buckets

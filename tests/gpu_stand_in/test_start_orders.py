@@ -35,7 +35,7 @@ import json, os, sys, warnings
 import fakegpu, torch, torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 from hf_fsdp_tools import FSDPTrainerMixin, from_pretrained, make_accelerator
-from hf_fsdp_tools.saving.copies import gather_to_first
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from hf_fsdp_tools.distributed.cpu_backend import timeout_of
 from tests._training import make_rows
 

@@ -30,7 +30,6 @@ from hf_fsdp_tools.loading.load import load_weights
 from hf_fsdp_tools.modeling.notes import note_of
 from hf_fsdp_tools.streaming import held
 from hf_fsdp_tools.streaming.live import LiveWeights
-from hf_fsdp_tools.streaming.routes import most_of
 from tests._checkpoints import (
     assert_same_tensors,
     full,
@@ -86,7 +85,7 @@ def buckets_hold(weights: LiveWeights, saved: dict[str, torch.Tensor], what: str
             arrived += bucket
         assert arrived == (list(weights.tensors) if to is None or rank in to else []), what
         (plan,) = weights._plans.values()
-        assert all(most_of(bucket.bytes_of) <= bound for bucket in plan)
+        assert all(bucket.most_bytes <= bound for bucket in plan)
 
 
 def placements(names: Sequence[str], folders: dict[str, Path], tmp: Path) -> None:

@@ -94,6 +94,10 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 """(ranks, kind of checkpoint, options of `from_pretrained`, options of Muon)."""
 
 
+def _sent_bytes(_: Any, operations: list[dist.P2POp]) -> int:
+    return sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+
+
 def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
     """The parameters after some steps, the bytes that this rank has sent in the last, and what was said of them."""
     _, kind, options, settings = LAYOUTS[name]
@@ -101,7 +105,7 @@ def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
     optimizer = Muon(model, **{**OPTIONS, **settings})
     for number in range(STEPS):
         set_gradients(model, number)
-        with calls_of(dist, "all_to_all_single", lambda _, into, out, *__: out.nbytes) as sent:
+        with calls_of(dist, "batch_isend_irecv", _sent_bytes) as sent:
             optimizer.step()
     ownership = optimizer.ownership()
     return {
@@ -109,7 +113,7 @@ def stepped(name: str, folders: dict[str, Path], root: Path) -> dict[str, Any]:
         "sent": sum(sent),
         "foretold": ownership.sent_bytes[dist.get_rank()],
         "flops": ownership.flops,
-        "one way": sum(2 * m.shape[0] * m.shape[1] for m in ownership.matrices),
+        "one way": sum(2 * m.arrival.box.numel for m in ownership.matrices),
         "buckets": len(ownership.buckets),
         "text": repr(optimizer),
     }
@@ -219,6 +223,10 @@ def refused(folders: dict[str, Path], root: Path) -> None:
         Muon(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Adjust learning rate function other is not supported"):
         Muon(model, adjust_lr_fn="other")
+    set_gradients(plain, 0)
+    before = plain.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    Muon(plain, lr=0.1).step()  # whole on each rank, which steps by itself
+    assert not torch.equal(plain.model.layers[0].self_attn.q_proj.weight, before)
     muon = Muon(model)
     for count in range(1, 11):
         muon.ownership(list(muon._pieces)[:count])

@@ -17,7 +17,7 @@ from hf_fsdp_tools import ConfigError, from_pretrained, make_accelerator, save_p
 from hf_fsdp_tools.distributed.agreement import all_ranks, wait_for_all_ranks
 from hf_fsdp_tools.distributed.cpu_backend import add_cpu_backend, has_cpu_backend, timeout_of
 from hf_fsdp_tools.distributed.mesh import ParallelDims, local_device
-from hf_fsdp_tools.saving.copies import gather_to_first
+from hf_fsdp_tools.streaming.exchange import gather_to_first
 from tests._dist import num_gpus, run_ranks
 from tests._training import batches_of, make_rows, train
 

@@ -108,9 +108,9 @@ def test_owners_have_as_much_to_do_and_every_cell_goes_out_and_comes_back():
     assert max(ownership.flops) <= 1.1 * sum(ownership.flops) / 2
     travelling = [i for bucket in ownership.buckets for i in bucket]
     assert sorted(travelling) == [0, 1, 2, 3, 4] and len(ownership.buckets) > 1
-    for one, other in zip(*map(ownership.ways, range(2)), strict=True):
-        for way, back in ((0, 1), (2, 3)):  # what one sends is what the other gets, in the same order
-            assert one[way][1] == other[back][0] and other[way][0] == one[back][1]
+    for each in (ownership.matrices[i].arrival for i in travelling):  # what one sends is what the other gets
+        got, sent = (list(each.parts(rank)) for rank in (each.to, 1 - each.to))
+        assert sent == [part for part in got if part[1] != each.to] and len(got) == 2
     gathered = sum(2 * rows * columns // 2 for rows, columns in shapes[:-1])
     assert sum(ownership.sent_bytes) == 2 * gathered, "half of each matrix, there and back"
 

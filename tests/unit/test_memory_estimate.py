@@ -118,6 +118,9 @@ def test_what_ifs_need_no_other_dry_run(config: LlamaConfig, monkeypatch: pytest
     assert more[-1].peak_allocated == more[-2].peak_allocated and more[-1].peak_reserved == more[-2].peak_reserved
     assert more[2].host_bytes > 0 and more[2].at_peak["parameters"] == 256  # buffers
     assert more[0].at_peak["parameters"] < more[1].at_peak["parameters"]
+    far = [dict(num_gpus=4096, dp_replicate_size=copies, batch_size=2, seq_len=512) for copies in (1, 8)]
+    said = [str(estimate_memory(config, **each)) for each in far]
+    assert ["torch's fully_shard" in text for text in said] == [True, False], "the copies of HSDP are its cure"
     with pytest.raises(AssertionError, match="a dry run"):
         estimate_memory(config, num_gpus=8, batch_size=3, seq_len=512)
     with pytest.raises(ConfigError, match=r"'batchsize': did you mean batch_size"):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hf_fsdp_tools import CheckpointError, RanksError
 from hf_fsdp_tools.distributed import liveness, rounds
 from hf_fsdp_tools.distributed.agreement import agreed, wait_for_all_ranks
-from hf_fsdp_tools.distributed.liveness import Lookout
+from hf_fsdp_tools.distributed.liveness import Lookout, StoreClient
 from hf_fsdp_tools.distributed.rounds import Rounds, patience, rounds_of_thread
 from hf_fsdp_tools.distributed.shards import Box
 
@@ -74,9 +75,9 @@ def test_a_round_carries_values_as_they_are_and_no_code(two: list[Rounds], tmp_p
             return Path.touch, (tmp_path / "ran",)
 
     strange = {"class": ["subprocess", "Popen", [["args", ["touch", str(tmp_path / "ran")]]]]}
-    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange])):
+    for content in (pickle.dumps(("saving", Code())), json.dumps(["saving", strange]).encode()):
         one, other = ranks_of(2)
-        other._store.set("round.0/1", content)
+        other._store.append("round.0/values", b"1 " + content + b"\n")
         other._store.add("round.0/count", 1)
         with pytest.raises((ValueError, RanksError)):
             one.exchange("a", "saving")
@@ -94,7 +95,7 @@ def test_rank_0_which_may_end_the_store_with_itself_leaves_last(two: list[Rounds
 
     def leave(rank: int) -> None:
         rounds_of_thread.set(two[rank])
-        while rank == 0 and not two[0]._store.check(["round.0/1"]):
+        while rank == 0 and not two[0]._store.add("round.0/count", 0):
             time.sleep(0.001)
         wait_for_all_ranks()
         left.append(rank)
@@ -178,7 +179,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.fixture
 def lookout(two: list[Rounds], clock: Clock) -> Lookout:
-    two[0]._store.set("round.0/0", "here")
+    two[0]._store.append("round.0/values", "0 here\n")
     return Lookout(two[0]._store, "round.0", (0, 1), 0)
 
 
@@ -251,3 +252,30 @@ def test_a_rank_in_no_call_may_take_as_long_as_a_collective_and_one_that_is_sile
     assert seconds_until_given_up(7300)[0] == 7205
     with patience(20):
         assert rounds._limits_s() == (20, 20), "what the user asks for holds for both"
+
+
+def test_long_values_go_in_parts_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses 8 MiB, with an error that says that its process has ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    long = {"names": ["n" * 9 * 2**20]}
+    both = [Rounds(dist.TCPStore("127.0.0.1", server.port), rank, (0, 1)) for rank in range(2)]
+    assert together(*(lambda each=each: each.exchange(long, "saving") for each in both)) == [[long, long]] * 2
+    before = server.num_keys()
+    assert together(*(lambda each=each: each.exchange(each.rank, "saving") for each in both)) == [[0, 1]] * 2
+    assert server.num_keys() < before - 36, "parts are deleted when all have read them"
+    monkeypatch.setattr(rounds, "_PART_BYTES", 100)
+    first, second = ranks_of(2)
+    parts = first._put("round.0", "a" * 1000)
+    with patch.object(StoreClient, "_ask", autospec=True, side_effect=StoreClient._ask) as asked:
+        assert second._put("round.0", "a" * 1000) == parts and asked.call_count == 1, "one look, and nothing is set"
+
+
+def test_a_look_asks_as_often_for_many_ranks_as_for_few() -> None:
+    for size in (4, 64):
+        of_all = ranks_of(size)
+        of_all[0]._store.append("round.0/values", "0 here\n")
+        of_all[2]._store.append("ended", "2\n")
+        look = Lookout(of_all[0]._store, "round.0", range(size), 0)
+        with patch.object(StoreClient, "_ask", autospec=True, side_effect=StoreClient._ask) as asked:
+            assert look.problem("saving", (600, 600)).startswith("While saving: rank 2 has ended")
+        assert asked.call_count == 5

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_fsdp_tools.distributed.shards import Box, local_boxes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.streaming.routes import EVERY, Spread, most_of, plan_buckets
+from hf_fsdp_tools.streaming.routes import EVERY, Bucket, Spread, plan_buckets
 
 
 def holders(shape: tuple[int, ...], placements: tuple[Shard | Replicate, ...], mesh: tuple[int, ...]) -> Spread:
@@ -17,7 +17,20 @@ def holders(shape: tuple[int, ...], placements: tuple[Shard | Replicate, ...], m
         coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(rank), mesh))
         for box, _ in local_boxes(shape, placements, mesh, coordinate):
             ranks_of.setdefault(box, []).append(rank)
-    return [(box, tuple(ranks)) for box, ranks in ranks_of.items()]
+    return Spread((box, tuple(ranks)) for box, ranks in ranks_of.items())
+
+
+def routes(bucket: Bucket, ranks: int) -> list[tuple[str, Box, int, int]]:
+    """What travels, or is copied: name, box, source and target; both ends see the same."""
+    ends: dict[str, list[tuple[str, Box, int, int]]] = {"sent": [], "got": []}
+    for each in bucket.arrivals:
+        for rank in range(ranks):
+            for box, source in each.parts(rank):
+                found = each.name, box, source, each.to
+                ends["got"] += [found] * (rank == max(each.to, 0))
+                ends["sent"] += [found] * (rank == source)
+    assert len(ends["sent"]) == len(ends["got"]) and set(ends["sent"]) == set(ends["got"])
+    return ends["got"]
 
 
 sizes = st.integers(1, 7)
@@ -39,29 +52,29 @@ def test_what_is_wanted_arrives_once(shapes, dims, replicas):
     for worker in (0, 1):
         for name, shape in names.items():
             times = torch.zeros(shape, dtype=torch.int32)
-            for route in (route for bucket in buckets for route in bucket.routes):
-                if route.name == name and route.to == worker:
-                    times[route.box.slices] += 1
-                    holding = [ranks for held, ranks in spread[name] if held.intersect(route.box) == route.box]
-                    assert route.source in holding[0]
-                    assert route.source == worker or worker not in holding[0], "what is there is not sent"
+            for other, box, source, to in (route for bucket in buckets for route in routes(bucket, 4)):
+                if other == name and to == worker:
+                    times[box.slices] += 1
+                    holding = [ranks for held, ranks in spread[name] if held.intersect(box) == box]
+                    assert source in holding[0]
+                    assert source == worker or worker not in holding[0], "what is there is not sent"
             assert torch.equal(times, torch.ones_like(times))
-    assert all(most_of(bucket.bytes_of) <= bound for bucket in buckets)
-    assert [name for bucket in buckets for name in bucket.arrivals_at(0)] == list(names), "in order"
+    assert all(bucket.most_bytes <= bound for bucket in buckets)
+    assert [each.name for bucket in buckets for each in bucket.arrivals if each.to == 0] == list(names), "in order"
 
 
 def test_what_all_ranks_want_is_broadcast_and_replicas_send_in_turns():
     spread = holders((8, 4), (Shard(0),), (4,))
     wanted = dict.fromkeys("ab", (Box.whole((8, 4)), torch.bfloat16))
-    (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 4 * 64)
-    assert [route.to for route in bucket.routes] == 8 * [EVERY]
-    assert [route.source for route in bucket.routes] == [0, 1, 2, 3] * 2
-    assert dict(bucket.bytes_of) == {EVERY: 128}
-    assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 64)) == 2
-    with pytest.raises(ConfigError, match=r"bucket_bytes=63 does not hold 'a'.*bucket_bytes=64"):
-        plan_buckets(range(4), wanted, lambda name: spread, 4, 63)
+    (bucket,) = plan_buckets(range(4), wanted, lambda name: spread, 4, 8 * 64)
+    assert {to for _, _, _, to in routes(bucket, 4)} == {EVERY}
+    assert [source for _, _, source, _ in routes(bucket, 4)] == [0, 1, 2, 3] * 2
+    assert bucket.most_bytes == 256, "each, and once more aside, as they are small"
+    assert len(plan_buckets(range(4), wanted, lambda name: spread, 4, 128)) == 2
+    with pytest.raises(ConfigError, match=r"bucket_bytes=127 does not hold 'a'.*bucket_bytes=128"):
+        plan_buckets(range(4), wanted, lambda name: spread, 4, 127)
     spread = holders((2, 2), (Replicate(), Shard(0)), (4, 2))
     wanted = {f"{i}": (Box.whole((2, 2)), torch.float32) for i in range(64)}
-    routes = [r for b in plan_buckets((0,), wanted, lambda name: spread, 8, 2**20) for r in b.routes]
-    sources = [route.source for route in routes if route.source != 0]
+    buckets = plan_buckets((0,), wanted, lambda name: spread, 8, 2**20)
+    sources = [source for bucket in buckets for _, _, source, _ in routes(bucket, 8) if source != 0]
     assert set(sources) == {1, 3, 5, 7} and min(map(sources.count, set(sources))) > 4

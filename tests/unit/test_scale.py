@@ -23,8 +23,10 @@ from hf_fsdp_tools.loading.formats import dcp as dcp_format
 from hf_fsdp_tools.loading.formats.dcp import METADATA, check_dcp
 from hf_fsdp_tools.loading.regions import Piece, View, slice_view
 from hf_fsdp_tools.streaming import routes
+from hf_fsdp_tools.streaming.exchange import Exchange
+from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.owners import assign_owners
-from hf_fsdp_tools.streaming.routes import holders_of
+from hf_fsdp_tools.streaming.routes import holders_of, plan_buckets
 
 
 @pytest.fixture
@@ -123,9 +125,21 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> No
     with patch.object(routes, "slice_view", side_effect=slice_view) as tested:
         ownership = assign_owners(pieces, list(held.values()), ranks, 2**20)
     assert tested.call_count == ranks
-    each = 1 if dim == 0 else ranks
-    assert [len(matrix.cells) for matrix in ownership.matrices] == [each] * len(pieces)
-    expert = ownership.matrices[ranks + 5]
-    by_all = [(part, view, box) for box, _ in held[0] for part, view in slice_view(pieces[5][1].view, shape, box)]
-    assert [(cell.box, cell.view, cell.held) for cell in expert.cells] == by_all
-    assert ownership.ways(3) is ownership.ways(3) and (dim == 0) == all(m.is_home for m in ownership.matrices)
+    spreads = [matrix.arrival.spread for matrix in ownership.matrices]
+    assert {len(spread) for spread in spreads} == {1 if dim == 0 else ranks}
+    assert (len(set(map(id, spreads))) == 1) == (dim > 0), "what is cut alike is there once"
+    by_all = [(part, each) for box, each in held[0] for part, _ in slice_view(pieces[5][1].view, shape, box)]
+    assert spreads[ranks + 5] == by_all
+    assert (dim == 0) == all(m.is_home for m in ownership.matrices)
+    wanted = {str(i): (Box.whole(shape[1:]), torch.float32) for i in range(len(pieces))}
+    (bucket,) = plan_buckets((0,), wanted, lambda name: spreads[int(name)], ranks, 2**30)
+    assert len(bucket.arrivals) == len(pieces), "an entry for each tensor, not for each rank"
+    own = {each.name: [box for box, _ in each.parts(3)] for each in bucket.arrivals}
+    assert sum(map(len, own.values())) == (2 if dim == 0 else len(pieces))
+    parts = {
+        name: [Part(name="", box=box, data=torch.zeros(box.length), dtype=torch.float32) for box in boxes]
+        for name, boxes in own.items()
+    }
+    with patch.object(dist, "batch_isend_irecv", return_value=[]) as sent:
+        Exchange(bucket.arrivals, parts, torch.device("cpu"))
+    assert len(sent.call_args.args[0]) == 1, "one message to the rank that gets them"
