@@ -89,7 +89,7 @@ def _register(module: nn.Module, hooks: list[Hook]) -> None:
     before_gather, before, after, after_reshard = (
         [hook for hook in hooks if first <= hook.phase <= last] for first, last in (*_BEFORE, *_AFTER)
     )
-    entered: list[ExitStack] = []
+    entered: list[ExitStack] | None = [] if any(hook.phase is Phase.CONTEXT for hook in before) else None
     if before_gather:
         module.register_forward_pre_hook(
             _marked(partial(_change_inputs, before_gather)), prepend=True, with_kwargs=True
@@ -101,20 +101,19 @@ def _register(module: nn.Module, hooks: list[Hook]) -> None:
         module.register_forward_hook(_marked(partial(_change_output, after)), prepend=True)
     if after_reshard:
         module.register_forward_hook(_marked(partial(_change_output, after_reshard)))
-    if any(hook.phase is Phase.CONTEXT for hook in before):
+    if entered is not None:
         module.register_forward_hook(_marked(partial(_leave, entered)), always_call=True)
 
 
 def _change_inputs(
     hooks: list[Hook], module: nn.Module, args: Any, kwargs: Any, entered: list[ExitStack] | None = None
 ) -> Any:
-    stack = ExitStack()
     if entered is not None:
-        entered.append(stack)
+        entered.append(ExitStack())
     for hook in hooks:
-        if hook.phase is Phase.CONTEXT:
+        if entered is not None and hook.phase is Phase.CONTEXT:
             context: AbstractContextManager[Any] = hook.call()
-            stack.enter_context(context)
+            entered[-1].enter_context(context)
         elif (changed := hook.call(module, args, kwargs)) is not None:
             args, kwargs = changed
     return args, kwargs

@@ -137,6 +137,9 @@ def test_functions_run_by_phase_and_a_context_ends_last_also_after_an_error() ->
     with pytest.raises(ValueError):
         layer(one * torch.nan)
     assert seen == [*before, "forward", "leave"]
+    install(layer, [doubled, less])
+    with patch("hf_fsdp_tools.sharding.phases.ExitStack", side_effect=AssertionError("there is no context")):
+        layer(one)
 
 
 class Doubled(Feature):
