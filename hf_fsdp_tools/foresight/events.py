@@ -95,7 +95,6 @@ class Work:
     stream: Stream = "compute"
     dtype_bytes: int = 2  # Bytes of an element of its inputs: which rate of the matrix units counts
     again: bool = False  # Whether activation checkpointing computes it for the second time
-    size: int = 0  # Of a matmul: the smallest of its three dimensions, on which its efficiency depends
     ranks: int = 1  # Of a collective: how many take part
     axis: Axis = "shard"  # Of a collective: which ranks take part
     model_flops: float = 0.0
@@ -123,6 +122,7 @@ class Gradient:
 
 
 Event = Alloc | Free | Work | Mark | Gradient
+_SIZES: dict[type, tuple[str, ...]] = {Alloc: ("num_bytes",), Work: ("flops", "num_bytes", "model_flops")}
 
 
 class EventWriter:
@@ -218,6 +218,32 @@ class Trace:
     notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
+
+    def grown(self, other: "Trace", times: int) -> "Trace | None":
+        """The trace in which each number is farther from this one's than the other's, so many times; None where their
+        events differ in more than sizes."""
+        events: list[Event] = []
+        for one, two in zip(self.events, other.events, strict=False):
+            names = _SIZES.get(type(one), ())
+            if one != two and type(one) is type(two):
+                sizes = {name: getattr(one, name) for name in names}
+                if replace(two, **sizes) != one:
+                    return None
+                one = replace(one, **{n: size + times * (getattr(two, n) - size) for n, size in sizes.items()})
+            elif one != two:
+                return None
+            events.append(one)
+        if len(self.events) != len(other.events):
+            return None
+        tokens, flops = (
+            getattr(self, n) + times * (getattr(other, n) - getattr(self, n)) for n in ("tokens", "model_flops")
+        )
+        return replace(self, events=tuple(events), tokens=tokens, model_flops=flops)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return any(".experts." in each.fqn for each in self.parameters)
 
     @property
     def num_params(self) -> int:

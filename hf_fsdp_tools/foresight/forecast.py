@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
+from hf_fsdp_tools.foresight.tracing.chunked_loss import TOKENS, predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
@@ -84,8 +84,7 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
         key = _key(source[:1], setup, model_kwargs, _NOT_BUILT)
         model, plan = _kept(_models, key, _MOST_MODELS, built)
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
-        rows = replace(settled, batch_size=settled.batch_size * settled.rows_per_example)
-        trace = trace_model(model, plan, rows)
+        trace = _trace_of(model, plan, settled, lambda rows: step_of(name_or_model, rows, **model_kwargs).trace)
         if setup.frozen_models:
             notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
             trace = replace(trace, frozen_bytes=_frozen_bytes(setup, model_kwargs), notes=notes)
@@ -96,6 +95,17 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
     setup = replace(setup, loss=settled.loss)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
+
+
+def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, kept: Callable[[TrainingSetup], Trace]) -> Trace:
+    """The trace of a micro-step; of many rows, that of a few in which each size has grown on from these to one more."""
+    rows = setup.batch_size * setup.rows_per_example
+    least = -(-TOKENS * setup.cp_size // setup.seq_len)  # from there on a piece of logits does not grow
+    for few in range(least, min(least + 2, rows - 1)):
+        one, other = (kept(replace(setup, batch_size=each, rows_per_example=1)) for each in (few, few + 1))
+        if (grown := one.grown(other, rows - few)) is not None:
+            return grown
+    return trace_model(model, plan, replace(setup, batch_size=rows))
 
 
 def _content(source: Source) -> str:

@@ -98,7 +98,7 @@ def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: Traini
             own, short = number / num_buckets, min(rows, columns)
             flops = own * newton_schulz_flops(rows, columns)
             moved = own * NEWTON_SCHULZ_STEPS * 2 * (5 * rows * columns + 5 * short**2)
-            writer.events.append(Work("matmul", flops, moved, "", "optimizer", size=short))
+            writer.events.append(Work("matmul", flops, moved, "", "optimizer"))
         if ranks > 1:
             writer.work("all_to_all", back / num_buckets, "all_gather", ranks=ranks, axis="all")
         writer.free(block)

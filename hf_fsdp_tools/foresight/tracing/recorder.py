@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
-        self.times = 1  # How often what runs now is run
+        self.times = 1.0  # How often what runs now is run
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
         self.on_cuda = on_cuda
@@ -178,7 +178,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
-                size=min((size for t in read if t.dim() > 1 for size in t.shape[-2:]), default=0) if flops else 0,
                 model_flops=0.0 if again else model_flops,
             )
         )
