@@ -176,7 +176,7 @@ def test_config_writes_what_is_recommended(capsys, llama, tmp_path, monkeypatch)
     monkeypatch.setattr("hf_fsdp_tools.foresight.recommend.recommend_config", noted)
     path = tmp_path / "run.yaml"
     words = "--gpu rtx-4090 --num-processes 2 --max-length 1024 --per-device-train-batch-size 2 --global-batch-size 8"
-    words += f" --no-reshard-after-forward --activation-checkpointing {ONE_COPY}"
+    words += f" --no-reshard-after-forward --activation-checkpointing --optimizer adamw {ONE_COPY}"
     code, out, err = run(capsys, "config", llama, *words.split(), "--output", path)
     assert (code, err) == (0, "")
     fields = {"gpu": "rtx-4090", "num_gpus": 2, "gpus_per_node": 2, "seq_len": 1024, "batch_size": 2}
