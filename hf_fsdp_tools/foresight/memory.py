@@ -23,10 +23,6 @@ _HANDLES = 2
 """Workspaces: the thread of the forward pass and autograd's have a handle of cuBLAS each (counted on an H200)."""
 
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
-_COMPILED = (
-    "torch.compile is not followed in memory: compiled blocks keep fewer activations. Of published peaks this is 7 to "
-    "25 % more without checkpointing, and 1 to 6 % with it (docs/foresight.md)."
-)
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
 _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
@@ -232,7 +228,7 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
-        notes=forecast.trace.notes + ((_COMPILED,) if setup.compile else ()),
+        notes=forecast.trace.notes,
         forecast=forecast,
     )
 

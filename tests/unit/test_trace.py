@@ -16,6 +16,7 @@ from transformers import masking_utils
 
 from hf_fsdp_tools import build_meta_model
 from hf_fsdp_tools.errors import ConfigError
+from hf_fsdp_tools.foresight import forecast
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.setup import TrainingSetup
@@ -124,6 +125,37 @@ def test_dropout_of_adapters_keeps_an_input_and_a_mask_for_each_layer():
     assert 4 * 32 * (3 * inputs - 2 * alone) <= dropped - plain <= 4 * 32 * 3 * inputs
     with pytest.raises(ConfigError, match=r"lora_dropout is 1; give a share"):
         TrainingSetup(lora_dropout=1.0)
+
+
+@pytest.mark.parametrize(("fields", "hidden_sizes"), [({}, 4), ({"lora_r": 4}, 2)])
+def test_compiled_blocks_keep_less(fields, hidden_sizes):
+    """As measured on an H200 (docs/foresight.md): gates after activation, and norms in fp32, are computed again."""
+
+    def kept(compiled: bool) -> int:
+        events, held = traced("llama", 3, compile=compiled, **fields).events, {}
+        for event in events[: next(at for at, each in enumerate(events) if getattr(each, "phase", "") == "backward")]:
+            if isinstance(event, Alloc) and event.unit == "model.layers.1":
+                held[event.block] = event.num_bytes
+            elif isinstance(event, Free):
+                held.pop(event.block, None)
+        return sum(held.values())
+
+    assert kept(False) - kept(True) == 2 * 32 * (68 + hidden_sizes * 48)
+
+
+def test_many_rows_have_the_events_of_few_with_each_size_grown(monkeypatch):
+    """Byte by byte, of experts and of a loss in pieces too; what differs in more than sizes is traced itself."""
+    for kind in ("llama", "experts"):
+        few = [traced(kind, batch_size=rows) for rows in (2, 3)]
+        assert few[0].grown(few[1], 5) == traced(kind, batch_size=7)
+    assert traced("llama", batch_size=1).grown(few[0], 1) is None
+    monkeypatch.setattr(forecast, "TOKENS", 1)
+    asked = []
+    monkeypatch.setattr(
+        forecast, "trace_model", lambda *words: asked.append(words[2].batch_size) or trace_model(*words)
+    )
+    grown = forecast.step_of(CONFIGS["llama"](2), TrainingSetup(seq_len=32, batch_size=7)).trace
+    assert asked == [1, 2, 3] and grown == traced("llama", batch_size=7, loss="chunked")
 
 
 def test_blocks_that_differ_are_all_run():

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils, modeling_utils
 
 from hf_fsdp_tools.foresight.events import Operation
+from hf_fsdp_tools.modeling.packed import packed_parameters
 
 # Operations without a kernel
 MAKES_NOTHING = ("wait_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -150,6 +151,9 @@ def notes_of(model: nn.Module) -> Iterator[str]:
             f"{mixers[0]} is foreseen as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
             "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
         )
+    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
+    if packed_parameters(model) and any(each.is_floating_point() for each in fused):
+        yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
     if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
         yield (
             f"{type(model).__name__} attends by the eager function of transformers, as where no flash kernel for it is "
