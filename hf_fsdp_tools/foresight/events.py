@@ -26,37 +26,20 @@ Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
 
 Kind = Literal[
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered parameters",
-    "gather buffers",
-    "whole gradients",
-    "reduce buffers",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "inputs",
-]
+    "parameters", "gradients", "optimizer", "gathered parameters", "gather buffers", "whole gradients",
+    "reduce buffers", "activations", "logits and loss", "temporaries", "inputs",
+]  # fmt: skip
 """What memory is for. Parameters, gradients and optimizer are this rank's shards; whole gradients are those of a unit
 before they are reduced; temporaries do not outlive the module that made them."""
 
 Operation = Literal[
-    "matmul",
-    "attention",
-    "memory",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "host_to_device",
+    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "host_to_device",
     "device_to_host",
-]
+]  # fmt: skip
 """What bounds the duration: the matrix units, the attention kernels, the GPU's memory, the links between GPUs, or the
 link to the host."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-
 COPIES = ("host_to_device", "device_to_host")
 
 
@@ -163,17 +146,6 @@ class EventWriter:
         self.events.append(
             Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks, axis=axis)
         )
-
-    def extend_renumbered(self, events: Iterable[Event]) -> None:
-        """Events of memory and work from elsewhere, whose blocks get numbers of their own here."""
-        numbers: dict[int, int] = {}
-        for event in events:
-            if isinstance(event, Alloc):
-                numbers[event.block] = self.new_block()
-                event = replace(event, block=numbers[event.block])
-            elif isinstance(event, Free):
-                event = Free(numbers.pop(event.block))
-            self.events.append(event)
 
 
 @dataclass(frozen=True, kw_only=True)
