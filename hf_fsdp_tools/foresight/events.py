@@ -7,7 +7,7 @@ gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` la
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -191,26 +191,27 @@ class Trace:
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
 
-    def grown(self, other: "Trace", times: int) -> "Trace | None":
-        """The trace in which each number is farther from this one's than the other's, so many times; None where their
-        events differ in more than sizes."""
-        events: list[Event] = []
-        for one, two in zip(self.events, other.events, strict=False):
-            names = _SIZES.get(type(one), ())
-            if one != two and type(one) is type(two):
-                sizes = {name: getattr(one, name) for name in names}
-                if replace(two, **sizes) != one:
-                    return None
-                one = replace(one, **{n: size + times * (getattr(two, n) - size) for n, size in sizes.items()})
-            elif one != two:
-                return None
-            events.append(one)
+    def grown(self, other: "Trace", by: int, step: int) -> "Trace | None":
+        """The trace `by` rows beyond this one, where the other is `step` rows beyond it: all sizes grow evenly. None
+        where their events differ in more than sizes."""
+
+        def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
+            pairs = {name: (getattr(one, name), getattr(two, name)) for name in names}
+            return {
+                n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, (a, b) in pairs.items()
+            }
+
         if len(self.events) != len(other.events):
             return None
-        tokens, flops = (
-            getattr(self, n) + times * (getattr(other, n) - getattr(self, n)) for n in ("tokens", "model_flops")
-        )
-        return replace(self, events=tuple(events), tokens=tokens, model_flops=flops)
+        events: list[Event] = []
+        for one, two in zip(self.events, other.events, strict=True):
+            if one != two:
+                names = _SIZES.get(type(one), ())
+                if type(one) is not type(two) or replace(two, **{name: getattr(one, name) for name in names}) != one:
+                    return None
+                one = replace(one, **moved(one, two, names))
+            events.append(one)
+        return replace(self, events=tuple(events), **moved(self, other, ("tokens", "model_flops")))
 
     @property
     def has_experts(self) -> bool:

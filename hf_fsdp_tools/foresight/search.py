@@ -175,6 +175,9 @@ class Search:
                         continue
                     best = self.best()
                     bound = floors.get((recompute, batch))
+                    below = [floors[recompute, n] for n in accumulation if n < batch and (recompute, n) in floors][-2:]
+                    if bound is None and len(below) == 2 and below[1] < below[0] * (1 + GAIN):
+                        bound = below[1]  # which grows no more with the micro-batch
                     if best is not None and bound is not None and bound <= rate(*best) * (1 + GAIN):
                         continue
                     try:

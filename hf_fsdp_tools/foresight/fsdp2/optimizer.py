@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, tuple[str, _Rule | None]] = {
     "sgd_momentum": ("sgd --optim_args momentum=0.9", _Rule(states=1, touched=5)),
 }
 """By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and the rule, which a test
-compares with torch's own optimizers. `adamw_8bit` is torchao's; `muon` is this package's: AdamW, momentum as of SGD, and
+compares with torch's own optimizers. `adamw_8bit` is torchao's; `muon` is this package's: AdamW, SGD's momentum, and
 `write_muon`."""
 
 _SMALLEST_8BIT = 4096  # Elements below which torchao keeps its state in the shard's dtype (`_AdamBase._new_buffer`)
