@@ -131,6 +131,8 @@ class Search:
                 self._share(name, kind)
             if (best := self.best()) is not None:
                 self._explore_every(*best)
+                for value in self._values(kind, "reshard_after_forward"):  # saves copies, which no bound knows
+                    self.cost(replace((self.best() or best)[0], reshard_after_forward=value))
                 return self.best()
         may_offload = "offload" not in self.fixed and self.setup.wrapping != "none"
         for kind, on_host in product(kinds if may_offload else (), (False, True)):
