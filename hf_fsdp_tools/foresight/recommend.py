@@ -113,7 +113,7 @@ class Recommendation:
             lines.append(f"on host   {show_bytes(cost.host_bytes * processes)} of memory per machine")
         lines += [
             f"speed     {cost.step_seconds:,.2f} s per step, {speed}",
-            f"chosen    {_words(_differing(setup, TrainingSetup()))}",
+            f"chosen    {_words({'batch_size': setup.batch_size} | _changes(setup, TrainingSetup()))}",
             f"next best {self.next_best}",
             f"breaks    {self.breaks}",
             *(f"{'' if at else 'faster':<10}{each}" for at, each in enumerate(self.proposals)),
@@ -178,10 +178,9 @@ def _words(changes: Mapping[str, Any]) -> str:
     )
 
 
-def _differing(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
-    """The searched fields in which a setup is another one, and always the micro-batch."""
-    own = {name: getattr(setup, name) for name in _TITLES}
-    return {name: value for name, value in own.items() if name == "batch_size" or value != getattr(other, name)}
+def _changes(setup: TrainingSetup, other: TrainingSetup) -> dict[str, Any]:
+    """The searched fields in which a setup is another one."""
+    return {name: value for name in _TITLES if (value := getattr(setup, name)) != getattr(other, name)}
 
 
 def recommend_config(
@@ -333,59 +332,47 @@ def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, tuple
             search.cost(replace(best, **other))
         others: dict[Any, list[tuple[TrainingSetup, Cost]]] = {}
         for one, price in search.known:
-            others.setdefault(getattr(one, field), []).append((one, price))
+            if field != "batch_size" or _changes(one, best).keys() == {field}:
+                others.setdefault(getattr(one, field), []).append((one, price))
         others.pop(own, None)
+        values = sorted(others)
         if field == "batch_size":  # its neighbours
-            others = {
-                n: [one for one in some if _differing(one[0], best).keys() == {field}] for n, some in others.items()
-            }
-            sizes = sorted(n for n, some in others.items() if some)
-            near = [*[n for n in sizes if n < own][-1:], *[n for n in sizes if n > own][:1]]
-            others = {n: others[n] for n in near}
-        lines = tuple(
-            f"{_value_words(value)}: {_verdict(search, best, cost, field, others[value])}" for value in sorted(others)
-        )
-        reasons |= {field: lines} if lines else {}
+            values = [*[n for n in values if n < own][-1:], *[n for n in values if n > own][:1]]
+        lines = []
+        for value in values:
+            changes, figures = _compared(search, best, cost, others[value])
+            changes.pop(field)
+            lines.append(f"{_value_words(value)}: {figures}" + (f" ({_words(changes)})" if changes else ""))
+        reasons |= {field: tuple(lines)} if lines else {}
     return reasons
 
 
-def _verdict(
-    search: Search, best: TrainingSetup, cost: Cost, field: str, some: list[tuple[TrainingSetup, Cost]]
-) -> str:
-    """The figures of the best of some settings, beside the recommended one."""
-    fitting = [each for each in some if each[1].peak_bytes <= search.limit_bytes]
-    one, price = (
-        max(fitting, key=lambda each: rate(*each)) if fitting else min(some, key=lambda each: each[1].peak_bytes)
-    )
-    own = _differing(one, best)
-    more = {name: value for name, value in own.items() if name != field and value != getattr(best, name)}
-    words = f" ({_words(more)})" if more else ""
-    return f"{_figures(search, price, rate(one, price) / rate(best, cost))}{words}"
+def _compared(
+    search: Search, best: TrainingSetup, cost: Cost, some: list[tuple[TrainingSetup, Cost]]
+) -> tuple[dict[str, Any], str]:
+    """The fastest that fits of some settings, or the one that takes least: what it changes, and its figures."""
 
+    def order(each: tuple[TrainingSetup, Cost]) -> tuple[bool, float]:
+        fits = each[1].peak_bytes <= search.limit_bytes
+        return fits, rate(*each) if fits else -each[1].peak_bytes
 
-def _figures(search: Search, price: Cost, speed: float) -> str:
-    """How much faster or slower a setting is, or how much too large."""
+    one, price = max(some, key=order)
+    size = show_bytes(price.peak_bytes)
     if price.peak_bytes > search.limit_bytes:
-        over = price.peak_bytes / gpu_named(search.setup.gpu).memory_bytes - 1
-        return f"{show_bytes(price.peak_bytes)}" + (
-            f", +{_percent(over)}" if over > 0 else ", less free than the margin"
-        )
-    faster = (
-        f"{_percent(abs(speed - 1))} {'faster' if speed > 1 else 'slower'}" if abs(speed - 1) > 0.0005 else "as fast"
-    )
-    return f"fits, {'but ' * (speed < 1 - GAIN)}{faster}, takes {show_bytes(price.peak_bytes)}"
+        over = price.peak_bytes / gpu_named(best.gpu).memory_bytes - 1
+        return _changes(one, best), f"{size}, " + (f"+{_percent(over)}" if over > 0 else "less free than the margin")
+    gain = rate(one, price) / rate(best, cost) - 1
+    speed = "as fast" if abs(gain) <= 0.0005 else f"{_percent(abs(gain))} {'faster' if gain > 0 else 'slower'}"
+    return _changes(one, best), f"fits, {'but ' * (gain < -GAIN)}{speed}, takes {size}"
 
 
 def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
-    fields = [name for name in _TITLES if name != "batch_size"]
-    own = [getattr(best, name) for name in fields]
-    others = [each for each in search.fitting if [getattr(each[0], name) for name in fields] != own]
+    others = [each for each in search.fitting if _changes(each[0], best).keys() - {"batch_size"}]
     if not others:
         return "nothing else fits"
-    one, price = max(others, key=lambda each: rate(*each))
-    changes = {name: getattr(one, name) for name in _TITLES if getattr(one, name) != getattr(best, name)}
-    return f"{_words(changes)}: {_figures(search, price, rate(one, price) / rate(best, cost))}"
+    changes, figures = _compared(search, best, cost, others)
+    return f"{_words(changes)}: {figures}"
 
 
 def _breaks(search: Search, best: TrainingSetup) -> str:
@@ -452,12 +439,13 @@ def _nearest(search: Search) -> Iterator[str]:
         if some and search.fits(**({"activation_checkpointing": True} if some.get(ON_HOST) else {}) | some):
             yield _words(some)
             return
-    if setup.loss == "full" and search.fits(loss="chunked"):
-        yield "a chunked loss"
-    if setup.reduce_dtype == "fp32" and setup.precision == "bf16" and search.fits(reduce_dtype="bf16"):
-        yield "reduction in bf16"
-    if setup.optimizer.startswith("adamw") and setup.optimizer != "adamw_8bit" and search.fits(optimizer="adamw_8bit"):
-        yield "optimizer adamw_8bit"
+    is_adamw, is_bf16 = setup.optimizer in ("adamw", "adamw_foreach"), setup.precision == "bf16"
+    ways: dict[str, tuple[bool, dict[str, Any]]] = {
+        "a chunked loss": (setup.loss == "full", {"loss": "chunked"}),
+        "reduction in bf16": (setup.reduce_dtype == "fp32" and is_bf16, {"reduce_dtype": "bf16"}),
+        "optimizer adamw_8bit": (is_adamw, {"optimizer": "adamw_8bit"}),
+    }
+    yield from (words for words, (is_change, change) in ways.items() if is_change and search.fits(**change))
     if setup.wrapping != "none":
         counts = (setup.num_gpus * 2**power for power in range(1, 13))
         if count := next((n for n in counts if n <= MOST_GPUS and search.fits(num_gpus=n)), None):
@@ -470,8 +458,8 @@ def _nearest(search: Search) -> Iterator[str]:
     if setup.lora_r is None and search.fits(**adapted):
         yield f"LoRA{rank}"
     elif setup.dequantize and not setup.load_in_4bit:
-        ways = {"LoRA{} of a base that stays quantised": {"dequantize": False}, "QLoRA{}": {"load_in_4bit": True}}
-        if words := next((words for words, change in ways.items() if search.fits(**adapted, **change)), None):
+        bases = {"LoRA{} of a base that stays quantised": {"dequantize": False}, "QLoRA{}": {"load_in_4bit": True}}
+        if words := next((words for words, change in bases.items() if search.fits(**adapted, **change)), None):
             yield words.format(rank)
     cost = search.cost(search.lean())
     needed = (cost.peak_bytes if cost else 0) * gpu_named(setup.gpu).memory_bytes / search.limit_bytes
