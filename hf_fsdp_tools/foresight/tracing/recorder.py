@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
-                model_flops=0.0 if again else model_flops,
+                model_flops=0.0 if again else self.times * model_flops,
             )
         )
 
