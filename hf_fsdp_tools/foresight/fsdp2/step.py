@@ -126,6 +126,7 @@ def _write_micro_steps(
             replicated.begin_forward()
         for at, event in enumerate(events[:end]):
             if type(event) is Gradient:
+                writer.phase = "backward"
                 block = renamed.get(event.block, event.block)
                 if schedule is None or not schedule.gradient(event.parameter, block):
                     replicated.gradient(event.parameter, block)
