@@ -238,9 +238,10 @@ START = {
     "newer.attention": 1.6,
     "newer.compiled": 0.4,
 }
-"""Where the search begins: shares that are usual for large kernels. There are no other constants: of each generation of
-GPUs the share of the peak that matmuls and attention reach, the share of the memory's bandwidth, and how much slower the slowest GPU is; of both how much faster attention of 2024 is,
-and what compilation leaves of the traffic of memory."""
+"""Where the search begins: shares that are usual for large kernels. There are no other constants: of each generation
+of GPUs the share of the peak that matmuls and attention reach, the share of the memory's bandwidth, and how much
+slower the slowest GPU is; of both how much faster attention of 2024 is, and what compilation leaves of the traffic of
+memory."""
 
 _SOFT = 0.04
 """Relative error from which a row counts by its error, not by the error's square."""

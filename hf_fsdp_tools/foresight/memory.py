@@ -204,7 +204,8 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
     limit_bytes = gpu.memory_bytes if limit_bytes is None else limit_bytes
-    used = tight = replayed_in_gpu(forecast, limit_bytes)
+    # the allocator has what CUDA and NCCL leave
+    used = tight = _replayed(step, setup, limit=limit_bytes - sum(_outside(setup).values()))
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
@@ -231,11 +232,6 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         notes=forecast.trace.notes,
         forecast=forecast,
     )
-
-
-def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
-    """A late step of a forecast in the allocator, which has what CUDA and NCCL leave of so much memory."""
-    return _replayed(forecast.step, forecast.setup, limit=limit_bytes - sum(_outside(forecast.setup).values()))
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:
