@@ -1,9 +1,10 @@
 """Write `accelerate_configs/` anew with `hf-fsdp config`, or compare: python docs/make_configs.py [--check] [NAME ...]
 
-The settings of a file depend on what is trained. One rule for all: sequences of 4,096 tokens, 64 of them per optimizer
-step; all parameters where that fits, otherwise LoRA (r 16); never offload. The files of machines are for Llama-3.1-8B;
-those of `models/` are pairs for one model: the launch file, and NAME.run.yaml for the recipe. A model is a config.json
-that is made on the spot, with the published sizes and under the hub's name, so nothing is downloaded.
+The settings of a file depend on what is trained. One rule for all: sequences of 4,096 tokens, 64 of them per
+optimizer step; all parameters where that fits with AdamW on fp32, otherwise LoRA (r 16); never offload. The files of
+machines are for Llama-3.1-8B; those of `models/` are pairs for one model: the launch file, and NAME.run.yaml for the
+recipe. A model is a config.json that is made on the spot, with the published sizes and under the hub's name, so
+nothing is downloaded.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def command(name: str, output: str) -> list[str]:
     end = ["--output", output]
     if name == "cpu":
         return ["config", "--cpu", *end]
-    rule = ["--no-offload-params", "--global-batch-size", "64"]
+    rule = ["--no-offload-params", "--global-batch-size", "64", "--optimizer", "adamw"]
     if name in MODELS:
         model, count = MODELS[name]
         gpus = ["--gpu", "h100-80gb", "--num-processes", str(count)]

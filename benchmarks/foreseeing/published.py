@@ -227,28 +227,26 @@ def recomputed_events(events: Iterable[Event], rule: Recomputed) -> Iterator[Eve
 # ---- the efficiencies that fit published throughputs best ----
 
 START = {
-    "a100.matmul": 0.85,
-    "a100.matmul_half": 100.0,
+    "a100.matmul": 0.8,
     "a100.attention": 0.35,
     "a100.memory": 0.6,
     "a100.straggler": 0.02,
-    "h100.matmul": 0.85,
-    "h100.matmul_half": 400.0,
+    "h100.matmul": 0.7,
     "h100.attention": 0.25,
     "h100.memory": 0.6,
     "h100.straggler": 0.03,
     "newer.attention": 1.6,
     "newer.compiled": 0.4,
 }
-"""Where the search begins: shares that are usual for large kernels. There are no other constants: of each generation of
-GPUs the share of the peak that matmuls and attention reach, the dimension at which a matmul reaches half of that, the
-share of the memory's bandwidth, and how much slower the slowest GPU is; of both how much faster attention of 2024 is,
-and what compilation leaves of the traffic of memory."""
+"""Where the search begins: shares that are usual for large kernels. There are no other constants: of each generation
+of GPUs the share of the peak that matmuls and attention reach, the share of the memory's bandwidth, and how much
+slower the slowest GPU is; of both how much faster attention of 2024 is, and what compilation leaves of the traffic of
+memory."""
 
 _SOFT = 0.04
 """Relative error from which a row counts by its error, not by the error's square."""
 
-_WIDTH = {"matmul_half": 1.0, "straggler": 0.7}
+_WIDTH = {"straggler": 1.0}
 """How far (standard deviation of the logarithm) constants may be from where the search begins, by their last name;
 all others 0.3."""
 
@@ -256,7 +254,7 @@ all others 0.3."""
 def efficiency_from(constants: Mapping[str, float], row: Row) -> Efficiency:
     """The efficiency of a row's GPU in its era."""
     family = gpu_named(row.setup.gpu).family
-    own = {key: constants[f"{family}.{key}"] for key in ("matmul", "matmul_half", "attention", "memory", "straggler")}
+    own = {key: constants[f"{family}.{key}"] for key in ("matmul", "attention", "memory", "straggler")}
     own["attention"] *= constants["newer.attention"] if row.entry["era"] >= "2024" else 1.0
     compiled = constants["newer.compiled"] if row.setup.compile else 1.0
     return Efficiency(**own, compiled_memory=compiled, error=0.0, source="fitted")

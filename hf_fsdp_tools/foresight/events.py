@@ -7,7 +7,7 @@ gives those of a pass without FSDP, with a `Mark` wherever FSDP acts; `fsdp2` la
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,37 +26,20 @@ Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 """The part of a step. What activation checkpointing computes again belongs to the backward pass."""
 
 Kind = Literal[
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered parameters",
-    "gather buffers",
-    "whole gradients",
-    "reduce buffers",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "inputs",
-]
+    "parameters", "gradients", "optimizer", "gathered parameters", "gather buffers", "whole gradients",
+    "reduce buffers", "activations", "logits and loss", "temporaries", "inputs",
+]  # fmt: skip
 """What memory is for. Parameters, gradients and optimizer are this rank's shards; whole gradients are those of a unit
 before they are reduced; temporaries do not outlive the module that made them."""
 
 Operation = Literal[
-    "matmul",
-    "attention",
-    "memory",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "host_to_device",
+    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "host_to_device",
     "device_to_host",
-]
+]  # fmt: skip
 """What bounds the duration: the matrix units, the attention kernels, the GPU's memory, the links between GPUs, or the
 link to the host."""
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-
 COPIES = ("host_to_device", "device_to_host")
 
 
@@ -95,7 +78,6 @@ class Work:
     stream: Stream = "compute"
     dtype_bytes: int = 2  # Bytes of an element of its inputs: which rate of the matrix units counts
     again: bool = False  # Whether activation checkpointing computes it for the second time
-    size: int = 0  # Of a matmul: the smallest of its three dimensions, on which its efficiency depends
     ranks: int = 1  # Of a collective: how many take part
     axis: Axis = "shard"  # Of a collective: which ranks take part
     model_flops: float = 0.0
@@ -123,6 +105,7 @@ class Gradient:
 
 
 Event = Alloc | Free | Work | Mark | Gradient
+_SIZES: dict[type, tuple[str, ...]] = {Alloc: ("num_bytes",), Work: ("flops", "num_bytes", "model_flops")}
 
 
 class EventWriter:
@@ -163,17 +146,6 @@ class EventWriter:
         self.events.append(
             Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks, axis=axis)
         )
-
-    def extend_renumbered(self, events: Iterable[Event]) -> None:
-        """Events of memory and work from elsewhere, whose blocks get numbers of their own here."""
-        numbers: dict[int, int] = {}
-        for event in events:
-            if isinstance(event, Alloc):
-                numbers[event.block] = self.new_block()
-                event = replace(event, block=numbers[event.block])
-            elif isinstance(event, Free):
-                event = Free(numbers.pop(event.block))
-            self.events.append(event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +190,33 @@ class Trace:
     notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole
     repeated: int = 0  # How many blocks have events that were repeated, and not recorded
+
+    def grown(self, other: "Trace", by: int, step: int) -> "Trace | None":
+        """The trace `by` rows beyond this one, where the other is `step` rows beyond it: all sizes grow evenly. None
+        where their events differ in more than sizes."""
+
+        def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
+            pairs = {name: (getattr(one, name), getattr(two, name)) for name in names}
+            return {
+                n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, (a, b) in pairs.items()
+            }
+
+        if len(self.events) != len(other.events):
+            return None
+        events: list[Event] = []
+        for one, two in zip(self.events, other.events, strict=True):
+            if one != two:
+                names = _SIZES.get(type(one), ())
+                if type(one) is not type(two) or replace(two, **{name: getattr(one, name) for name in names}) != one:
+                    return None
+                one = replace(one, **moved(one, two, names))
+            events.append(one)
+        return replace(self, events=tuple(events), **moved(self, other, ("tokens", "model_flops")))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return any(".experts." in each.fqn for each in self.parameters)
 
     @property
     def num_params(self) -> int:

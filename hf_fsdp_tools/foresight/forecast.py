@@ -14,7 +14,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.events import Trace
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
-from hf_fsdp_tools.foresight.tracing.chunked_loss import predicts_words
+from hf_fsdp_tools.foresight.tracing.chunked_loss import TOKENS, predicts_words
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
 from hf_fsdp_tools.foresight.tracing.parts import cut_parts, mark_parts
 from hf_fsdp_tools.hub import local_path
@@ -69,7 +69,8 @@ class Forecast:
 
 _Key: TypeAlias = tuple[object, ...]
 _models: dict[_Key, tuple[nn.Module, WrapPlan]] = {}
-_traces: dict[_Key, tuple[WrapPlan, Trace, TrainingSetup]] = {}
+_traces: dict[_Key, tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Trace]]] = {}
+"""With the setup whose loss is named, the bytes of frozen models, and the traces by number of rows."""
 
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
@@ -77,25 +78,37 @@ def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) ->
 
     source = [_content(each) for each in (name_or_model, *setup.frozen_models)]
 
-    def built() -> tuple[nn.Module, WrapPlan]:
-        return build(name_or_model, setup, **model_kwargs)
-
-    def traced() -> tuple[WrapPlan, Trace, TrainingSetup]:
+    def begun() -> tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Trace]]:
         key = _key(source[:1], setup, model_kwargs, _NOT_BUILT)
-        model, plan = _kept(_models, key, _MOST_MODELS, built)
+        model, plan = _kept(_models, key, _MOST_MODELS, lambda: build(name_or_model, setup, **model_kwargs))
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
-        rows = replace(settled, batch_size=settled.batch_size * settled.rows_per_example)
-        trace = trace_model(model, plan, rows)
-        if setup.frozen_models:
-            notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
-            trace = replace(trace, frozen_bytes=_frozen_bytes(setup, model_kwargs), notes=notes)
-        return plan, trace, settled
+        return model, plan, settled, _frozen_bytes(setup, model_kwargs), {}
 
-    key = _key(source, setup, model_kwargs, _NOT_TRACED)
-    plan, trace, settled = _kept(_traces, key, _MOST_TRACES, traced)
+    key = _key(source, setup, model_kwargs, (*_NOT_TRACED, "batch_size", "rows_per_example"))
+    model, plan, settled, frozen_bytes, traces = _kept(_traces, key, _MOST_TRACES, begun)
     setup = replace(setup, loss=settled.loss)
+    trace = _trace_of(model, plan, setup, traces)
+    if setup.frozen_models:
+        notes = (*trace.notes, f"not counted: the time in which {', '.join(setup.frozen_models)} run forward")
+        trace = replace(trace, frozen_bytes=frozen_bytes, notes=notes)
     few = replace(setup, gradient_accumulation_steps=min(setup.gradient_accumulation_steps, 3))
     return Forecast(setup=setup, plan=plan, trace=trace, step=compose(trace, plan, few))
+
+
+def _trace_of(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, traces: dict[int, Trace]) -> Trace:
+    """The trace of a micro-step. Where two of other numbers of rows are known, all sizes lie on the lines through
+    theirs: from two rows on, and from where a piece of logits does not grow."""
+    rows = setup.batch_size * setup.rows_per_example
+    if rows in traces:
+        return traces[rows]
+    least = max(2, -(-TOKENS * setup.cp_size // setup.seq_len))
+    known = sorted(each for each in traces if each >= least)
+    if rows >= least and len(known) > 1:
+        few, more = known[0], known[-1]
+        if (grown := traces[few].grown(traces[more], rows - few, more - few)) is not None:
+            return grown
+    traces[rows] = trace_model(model, plan, replace(setup, batch_size=rows))
+    return traces[rows]
 
 
 def _content(source: Source) -> str:

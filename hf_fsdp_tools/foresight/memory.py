@@ -23,17 +23,11 @@ _HANDLES = 2
 """Workspaces: the thread of the forward pass and autograd's have a handle of cuBLAS each (counted on an H200)."""
 
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
-_COMPILED = (
-    "torch.compile is not followed in memory: compiled blocks keep fewer activations. Of published peaks this is 7 to "
-    "25 % more without checkpointing, and 1 to 6 % with it (docs/foresight.md)."
+_MANY_SHARDS = 2048
+_OF_MANY_SHARDS = (
+    "each rank spends up to a minute in torch's fully_shard, which makes a chunk of each parameter for each rank "
+    "(22 to 51 s on 4,096 ranks); with replicas (dp_replicate_size, HSDP) it makes fewer."
 )
-_SHARDED_LONG = (
-    2048,
-    (
-        "each rank spends up to a minute in torch's fully_shard, which makes a chunk of each parameter for each rank "
-        "(22 to 51 s on 4,096 ranks); with copies of the model (dp_replicate_size, HSDP) it makes fewer."
-    ),
-)  # from so many ranks on
 _NCCL_CHANNEL = 10 * 2**20  # NCCL's buffer of one channel in one direction (NVIDIA/nccl issue 1685)
 _NCCL_CHANNELS = 24
 """Channels of a ring on NVLink. (assumed: up to 32; a ring has two directions whatever the scale, NVIDIA/nccl issue
@@ -215,7 +209,8 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     setup, step = forecast.setup, forecast.step
     gpu = gpu_named(setup.gpu)
     limit_bytes = gpu.memory_bytes if limit_bytes is None else limit_bytes
-    used = tight = replayed_in_gpu(forecast, limit_bytes)
+    # the allocator has what CUDA and NCCL leave
+    used = tight = _replayed(step, setup, limit=limit_bytes - sum(_outside(setup).values()))
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
@@ -240,15 +235,9 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         is_full=is_full,
         host_bytes=step.host_bytes,
         notes=forecast.trace.notes
-        + ((_COMPILED,) if setup.compile else ())
-        + (_SHARDED_LONG[1:] if setup.num_gpus // setup.dp_replicate_size >= _SHARDED_LONG[0] else ()),
+        + ((_OF_MANY_SHARDS,) if setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS else ()),
         forecast=forecast,
     )
-
-
-def replayed_in_gpu(forecast: Forecast, limit_bytes: int) -> Replay:
-    """A late step of a forecast in the allocator, which has what CUDA and NCCL leave of so much memory."""
-    return _replayed(forecast.step, forecast.setup, limit=limit_bytes - sum(_outside(forecast.setup).values()))
 
 
 def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, expandable: bool = False) -> Replay:

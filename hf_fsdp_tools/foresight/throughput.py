@@ -19,9 +19,12 @@ _SEGMENT_SECONDS = 2e-3
 """Time for which the GPU stands still per segment that a full allocator gives back: `cudaFree`, and `cudaMalloc` of its
 successor. (assumed; from the backward pass of GPT-175B in the FSDP paper, arXiv 2304.11277)"""
 
-TRAINER = (0.62, 0.88)
-"""What a `Trainer` with FSDP reaches of the tokens per second of tuned loops, on which the efficiencies were fitted: 9
-published trainings of 7 and 8 B on 4 A100, 512 tokens, padding counted (Liger's example, 2024)."""
+TRAINER = {
+    "packed rows": (0.88, 1.03, "10 of TRL's SFTTrainer, A100, 4,096 tokens, 2024"),
+    "padded rows": (0.62, 0.88, "9 of Liger's example, 4 A100, 512 tokens, padding counted, 2024"),
+}
+"""What transformers' `Trainer` reaches of the tokens per second of tuned loops, on which the efficiencies were fitted,
+and the published trainings that say so (fms-acceleration's tables of 11 and 12/2024; Liger's example)."""
 
 _PARTS = {
     "matmul": "matmuls",
@@ -33,6 +36,9 @@ _PARTS = {
     "allocator": "waiting for the full allocator",
     "slowest GPU": "waiting for the slowest GPU",
 }
+
+_SHARED = "times of GPUs that share rows, layers or experts were not compared with any real run"
+_OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the foreseen tokens/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +58,13 @@ class ThroughputEstimate:
     model_flops: float
     """Of one GPU and step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
     hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
-    parts: Mapping[str, float]
-    """What the GPU does in `step_seconds`, as in `Timing.parts`, and `slowest GPU`: waiting for it."""
+    parts: Mapping[
+        str, float
+    ]  # What the GPU does in `step_seconds`: `Timing.parts`, and `slowest GPU`, for which it waits
     communication_seconds: float  # Of all collectives, hidden or not
-    error: float
-    """What tokens per second may be off, as a share (`Efficiency.error`); infinite where they are not foreseen."""
-    source: str  # What the efficiencies were fitted on
+    error: float  # `Efficiency.error`; infinite where tokens per second are not foreseen
+    newest: float = 1.0  # `Efficiency.newest`
+    source: str  # What the efficiencies were fitted on, or why tokens per second are not foreseen
     notes: tuple[str, ...] = ()
 
     @property
@@ -70,21 +77,22 @@ class ThroughputEstimate:
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether published trainings of this GPU are known. Without any, seconds and tokens per second serve to
+        """Whether published trainings of this kind are known. Without any, seconds and tokens per second serve to
         compare settings with each other, and nothing else."""
         return math.isfinite(self.error)
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Tokens per second and GPU of a tuned loop, less and plus the error; None where they are not foreseen."""
+        """Tokens per second and GPU of a tuned loop: with the software of 2024 less the error, with the newest plus the
+        error; None where they are not foreseen."""
         value = self.tokens_per_second_per_gpu
-        return (value * (1 - self.error), value * (1 + self.error)) if self.is_foreseen else None
+        return (value * (1 - self.error), value * self.newest * (1 + self.error)) if self.is_foreseen else None
 
     @property
-    def trainer_range(self) -> tuple[float, float] | None:
-        """The same of transformers' `Trainer`, as far as published trainings with it fell short; None likewise."""
+    def trainer_ranges(self) -> dict[str, tuple[float, float]]:
+        """The same of transformers' `Trainer` by kind of rows (`TRAINER`), in the software of 2024."""
         value = self.tokens_per_second_per_gpu
-        return (value * TRAINER[0], value * TRAINER[1]) if self.is_foreseen else None
+        return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_foreseen}
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -121,7 +129,7 @@ class ThroughputEstimate:
 
     def to_json(self) -> str:
         """All fields, and what follows from them, as JSON text."""
-        rates = ("tokens_per_second_per_gpu", "range", "trainer_range", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
+        rates = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
         own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *rates, "exposed_seconds")}
         own["error"] = self.error if self.is_foreseen else None
         return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
@@ -132,16 +140,19 @@ class ThroughputEstimate:
         if (nodes := math.ceil(setup.num_gpus / setup.gpus_per_node)) > 1:
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
-        if self.range is None or self.trainer_range is None:
-            lines.append(f"  tokens/s are not foreseen: no published training on {self.gpu.title} is known")
-            lines.append(f"  {step} per step with the shares of the peaks that stand below, to compare settings:")
+        if self.range is None:
+            lines.append(f"  tokens/s are not foreseen: {self.source}")
+            lines.append(f"  {step} per step, to compare settings:")
         else:
-            rate, (low, high), (least, most) = self.tokens_per_second_per_gpu, self.range, self.trainer_range
+            rate, (low, high) = self.tokens_per_second_per_gpu, self.range
             is_repeated = self.hardware_flops > self.model_flops
             again = f", with what is computed again {self.hfu:.1%}" if is_repeated else ""
+            newest = f" (kernels of 2026 {rate * self.newest:,.0f})" * (self.newest > 1)
+            total = f"{rate * setup.num_gpus:,.0f} on all"
+            lines.append(f"  {rate:,.0f} tokens/s per GPU{newest}, {low:,.0f} to {high:,.0f}; {total}")
+            for kind, (least, most) in self.trainer_ranges.items():
+                lines.append(f"  with a Trainer, {kind}: {least:,.0f} to {most:,.0f} ({TRAINER[kind][2]})")
             lines += [
-                f"  {rate:,.0f} tokens/s per GPU, {low:,.0f} to {high:,.0f}; {rate * setup.num_gpus:,.0f} on all",
-                f"  this is of a tuned loop; published trainings with a Trainer would be {least:,.0f} to {most:,.0f}",
                 f"  {self.tflops_per_gpu:,.0f} Tflop/s per GPU, {self.mfu:.1%} of its peak (MFU){again}",
                 f"  {step} per step of {self.tokens_per_step:,} tokens per GPU:",
             ]
@@ -151,7 +162,7 @@ class ThroughputEstimate:
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
             lines.append(f"  {show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
-        lines.append(f"  software of 2024; efficiencies {self.source}")
+        lines += [f"  a tuned loop, software of 2024; efficiencies {self.source}"] * self.is_foreseen
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -169,21 +180,9 @@ def estimate_throughput(
     model_kwargs: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> ThroughputEstimate:
-    """How fast a training runs, found by a dry run on this machine, without weights and GPUs.
+    """How fast a training runs, found by a dry run on this machine; arguments and errors as of `estimate_memory`.
 
         print(estimate_throughput("meta-llama/Llama-3.1-8B", num_gpus=64, gpu="h100-80gb", seq_len=8192))
-
-    Args:
-        name_or_model: hub name, folder, `config.json`, configuration, or a model on any device.
-        setup: the training; without it `TrainingSetup()`.
-        model_kwargs: as in `build_meta_model` (`auto_class`, `revision`, …).
-        fields: of `TrainingSetup`, by name, in place of those of `setup`.
-
-    Any rank may call; nothing is communicated, and no accelerator is used.
-
-    Raises:
-        ConfigError: a field has a value that cannot be, or the GPU is unknown.
-        CheckpointError, WrapPlanError: the model cannot be built or planned.
 
     Example:
         >>> estimate = estimate_throughput("checkpoint", num_gpus=16, gpu="h100-80gb", seq_len=32)
@@ -198,15 +197,17 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
     """The throughput of the forecast whose memory was estimated, slowed where the GPU's memory is full."""
     setup, trace = memory.forecast.setup, memory.forecast.trace
     steps = setup.gradient_accumulation_steps
-    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu))
+    efficiency = efficiency or efficiency_of(gpu_named(setup.gpu), has_experts=trace.has_experts)
     stalls = {} if memory.is_full else {index: count * _SEGMENT_SECONDS for index, count in memory.retried}
     timing = step_time(memory.forecast.step.events, setup, efficiency=efficiency, stalls=stalls)
     notes = trace.notes
+    notes += (_SHARED,) if max(setup.cp_size, setup.tp_size, setup.ep_size) > 1 else ()
+    notes += (_OFFLOADED,) if setup.offload else ()
     if memory.is_full:
         notes += ("the step does not fit into the memory of this GPU; the times are those of one with more",)
     elif memory.retried:
         notes += (f"the memory is full {len(memory.retried)} times in a step, for which the GPU stands still",)
-    late = straggling(setup, efficiency) * timing.seconds
+    late = efficiency.straggler * math.sqrt(2 * math.log(setup.num_gpus)) * timing.seconds
     repeated_flops = sum(work.flops for work in trace.events if isinstance(work, Work) and work.again)
     return ThroughputEstimate(
         name=f"{memory.model_class} with {show_count(memory.num_params)} parameters",
@@ -218,12 +219,7 @@ def throughput_of(memory: MemoryEstimate, *, efficiency: Efficiency | None = Non
         parts={**timing.parts, "slowest GPU": late},
         communication_seconds=timing.communication,
         error=efficiency.error,
+        newest=efficiency.newest,
         source=efficiency.source,
         notes=notes,
     )
-
-
-def straggling(setup: TrainingSetup, efficiency: Efficiency) -> float:
-    """How much later the slowest of all GPUs is than the mean, as a share of the step: the expected maximum of n normal
-    deviates, about sqrt(2 ln n) (Cramér 1946, section 28.6), times how much one GPU differs."""
-    return efficiency.straggler * math.sqrt(2 * math.log(setup.num_gpus)) if setup.num_gpus > 1 else 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
@@ -20,12 +21,13 @@ from transformers.training_args import OptimizerNames
 from hf_fsdp_tools import Muon, make_wrap_plan
 from hf_fsdp_tools.distributed.mesh import Axes
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Gradient, Mark, Parameter, TensorSize, Trace, Work
+from hf_fsdp_tools.foresight.events import Alloc, EventWriter, Gradient, Mark, Parameter, TensorSize, Trace, Work
 from hf_fsdp_tools.foresight.forecast import build
 from hf_fsdp_tools.foresight.fsdp2.optimizer import OPTIMIZERS, optimizer_step
 from hf_fsdp_tools.foresight.fsdp2.step import Step, compose
 from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.dry_run import trace_model
+from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
 from hf_fsdp_tools.planning.policy import HybridPolicy
@@ -260,6 +262,34 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
 # ---- the optimizer -----------------------------------------------------------------------------------------------
 
 
+MAKE: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True),
+}
+
+
+def moved(events: Any) -> Any:
+    return pytest.approx(sum(event.num_bytes for event in events if isinstance(event, Work)), rel=0.01)
+
+
+def real_optimizer(make: Any, updated: list[TensorSize]) -> tuple[list[int], Any]:
+    """The state of torch's own optimizer on the device, and the bytes that clipping and a step touch."""
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make(parameters)
+        optimizer.step()
+        with Recorder({"": ""}) as recorder:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            optimizer.step()
+    is_fused = bool(optimizer.param_groups[0].get("fused"))
+    state = [each for of in optimizer.state.values() for each in of.values() if isinstance(each, torch.Tensor)]
+    return sorted(each.nbytes for each in state if each.dim() or is_fused), moved(recorder.events)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state", "temporary"),
     [
@@ -271,17 +301,19 @@ def test_gradients_of_replicated_parameters_are_averaged_together() -> None:
     ],
 )
 def test_an_optimizer_has_its_state_and_its_temporary_memory(optimizer: str, state: list[int], temporary: int) -> None:
-    updated = [TensorSize(shape=(50, 100), dtype=torch.float32)] * 2
-    events, made = optimizer_step(updated, TrainingSetup(optimizer=optimizer, max_grad_norm=None))
+    updated, writer = [TensorSize(shape=(50, 100), dtype=torch.float32)] * 2, EventWriter()
+    made = optimizer_step(writer, updated, TrainingSetup(optimizer=optimizer, max_grad_norm=1.0))
     assert sorted(made) == sorted(state)
-    most, now = memory_of(events)
+    most, now = memory_of(writer.events)
     assert now == 0 and temporary <= most <= 1.1 * temporary + 100
+    if optimizer in MAKE:
+        assert (sorted(made), moved(writer.events)) == real_optimizer(MAKE[optimizer], updated)
 
 
 def test_an_optimizer_of_8_bits_has_a_scale_per_block_and_a_table() -> None:
     updated = [TensorSize(shape=(64, 128), dtype=torch.bfloat16), TensorSize(shape=(256,), dtype=torch.bfloat16)]
-    _, state = optimizer_step(updated, TrainingSetup(optimizer="adamw_8bit", max_grad_norm=None))
-    assert state == (8192, 128, 1024, 8192, 128, 1024, 512, 512)
+    state = optimizer_step(EventWriter(), updated, TrainingSetup(optimizer="adamw_8bit", max_grad_norm=None))
+    assert state == [8192, 128, 1024, 8192, 128, 1024, 512, 512]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -309,9 +341,8 @@ def test_muon_has_the_state_the_operations_and_the_exchanges_of_its_matrices(ran
 def test_each_optimizer_is_an_option_of_the_trainer_that_steps_shards() -> None:
     """What is proposed as `--optim` exists in transformers, and the package does not refuse it."""
     known = {each.value for each in OptimizerNames} | {MUON}  # which a recipe's parser and the mixin take
-    for optim, make in OPTIMIZERS.values():
-        assert optim.split()[0] in known and "bnb" not in optim
-        if make is not None:
-            check_kind(type(make([torch.nn.Parameter(torch.zeros(2))])))
+    assert all(optim.split()[0] in known and "bnb" not in optim for optim, _ in OPTIMIZERS.values())
+    for make in MAKE.values():
+        check_kind(type(make([torch.nn.Parameter(torch.zeros(2))])))
     with pytest.raises(ConfigError, match=r"Adafactor .*cannot step sharded parameters.* optim='adamw_torch_8bit'"):
-        optimizer_step([], TrainingSetup(optimizer="adafactor"))
+        optimizer_step(EventWriter(), [], TrainingSetup(optimizer="adafactor"))

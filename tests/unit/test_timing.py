@@ -1,21 +1,20 @@
-"""GPUs by the names that people and drivers write, and the time of collectives: bandwidth, latency, shared networks."""
+"""GPUs by the names that people and drivers write, and the time of collectives: bandwidth, shared networks."""
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.timing.efficiency import Group, collective_seconds, group_of, node_network
+from hf_fsdp_tools.foresight.timing.efficiency import Group, group_of, node_network
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
 
-BIG, SMALL = 64e9, 1e3
+BIG = 64e9
 
-all_gather, reduce_scatter, all_reduce = (
-    partial(collective_seconds, operation) for operation in ("all_gather", "reduce_scatter", "all_reduce")
-)
+
+def all_gather(num_bytes: float, ranks: Group) -> float:
+    return ranks.seconds("all_gather", num_bytes)
 
 
 def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Group:
@@ -28,23 +27,14 @@ def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -
     seconds = all_gather(BIG, group(num_gpus=ranks))
     # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
     assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
-    assert reduce_scatter(BIG, group(num_gpus=ranks)) == seconds and all_gather(BIG, group(num_gpus=1)) == 0
-    assert all_reduce(BIG, group(num_gpus=ranks)) == pytest.approx(2 * seconds, rel=1e-3)
+    others = [group(num_gpus=ranks).seconds(name, BIG) for name in ("reduce_scatter", "all_reduce")]  # type: ignore[arg-type]
+    assert others == [seconds, 2 * seconds] and all_gather(BIG, group(num_gpus=1)) == 0
 
 
 def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
-    for network_gbit_s, bandwidth in ((800, 100e9), (16_000, 240e9)):
+    for network_gbit_s, bandwidth in ((800, 80e9), (16_000, 240e9)):
         seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=network_gbit_s))
         assert seconds == pytest.approx(63 / 64 * BIG / bandwidth, rel=0.01)
-
-
-def test_small_tensors_cost_steps_and_no_bandwidth() -> None:
-    times = [all_gather(SMALL, group(num_gpus=ranks)) for ranks in (2, 8, 16, 128, 1024)]
-    assert times == sorted(times) and len(set(times)) == len(times)
-    assert times[0] == pytest.approx(8.4e-6 + 3.4e-6, rel=0.01), "a start and one step"
-    assert times[-1] > 1e-3, "a ring of 1,024 ranks has 1,023 steps"
-    assert all_gather(2 * SMALL, group(num_gpus=128)) == pytest.approx(times[3], rel=0.01)
-    assert times[2] - times[1] > 8 * 1.9e-6 + 2e-6, "a step between machines takes longer"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +45,8 @@ def test_groups_lie_as_ranks_fill_machines(
 ) -> None:
     mesh = {"num_gpus": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
     shard, replicate = group("shard", **mesh), group("replicate", **mesh)
-    assert (shard.nodes, replicate.nodes) == (shard_nodes, replica_nodes)
-    assert replicate.network_bandwidth == 100e9 / replica_sharing
+    assert (shard.is_inside, replicate.is_inside) == (shard_nodes == 1, replica_nodes == 1)
+    assert replicate.network == 80e9 / replica_sharing
 
 
 # ---- GPUs ----
@@ -101,6 +91,6 @@ def test_the_network_is_that_of_all_cards_of_a_machine_and_links_inside_can_be_g
     for fields, bandwidth in (({}, 8 * 50e9), ({"gpus_per_node": 4}, 4 * 50e9), ({"network_gbit_s": 100}, 12.5e9)):
         assert node_network(TrainingSetup(num_gpus=16, **fields), GPUS["h100-80gb"]) == bandwidth  # type: ignore[arg-type]
     usual, slow = (group_of("shard", TrainingSetup(num_gpus=2, link_gb_s=gb), GPUS["rtx-3090"]) for gb in (None, 2.5))
-    assert usual.bandwidth == 12e9 and slow.bandwidth == 2.5e9
+    assert usual.link == 12e9 and slow.link == 2.5e9
     with pytest.raises(ConfigError, match=r"link_gb_s is 0; give GB/s above 0, or leave it out\."):
         TrainingSetup(link_gb_s=0)

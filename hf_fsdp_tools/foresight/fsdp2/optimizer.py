@@ -1,67 +1,84 @@
-"""Clipping and the optimizer's step: torch's own code on shards without data, recorded as the model's code is."""
+"""Clipping and the optimizer's step: the memory and the traffic of torch's own, as a dry run of it counts them."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Phase, TensorSize, Work
+from hf_fsdp_tools.foresight.events import EventWriter, TensorSize, Work
 from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.sharding.checks import check_kind
 from hf_fsdp_tools.sharding.matrices import BUCKET_BYTES, NEWTON_SCHULZ_STEPS, newton_schulz_flops
 
-_Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, tuple[str, _Make | None]] = {
-    "adamw": ("adamw_torch_fused", lambda parameters: torch.optim.AdamW(parameters, fused=True)),
-    "adamw_foreach": ("adamw_torch", lambda parameters: torch.optim.AdamW(parameters, foreach=True)),
+@dataclass(frozen=True)
+class _Rule:
+    """What an optimizer has and does for one shard, in multiples of the shard's bytes."""
+
+    states: int
+    touched: float  # Tensors that its kernels read or write, each counted once for a kernel
+    temporary: int = 0
+    counter: int = 0  # Bytes of its counter of steps, where that is on the device
+
+
+OPTIMIZERS: dict[str, tuple[str, _Rule | None]] = {
+    "adamw": ("adamw_torch_fused", _Rule(states=2, touched=4, counter=4)),
+    "adamw_foreach": ("adamw_torch", _Rule(states=2, touched=14, temporary=1)),
     "adamw_8bit": ("adamw_torch_8bit", None),
     "muon": ("muon", None),
-    "sgd": ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=True)),
-    "sgd_momentum": (
-        "sgd --optim_args momentum=0.9",
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True),
-    ),
+    "sgd": ("sgd", _Rule(states=0, touched=2)),
+    "sgd_momentum": ("sgd --optim_args momentum=0.9", _Rule(states=1, touched=5)),
 }
-"""By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and how the optimizer is made.
-`adamw_8bit` is torchao's, by formula; `muon` is this package's: AdamW, momentum as of SGD, and `write_muon`.
-To the others the shape of a parameter is all the same: they are run once for a
-model, with stand-ins."""
+"""By name in `TrainingSetup.optimizer`: `--optim` of transformers' `TrainingArguments`, and the rule, which a test
+compares with torch's own optimizers. `adamw_8bit` is torchao's; `muon` is this package's: AdamW, SGD's momentum, and
+`write_muon`."""
 
-# Elements of the first stand-in; each has one more than the one before, so that memory tells whose it is.
-_STAND_IN = 10**6 + 3
 _SMALLEST_8BIT = 4096  # Elements below which torchao keeps its state in the shard's dtype (`_AdamBase._new_buffer`)
 _BLOCK_8BIT = 256  # Elements with one fp32 scale (`block_size`); shards of other multiples stay whole too
 
 
-_Step = tuple[tuple[Event, ...], tuple[int, ...]]  # Its events, and the bytes of each tensor of its state on the device
-
-
-def optimizer_step(updated: Sequence[TensorSize], setup: TrainingSetup) -> _Step:
-    """Clipping and one step of the optimizer of a setup, which has its state; of Muon, what each rank does alone."""
+def optimizer_step(writer: EventWriter, updated: Sequence[TensorSize], setup: TrainingSetup) -> list[int]:
+    """Write clipping and one step of the optimizer of a setup, of Muon what each rank does alone; return the bytes of
+    each tensor of its state."""
     if setup.optimizer == "muon":
         matrices = [each for each in updated if matrices_in(each) is not None]
-        steps = [
-            optimizer_step([each for each in updated if each not in matrices], replace(setup, optimizer="adamw")),
-            optimizer_step(matrices, replace(setup, optimizer="sgd_momentum")),
+        others = [each for each in updated if matrices_in(each) is None]
+        return [
+            *optimizer_step(writer, others, replace(setup, optimizer="adamw")),
+            *optimizer_step(writer, matrices, replace(setup, optimizer="sgd_momentum")),
         ]
-        return tuple(event for each in steps for event in each[0]), tuple(size for each in steps for size in each[1])
-    name, clips = setup.optimizer, setup.max_grad_norm is not None
-    if name == "adafactor":
+    if setup.optimizer == "adafactor":
         check_kind(torch.optim.Adafactor)
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is {name!r}; it must be one of {', '.join(map(repr, OPTIMIZERS))}.")
-    updated = [each for each in updated if each.numel]
-    if OPTIMIZERS[name][1] is None:
-        return _record(tuple(TensorSize(shape=each.shape, dtype=each.dtype) for each in updated), name, clips)
-    stand_ins = tuple(TensorSize(shape=(_STAND_IN + at,), dtype=each.dtype) for at, each in enumerate(updated))
-    return _resized(_record(stand_ins, name, clips), stand_ins, updated)
+    if setup.optimizer not in OPTIMIZERS:
+        known = ", ".join(map(repr, OPTIMIZERS))
+        raise ConfigError(f"optimizer is {setup.optimizer!r}; it must be one of {known}.")
+    sizes = [each.num_bytes for each in updated if each.numel]
+    if not sizes:
+        return []
+    if setup.max_grad_norm is not None:
+        writer.phase = "clip"
+        norms = [writer.take(4, "temporaries") for _ in sizes]
+        writer.work("memory", 2 * sum(sizes), dtype_bytes=4)
+        writer.free(*norms)
+    writer.phase = "optimizer"
+    rule = OPTIMIZERS[setup.optimizer][1]
+    if rule is None:
+        states = [_states_8bit(each) for each in updated if each.numel]
+        writer.work("memory", 2 * sum(map(sum, states)) + 3 * sum(sizes), dtype_bytes=1)
+        return [size for each in states for size in each]
+    taken = [writer.take(rule.temporary * size, "temporaries") for size in sizes if rule.temporary]
+    writer.work("memory", rule.touched * sum(sizes), dtype_bytes=4)
+    writer.free(*taken)
+    return [size for own in sizes for size in (*[rule.counter] * (rule.counter > 0), *[own] * rule.states)]
+
+
+def _states_8bit(shard: TensorSize) -> list[int]:
+    """torchao's AdamW8bit: two states of a byte per element, each with a scale for each block and a table of 256."""
+    if shard.numel < _SMALLEST_8BIT or shard.numel % _BLOCK_8BIT:
+        return 2 * [shard.num_bytes]
+    return 2 * [shard.numel, 4 * shard.numel // _BLOCK_8BIT, 4 * 256]
 
 
 def matrices_in(updated: TensorSize) -> tuple[int, int, int] | None:
@@ -98,91 +115,8 @@ def write_muon(writer: EventWriter, updated: Sequence[TensorSize], setup: Traini
             own, short = number / num_buckets, min(rows, columns)
             flops = own * newton_schulz_flops(rows, columns)
             moved = own * NEWTON_SCHULZ_STEPS * 2 * (5 * rows * columns + 5 * short**2)
-            writer.events.append(Work("matmul", flops, moved, "", "optimizer", size=short))
+            writer.events.append(Work("matmul", flops, moved, "", "optimizer"))
         if ranks > 1:
             writer.work("all_to_all", back / num_buckets, "all_gather", ranks=ranks, axis="all")
         writer.free(block)
     writer.phase = "forward"
-
-
-def _resized(step: _Step, stand_ins: Sequence[TensorSize], updated: Sequence[TensorSize]) -> _Step:
-    """The step of an optimizer that treats all elements alike, for tensors of other sizes."""
-    sizes = {stand_in.num_bytes: each.num_bytes for stand_in, each in zip(stand_ins, updated, strict=True)}
-    ratio = sum(sizes.values()) / max(sum(sizes), 1)
-    events: list[Event] = []
-    for event in step[0]:
-        if isinstance(event, Alloc):
-            event = replace(event, num_bytes=sizes.get(event.num_bytes, event.num_bytes))
-        elif isinstance(event, Work):
-            event = replace(event, num_bytes=event.num_bytes * ratio)
-        events.append(event)
-    return tuple(events), tuple(sizes.get(num_bytes, num_bytes) for num_bytes in step[1])
-
-
-@cache
-def _record(updated: tuple[TensorSize, ...], name: str, clips: bool) -> _Step:
-    if not updated:
-        return (), ()
-    with FakeTensorMode():
-        parameters = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in updated]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        clipping: tuple[Event, ...] = ()
-        if clips:
-            with _recorder(parameters, "clip") as recorder:
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-            clipping = _temporary(recorder.events)
-        make = OPTIMIZERS[name][1]
-        events, state = _step_8bit(updated) if make is None else _step(parameters, make)
-    return (*clipping, *events), state
-
-
-def _recorder(parameters: Sequence[nn.Parameter], phase: Phase) -> Recorder:
-    recorder = Recorder({"": ""})
-    recorder.phase = phase
-    recorder.ignore(parameters)
-    recorder.ignore([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return recorder
-
-
-def _step(parameters: Sequence[nn.Parameter], make: _Make) -> _Step:
-    optimizer = make(parameters)
-    optimizer.step()
-    is_fused = bool(optimizer.param_groups[0].get("fused"))
-    state = [
-        tensor for each in optimizer.state.values() for tensor in each.values() if isinstance(tensor, torch.Tensor)
-    ]
-    # Unless the optimizer is fused, its counters of steps are on the host.
-    on_device = [tensor for tensor in state if tensor.dim() or is_fused]
-    recorder = _recorder(parameters, "optimizer")
-    recorder.ignore(state)
-    with recorder:
-        optimizer.step()
-    return _temporary(recorder.events), tuple(tensor.nbytes for tensor in on_device)
-
-
-def _step_8bit(updated: Sequence[TensorSize]) -> _Step:
-    """torchao's AdamW8bit: two states of a byte per element, each with a scale for each block and a table of 256."""
-    state: list[int] = []
-    num_bytes = 0.0
-    for each in updated:
-        numel = each.numel
-        is_whole = numel < _SMALLEST_8BIT or numel % _BLOCK_8BIT
-        own = 2 * ([each.num_bytes] if is_whole else [numel, 4 * numel // _BLOCK_8BIT, 4 * 256])
-        state += own
-        num_bytes += 2 * sum(own) + 3 * numel * each.dtype.itemsize
-    return (Work("memory", 0.0, num_bytes, "", "optimizer", dtype_bytes=1),), tuple(state)
-
-
-def _temporary(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events with all memory as temporaries, and freed at the end where it was not."""
-    left: dict[int, None] = {}
-    result: list[Event] = []
-    for event in events:
-        if isinstance(event, Alloc):
-            left[event.block] = None
-            event = replace(event, kind="temporaries")
-        elif isinstance(event, Free):
-            left.pop(event.block)
-        result.append(event)
-    return (*result, *map(Free, left))

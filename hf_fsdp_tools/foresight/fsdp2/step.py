@@ -52,16 +52,17 @@ def compose(trace: Trace, plan: WrapPlan, setup: TrainingSetup) -> Step:
     updated: list[Shard | Parameter] = [shard for shard in shards if shard.parameter.fqn in reached]
     master = DTYPES[setup.master_dtype]
     updated += [each if is_fsdp else replace(each, dtype=master) for each in whole if each.fqn in reached]
-    update, state_bytes = optimizer_step(updated, setup)
+    on_host = setup.offload and bool(shards)  # where the CPU computes, from and to its own memory
+    update = EventWriter() if on_host else writer
+    state_bytes = optimizer_step(update, updated, setup)
     state: list[Alloc] = []
-    if setup.offload and shards:  # the CPU computes, from and to its own memory
-        writer.phase = "optimizer"
-        num_bytes = sum(event.num_bytes for event in update if type(event) is Work)
+    writer.phase = "optimizer"
+    if on_host:
+        num_bytes = sum(event.num_bytes for event in update.events if type(event) is Work)
         writer.work("memory", num_bytes, "offload", dtype_bytes=4)
-        writer.phase = "forward"
     else:
-        writer.extend_renumbered(update)
         state = [writer.alloc(num_bytes, "optimizer") for num_bytes in state_bytes]
+    writer.phase = "forward"
     if setup.optimizer == "muon":
         write_muon(writer, updated, setup)
     if schedule is not None:
@@ -125,6 +126,7 @@ def _write_micro_steps(
             replicated.begin_forward()
         for at, event in enumerate(events[:end]):
             if type(event) is Gradient:
+                writer.phase = "backward"
                 block = renamed.get(event.block, event.block)
                 if schedule is None or not schedule.gradient(event.parameter, block):
                     replicated.gradient(event.parameter, block)

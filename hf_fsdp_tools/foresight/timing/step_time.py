@@ -6,6 +6,7 @@ others. Waited for are the first gather of a forward pass and the last reduction
 layers, copies of one GPU and an optimizer on the CPU.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _HOST_COLLECTIVE_SECONDS = 150e-6  # Of a collective with FSDP2's Python around 
 _COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
 
 _PASSES = {"loss": "forward", "clip": "optimizer"}
+_PARTS = ("matmul", "attention", "memory", "communication", "offload", "allocator", "host")
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,40 @@ class _Pass:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.collectives: list[tuple[str, float]] = []  # Link and seconds of those that run beside kernels
-        self.communication = 0.0
-        self.kernels = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
-        self.waited = dict.fromkeys(("communication", "offload", "allocator", "host"), 0.0)  # Nothing runs beside it
-        self.beside = dict.fromkeys(("host", "node", "network", *COPIES), 0.0)  # Runs while kernels do
-        self.traffic = 0.0  # Of the GPU's memory, for collectives
+        self.alone = defaultdict[str, float](float)  # Kernels, and what is waited for
+        self.beside = defaultdict[str, float](float)  # Host, links and copies, which run while kernels do
 
-    def parts(self) -> dict[str, float]:
-        """What the GPU does in the pass; collectives slow those kernels that its memory bounds."""
-        beside, total = dict(self.beside), sum(self.kernels.values())
-        waited = dict(self.waited)
+    def add(self, work: Work, durations: Durations, host_factor: float) -> None:
+        seconds = durations.seconds(work)
+        if work.operation in COLLECTIVES:
+            self.beside["host"] += _HOST_COLLECTIVE_SECONDS
+            if work.stream in ("compute", "exchange"):
+                self.alone["communication"] += seconds
+            else:
+                self.collectives.append(("node" if durations.group(work).is_inside else "network", seconds))
+        elif work.operation in COPIES and work.stream != "compute":
+            self.beside[work.operation] += seconds
+        elif work.operation in COPIES or work.stream == "offload":
+            self.alone["offload"] += seconds
+        else:
+            self.alone[work.operation] += seconds
+            is_autograd = work.phase == "backward" and not work.again and work.stream == "compute"
+            self.beside["host"] += (_AUTOGRAD_SECONDS if is_autograd else _HOST_SECONDS) * host_factor
+
+    def parts(self) -> Mapping[str, float]:
+        """What the GPU does in the pass."""
+        parts, beside = self.alone.copy(), self.beside.copy()
+        kernels = sum(parts[kind] for kind in ("matmul", "attention", "memory"))
+        for link, seconds in self.collectives:
+            beside[link] += seconds
         for link, seconds in self.collectives[:1] if self.name == "forward" else self.collectives[-1:]:
             beside[link] -= seconds  # nothing is computed before it, or after
-            waited["communication"] += seconds
-        slower = self.traffic * self.kernels["memory"] / total if total else 0.0
+            parts["communication"] += seconds
         others = {"host": beside["host"], "communication": max(beside["node"], beside["network"])}
         others["offload"] = max(beside[copy] for copy in COPIES)
         slowest = max(others, key=others.__getitem__)
-        rest = max(0.0, others[slowest] - total - slower)
-        kernels = self.kernels | {"memory": self.kernels["memory"] + slower}
-        return kernels | waited | {slowest: waited[slowest] + rest}
+        parts[slowest] += max(0.0, others[slowest] - kernels)
+        return parts
 
 
 def step_time(
@@ -77,46 +93,19 @@ def step_time(
     """
     gpu, stalls = gpu_named(setup.gpu), stalls or {}
     durations = Durations(setup, gpu, efficiency or efficiency_of(gpu))
-    host_factor = _COMPILED_HOST if setup.compile else 1.0
     passes = [_Pass()]
     for index, event in enumerate(events):
-        now = passes[-1]
-        now.waited["allocator"] += stalls.get(index, 0.0)
+        passes[-1].alone["allocator"] += stalls.get(index, 0.0)
         if isinstance(event, Work):
             phase = _PASSES.get(event.phase, event.phase)
-            now.name = now.name or phase
-            if phase != now.name:
-                passes.append(now := _Pass(phase))
-            _add(now, event, durations, host_factor)
+            passes[-1].name = passes[-1].name or phase
+            if phase != passes[-1].name:
+                passes.append(_Pass(phase))
+            passes[-1].add(event, durations, _COMPILED_HOST if setup.compile else 1.0)
     steps = setup.gradient_accumulation_steps
     if steps > 3:  # of which three are in the events: all others are like the second
         passes += passes[2:4] * (steps - 3)
     rows = [each.parts() for each in passes]
-    parts = {part: sum(row[part] for row in rows) for part in rows[0]}
-    return Timing(sum(parts.values()), parts, sum(each.communication for each in passes))
-
-
-def _add(now: _Pass, work: Work, durations: Durations, host_factor: float) -> None:
-    """Add one piece of work to a pass."""
-    seconds = durations.seconds(work)
-    if work.stream == "offload":
-        now.waited["offload"] += seconds
-    elif work.operation in COLLECTIVES:
-        now.beside["host"] += _HOST_COLLECTIVE_SECONDS
-        now.communication += seconds
-        if work.stream in ("compute", "exchange"):
-            now.waited["communication"] += seconds
-        else:
-            link = "network" if durations.group(work).nodes > 1 else "node"
-            now.beside[link] += seconds
-            now.collectives.append((link, seconds))
-            now.traffic += durations.traffic_seconds(work) if seconds else 0.0
-    elif work.operation in COPIES:
-        if work.stream == "compute":
-            now.waited["offload"] += seconds
-        else:
-            now.beside[work.operation] += seconds
-    else:
-        now.kernels[work.operation] += seconds
-        is_autograd = work.phase == "backward" and not work.again and work.stream == "compute"
-        now.beside["host"] += (_AUTOGRAD_SECONDS if is_autograd else _HOST_SECONDS) * host_factor
+    parts = {part: sum(row[part] for row in rows) for part in _PARTS}
+    communication = sum(each.alone["communication"] + sum(s for _, s in each.collectives) for each in passes)
+    return Timing(sum(parts.values()), parts, communication)

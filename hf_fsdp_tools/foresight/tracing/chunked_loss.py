@@ -5,6 +5,7 @@ are Triton's, which do not run without data.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 from torch import nn
 
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.foresight.events import Event
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
-_TOKENS, _WORDS = 4096, 32768
+TOKENS, _WORDS = 4096, 32768
 """Of one piece of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
@@ -73,8 +73,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.recorder = recorder
         tokens = hidden.shape[0]
         running = [torch.zeros(tokens, dtype=torch.float32, device=hidden.device) for _ in range(7)]
-        tile = hidden.new_empty(min(tokens, _TOKENS), _WORDS)
-        for part, rows, columns in _pieces(tile, hidden, weight, recorder):
+        with _all_pieces(hidden, weight, recorder) as (part, rows, columns):
             torch.mm(hidden[rows], weight[columns].t(), out=part)
             torch.sum(part, dim=-1, dtype=torch.float32, out=running[1][rows])  # all statistics in one kernel
         log_z = running[0] + running[1].log()
@@ -90,8 +89,7 @@ class _LogProbs(torch.autograd.Function):
             torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
             for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        tile = hidden.new_empty(min(hidden.shape[0], _TOKENS), _WORDS)
-        for part, rows, columns in _pieces(tile, hidden, weight, ctx.recorder):
+        with _all_pieces(hidden, weight, ctx.recorder) as (part, rows, columns):
             ctx.recorder.again = True
             torch.mm(hidden[rows], weight[columns].t(), out=part)
             ctx.recorder.again = False
@@ -104,23 +102,16 @@ class _LogProbs(torch.autograd.Function):
         return (*(None if grad is None else grad.to(like.dtype) for grad, like in gradients), None, None)
 
 
-def _pieces(
-    tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, recorder: Recorder
+@contextmanager
+def _all_pieces(
+    hidden: torch.Tensor, weight: torch.Tensor, recorder: Recorder
 ) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Yield the memory of a piece of logits of each size, with its tokens and its words; its work is noted again for
-    the other pieces of this size, none of which takes memory."""
-    done: dict[tuple[int, int], list[Event]] = {}
-    for token in range(0, hidden.shape[0], _TOKENS):
-        rows = slice(token, min(token + _TOKENS, hidden.shape[0]))
-        for word in range(0, weight.shape[0], _WORDS):
-            columns = slice(word, min(word + _WORDS, weight.shape[0]))
-            size = rows.stop - rows.start, columns.stop - columns.start
-            if size in done:
-                recorder.events += done[size]
-                continue
-            start = len(recorder.events)
-            yield tile[: size[0], : size[1]], rows, columns
-            done[size] = recorder.events[start:]
+    """The memory of one piece of logits with its tokens and its words, whose work counts as that of all pieces."""
+    tokens, words = min(hidden.shape[0], TOKENS), min(weight.shape[0], _WORDS)
+    tile = hidden.new_empty(tokens, _WORDS)
+    recorder.times = hidden.shape[0] * weight.shape[0] / (tokens * words)
+    yield tile[:, :words], slice(0, tokens), slice(0, words)
+    recorder.times = 1
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -139,7 +139,7 @@ def _dry_run(
         give_memory(twin, {each.fqn: each.dtype for each in _parameters(twin, plan, setup)})
         units = {name: unit.modules[0] for unit in plan.units for name in unit.modules}
         sizes = {"rows": setup.cp_size, "layers": setup.tp_size, "experts": setup.ep_size}
-        recorder = Recorder(units, on_cuda=device == "cuda", sizes=sizes)
+        recorder = Recorder(units, on_cuda=device == "cuda", compiled=setup.compile, sizes=sizes)
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
         bounds = Bounds(twin, stacks, recorder)

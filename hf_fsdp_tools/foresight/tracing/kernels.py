@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
-from transformers import masking_utils, modeling_utils
+from transformers import masking_utils
 
 from hf_fsdp_tools.foresight.events import Operation
+from hf_fsdp_tools.modeling.packed import packed_parameters
 
 # Operations without a kernel
 MAKES_NOTHING = ("wait_tensor", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -70,28 +71,12 @@ _ON_CUDA: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def flash_attention() -> Iterator[None]:
     """For models with sdpa attention, take the memory of FlashAttention 2: no mask is made, also not for windows."""
-
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        causal = options.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        result = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=options.get("dropout", 0.0),
-            is_causal=bool(causal) and query.shape[2] > 1,
-            scale=options.get("scaling"),
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-        return result.transpose(1, 2).contiguous(), None
-
-    attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    replaced = attention["sdpa"], masks["sdpa"]
-    attention["sdpa"], masks["sdpa"] = attend, lambda *_, **__: None
+    masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    kept, masks["sdpa"] = masks["sdpa"], lambda *_, **__: None
     try:
         yield
     finally:
-        attention["sdpa"], masks["sdpa"] = replaced
+        masks["sdpa"] = kept
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -150,6 +135,9 @@ def notes_of(model: nn.Module) -> Iterator[str]:
             f"{mixers[0]} is foreseen as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
             "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
         )
+    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
+    if packed_parameters(model) and any(each.is_floating_point() for each in fused):
+        yield "Experts stay in the dtype of computation: bitsandbytes' 4 bits are for linear layers alone."
     if not getattr(model, "_supports_sdpa", True) and any(kind.__name__.endswith("Attention") for kind in kinds):
         yield (
             f"{type(model).__name__} attends by the eager function of transformers, as where no flash kernel for it is "

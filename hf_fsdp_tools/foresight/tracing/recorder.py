@@ -18,6 +18,8 @@ from hf_fsdp_tools.foresight.tracing.kernels import MAKES_NOTHING, counted, run_
 from hf_fsdp_tools.modeling.module_tree import replaced
 from hf_fsdp_tools.modeling.packed_weight import VALUES_AT_A_TIME_ON_ACCELERATORS, PackedForm
 
+_IN_BLOCK = re.compile(r"\.\d+(\.|$)")
+
 
 @dataclass(eq=False)
 class _Pass:
@@ -41,7 +43,14 @@ class _Block:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Sees every operation while it is active; the events are in `events`, in the order of their issue."""
 
-    def __init__(self, units: dict[str, str], *, on_cuda: bool = True, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        units: dict[str, str],
+        *,
+        on_cuda: bool = True,
+        compiled: bool = False,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         _holders_of_a_sum()
         self.events: list[Event] = []
@@ -49,10 +58,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.in_loss = False  # Whether what is taken now is logits, or made of them
         self.last_operation = ""
         self.again = False  # Whether a backward pass without modules computes what its forward pass did
-        self.times = 1  # How often what runs now is run
+        self.times = 1.0  # How often what runs now is run
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
-        self.on_cuda = on_cuda
+        self.on_cuda, self._compiled = on_cuda, compiled
         self._sizes = sizes or {}  # Of the groups whose ranks exchange what they compute, by name
         self._root = _Pass("", "")
         self._passes = [self._root]
@@ -148,6 +157,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
         made = _tensors(result)
         new = [tensor for tensor in made if self._take(tensor)]
+        if self._compiled and self.modules and _IN_BLOCK.search(self.modules[-1]):
+            self._fuse(func.overloadpacket.__name__, args, made)
         is_view = not new and not func._schema.is_mutable
         if is_view or func.overloadpacket.__name__ in MAKES_NOTHING:
             return result
@@ -156,6 +167,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         taken = [self._append(num_bytes, "temporaries") for num_bytes in sizes if num_bytes]
         self.events += [Free(number) for number in reversed(taken)]
         return result
+
+    def _fuse(self, name: str, inputs: Any, made: list[torch.Tensor]) -> None:
+        """Count what `torch.compile` keeps of a block: AOTAutograd's cut computes again the result of an activation
+        function that is multiplied on, and of a copy in another dtype keeps the narrower side. (So were two blocks of
+        Llama measured on an H200: I + 4 H per token less, with LoRA I + 2 H.)"""
+        if name == "_to_copy" and self._made_by(made[0]) == name:
+            self._shrink(made[0], inputs[0].nbytes if made[0].nbytes > inputs[0].nbytes else 0)
+        elif name == "mul":
+            for each in inputs:
+                if isinstance(each, torch.Tensor) and self._made_by(each) in ("silu", "gelu"):
+                    self._shrink(each, 0)
+
+    def _made_by(self, tensor: torch.Tensor) -> str:
+        """The operator that took a tensor's memory."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        taken = None if block is None else self.events[block.place]
+        return taken.source.rpartition("aten.")[2].partition(".")[0] if isinstance(taken, Alloc) else ""
+
+    def _shrink(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        place = self._blocks[tensor.untyped_storage()._cdata].place
+        taken = self.events[place]
+        assert isinstance(taken, Alloc)
+        self.events[place] = replace(taken, num_bytes=num_bytes)
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
@@ -178,8 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 phase="loss" if self.in_loss and self.phase == "forward" else self.phase,
                 dtype_bytes=next((t.element_size() for t in read if t.is_floating_point()), 2),
                 again=again,
-                size=min((size for t in read if t.dim() > 1 for size in t.shape[-2:]), default=0) if flops else 0,
-                model_flops=0.0 if again else model_flops,
+                model_flops=0.0 if again else self.times * model_flops,
             )
         )
 

@@ -295,7 +295,12 @@ class _Expansion:
     def run(self) -> list[Event]:
         for container in self._stacks:
             for direction in ("forward", "backward"):  # the period that is repeated, and the next: neither is at an end
-                if self._canonical((container, direction, 1)) != self._canonical((container, direction, 2)):
+                first, second = (
+                    [self._moved(event, key, -period) for event in self._events[slice(*self._spans[key])]]
+                    for period in (1, 2)
+                    for key in [(container, direction, period)]
+                )
+                if first != second:
                     raise _NotAlikeError
         made: list[Event] = []
         place = 0
@@ -318,25 +323,6 @@ class _Expansion:
         if period == 1:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
         return (0,) if period == 0 else (more,)
-
-    def _canonical(self, key: _Segment) -> list[object]:
-        """Events of a segment, with names and memory told from the segment's own place."""
-        start, end = self._spans[key]
-        container, _, period = key
-
-        def number(block: int) -> object:
-            home = self._home.get(block)
-            if home is None or home[0][0] != container:
-                return block
-            (_, direction, where), place = home
-            return direction, where - period, place
-
-        def name(fqn: str) -> object:
-            stack = self._stacks[container]
-            place = block_and_rest(fqn, stack)
-            return fqn if place is None else (place[0] - period * stack.length, place[1])
-
-        return [_changed(event, number, name) for event in self._events[start:end]]
 
     def _moved(self, event: Event, key: _Segment | None, shift: int) -> Event:
         number, name = (partial(change, key=key, shift=shift) for change in (self._number, self._name))
