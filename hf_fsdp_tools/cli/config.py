@@ -115,7 +115,7 @@ def _config(options: argparse.Namespace) -> None:
         if "num_machines" in reasons and config.num_machines > 1:
             reason_lines.append(f"machines  {config.num_machines} {reasons['num_machines']}")
         if config.mixed_precision == "fp8":
-            reason_lines.append("fp8       foreseen as bf16, which gathers more and multiplies more slowly")
+            reason_lines.append("fp8       estimated as bf16, which gathers more and multiplies more slowly")
         searched = {field: "; ".join(lines) for field, lines in best.reasons.items()}
         degrees = ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
         recomputed = ("", "_every_n_layers", "_offload")
@@ -216,8 +216,8 @@ def _recommend(options: argparse.Namespace, config: "FSDPConfig", recipe: str) -
     if name is None:
         raise ConfigError("which GPUs? Say --gpu and its name, such as --gpu h100-80gb")
     is_float8 = config.mixed_precision == "fp8"
-    foreseen = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
-    values = explicit_fields(foreseen) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
+    estimated = argparse.Namespace(**{**vars(options), "mixed_precision": None}) if is_float8 else options
+    values = explicit_fields(estimated) | {"gpu": gpu_named(name).name, "num_gpus": config.num_processes}
     values["gpus_per_node"] = config.num_processes // config.num_machines
     values["precision"] = {"no": "fp32", "fp8": "bf16"}.get(config.mixed_precision, config.mixed_precision)
     setup = described(options, values, recipe)

@@ -301,7 +301,7 @@ def explicit_fields(options: argparse.Namespace) -> dict[str, Any]:
         values["precision"] = "fp32"
     if values.get("precision") == "fp8":
         raise ConfigError(
-            "--mixed-precision fp8: FP8 is not foreseen. bf16 is what it needs at most: FP8 gathers half the bytes of "
+            "--mixed-precision fp8: FP8 is not estimated. bf16 is what it needs at most: FP8 gathers half the bytes of "
             "the linear layers of blocks, and multiplies faster"
         )
     if options.lora_r is None:

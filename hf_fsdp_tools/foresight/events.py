@@ -78,8 +78,8 @@ class Work:
     stream: Stream = "compute"
     dtype_bytes: int = 2  # Bytes of an element of its inputs: which rate of the matrix units counts
     again: bool = False  # Whether activation checkpointing computes it for the second time
-    ranks: int = 1  # Of a collective: how many take part
-    axis: Axis = "shard"  # Of a collective: which ranks take part
+    ranks: int = 1  # How many take part in a collective
+    axis: Axis = "shard"  # Which ranks take part in a collective
     model_flops: float = 0.0
     """What it counts for in the usual count of a model's operations (PaLM, appendix B): attention in full also where it
     is causal, its backward pass twice its forward pass, and nothing that is computed again."""
@@ -173,7 +173,7 @@ class Parameter(TensorSize):
     requires_grad: bool  # Whether it is trained
     is_whole: bool = False  # Whether every rank holds it whole, because the plan replicates it or nothing is wrapped
     matrices: tuple[int, int, int] | None = None  # (number, rows, columns) of the hidden matrices that it is made of
-    packed_values: int | None = None  # Of a part of a quantised weight: how many values its elements hold
+    packed_values: int | None = None  # How many values the elements of a part of a quantised weight hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +184,8 @@ class Trace:
     """In the order of their issue. Memory of parameters and buffers is in none of them; whole gradients are taken and
     never freed."""
     parameters: tuple[Parameter, ...]  # In the order of `named_parameters`
-    buffer_bytes: int  # Of all buffers; every rank holds them
-    model_flops: float  # Of forward and backward pass by the usual count (`Work.model_flops`)
+    buffer_bytes: int  # All buffers'; every rank holds them
+    model_flops: float  # Forward and backward pass by the usual count (`Work.model_flops`)
     tokens: int  # Tokens of the micro-step on one rank
     notes: tuple[str, ...] = ()  # Remarks for a reader: what was assumed, what could not be followed
     frozen_bytes: int = 0  # Of `TrainingSetup.frozen_models`, whole

@@ -29,7 +29,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 SHORTEST = 512  # Tokens per sequence below which none are proposed. (assumed)
 MOST_GPUS = 4096  # GPUs up to which more are proposed. (assumed)
 LONGEST = 131_072  # Tokens per sequence up to which the longest is looked for without the model's limit. (assumed)
-MOST_TOKENS = 2_000_000  # Of an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
+MOST_TOKENS = 2_000_000  # In an optimizer step, above which the output warns. (few fine-tunings take a tenth of it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Recommendation:
     expandable_bytes: int = 0
     """`cost.peak_bytes` with PYTORCH_ALLOC_CONF=expandable_segments:True; 0 where that saves next to nothing."""
     reasons: Mapping[str, tuple[str, ...]]
-    """Of each field that was searched, why it has its value: a line per value that was rejected, with its figures."""
+    """Why each field that was searched has its value: a line per value that was rejected, with its figures."""
     next_best: str  # The fastest that fits of those that do more than take another micro-batch, with its figures
     breaks: str  # What would not fit any more, or not be known
     proposals: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Recommendation:
             f"{setup.gradient_accumulation_steps} steps, {self.tokens_per_step:,} tokens{self._warning()}"
         )
         speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-        if cost.is_foreseen:
+        if cost.is_estimated:
             kinds = (f"{kind} {low:.0%} to {high:.0%} of it" for kind, (low, high, _) in TRAINER.items())
             speed += f" in a tuned loop; with a Trainer, {', '.join(kinds)}"
         else:
@@ -295,8 +295,8 @@ def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: flo
             host_bytes=memory.host_bytes,
             retries=len(memory.retried),
             loss=memory.setup.loss,
-            is_foreseen=time.is_foreseen,
-            notes=tuple(dict.fromkeys((*memory.notes, *time.notes, *([] if time.is_foreseen else [time.source])))),
+            is_estimated=time.is_estimated,
+            notes=tuple(dict.fromkeys((*memory.notes, *time.notes, *([] if time.is_estimated else [time.source])))),
         )
 
     return priced

@@ -34,7 +34,7 @@ LONG = 32_768
 attention takes most of a step from there on)"""
 _WAITING = 0.1  # Part of a step that GPUs wait, from which it is tried to share experts. (assumed)
 _MOST_LAYERS = 4
-"""Of up to so many blocks one is checkpointed. (assumed: a quarter of the blocks saves a quarter of the activations)"""
+"""One block of up to so many is checkpointed. (assumed: a quarter of the blocks saves a quarter of the activations)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Cost:
     """What one setting needs on each GPU."""
 
     peak_bytes: int
-    """Of the GPU's memory, with what CUDA and NCCL take; more than may be used where the step does not run in it."""
+    """Memory of the GPU, with what CUDA and NCCL take; more than may be used where the step does not run in it."""
     step_seconds: float
     floor_seconds: float = 0.0
     """Of `step_seconds`, what the GPU computes: no other way of sharding the same micro-batch takes less."""
@@ -50,7 +50,7 @@ class Cost:
     retries: int = 0
     """How often in a step the allocator is full and gives cached memory back, for which the GPU stands still."""
     loss: Literal["full", "chunked", None] = None
-    is_foreseen: bool = True  # Whether tokens per second are known, and not only of use to compare settings
+    is_estimated: bool = True  # Whether tokens per second are known, and not only of use to compare settings
     notes: tuple[str, ...] = ()
 
 

@@ -98,7 +98,7 @@ class TrainingSetup:
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
     activation_checkpointing_every_n_layers: int = 1
-    """Of every so many blocks the first recomputes, the others keep their activations."""
+    """The first of every so many blocks recomputes, the others keep their activations."""
     activation_checkpointing_offload: bool = False
     """Keep the inputs of blocks that recompute in host memory."""
     activation_checkpointing_save_ops: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ _PARTS = {
 }
 
 _SHARED = "times of GPUs that share rows, layers or experts were not compared with any real run"
-_OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the foreseen tokens/s"
+_OFFLOADED = "with CPU offload one published full training (70 B on 8 A100) ran at 0.6 of the estimated tokens/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,18 @@ class ThroughputEstimate:
 
     name: str
     setup: TrainingSetup
-    step_seconds: float  # Of the slowest GPU, for which all wait
-    tokens_per_step: int  # Of one GPU, over all its micro-steps
+    step_seconds: float  # The slowest GPU's, for which all wait
+    tokens_per_step: int  # One GPU's, over all its micro-steps
     model_flops: float
-    """Of one GPU and step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
+    """One GPU's in a step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
     hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
     parts: Mapping[
         str, float
     ]  # What the GPU does in `step_seconds`: `Timing.parts`, and `slowest GPU`, for which it waits
-    communication_seconds: float  # Of all collectives, hidden or not
-    error: float  # `Efficiency.error`; infinite where tokens per second are not foreseen
+    communication_seconds: float  # All collectives', hidden or not
+    error: float  # `Efficiency.error`; infinite where tokens per second are not estimated
     newest: float = 1.0  # `Efficiency.newest`
-    source: str  # What the efficiencies were fitted on, or why tokens per second are not foreseen
+    source: str  # What the efficiencies were fitted on, or why tokens per second are not estimated
     notes: tuple[str, ...] = ()
 
     @property
@@ -76,7 +76,7 @@ class ThroughputEstimate:
         return self.tokens_per_step / self.step_seconds
 
     @property
-    def is_foreseen(self) -> bool:
+    def is_estimated(self) -> bool:
         """Whether published trainings of this kind are known. Without any, seconds and tokens per second serve to
         compare settings with each other, and nothing else."""
         return math.isfinite(self.error)
@@ -84,15 +84,15 @@ class ThroughputEstimate:
     @property
     def range(self) -> tuple[float, float] | None:
         """Tokens per second and GPU of a tuned loop: with the software of 2024 less the error, with the newest plus the
-        error; None where they are not foreseen."""
+        error; None where they are not estimated."""
         value = self.tokens_per_second_per_gpu
-        return (value * (1 - self.error), value * self.newest * (1 + self.error)) if self.is_foreseen else None
+        return (value * (1 - self.error), value * self.newest * (1 + self.error)) if self.is_estimated else None
 
     @property
     def trainer_ranges(self) -> dict[str, tuple[float, float]]:
         """The same of transformers' `Trainer` by kind of rows (`TRAINER`), in the software of 2024."""
         value = self.tokens_per_second_per_gpu
-        return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_foreseen}
+        return {kind: (value * low, value * high) for kind, (low, high, _) in TRAINER.items() if self.is_estimated}
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -101,7 +101,7 @@ class ThroughputEstimate:
 
     @property
     def peak_flops(self) -> float:
-        """Of one GPU per second, in the precision of the training."""
+        """One GPU's per second, in the precision of the training."""
         return self.gpu.peak(4 if self.setup.precision == "fp32" else 2, self.setup.precision)
 
     @property
@@ -131,7 +131,7 @@ class ThroughputEstimate:
         """All fields, and what follows from them, as JSON text."""
         rates = ("tokens_per_second_per_gpu", "range", "trainer_ranges", "tflops_per_gpu", "peak_flops", "mfu", "hfu")
         own = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *rates, "exposed_seconds")}
-        own["error"] = self.error if self.is_foreseen else None
+        own["error"] = self.error if self.is_estimated else None
         return json.dumps(own | {"setup": asdict(self.setup)}, default=repr)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class ThroughputEstimate:
             network = node_network(setup, self.gpu) * 8 / 1e9
             lines[0] += f" ({nodes:,} machines of {setup.gpus_per_node}, {network:,.0f} Gbit/s each)"
         if self.range is None:
-            lines.append(f"  tokens/s are not foreseen: {self.source}")
+            lines.append(f"  tokens/s are not estimated: {self.source}")
             lines.append(f"  {step} per step, to compare settings:")
         else:
             rate, (low, high) = self.tokens_per_second_per_gpu, self.range
@@ -162,7 +162,7 @@ class ThroughputEstimate:
         if self.communication_seconds:
             hidden = max(0.0, 1 - self.exposed_seconds / self.communication_seconds)
             lines.append(f"  {show_seconds(self.communication_seconds)} of communication, {hidden:.0%} of it hidden")
-        lines += [f"  a tuned loop, software of 2024; efficiencies {self.source}"] * self.is_foreseen
+        lines += [f"  a tuned loop, software of 2024; efficiencies {self.source}"] * self.is_estimated
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

@@ -88,7 +88,7 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """Of one iteration of Newton-Schulz."""
+        """Operations of one iteration of Newton-Schulz."""
         return newton_schulz_flops(*self.arrival.box.length)
 
     @property
@@ -138,7 +138,7 @@ class Ownership:
 
     @cached_property
     def flops(self) -> tuple[int, ...]:
-        """Of one iteration of Newton-Schulz over all matrices, by rank."""
+        """Operations of one iteration of Newton-Schulz over all matrices, by rank."""
         of_rank = Counter[int]()
         for matrix in self.matrices:
             of_rank[matrix.owner] += matrix.flops

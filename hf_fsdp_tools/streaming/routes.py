@@ -55,7 +55,7 @@ class Spread(list[tuple[Box, tuple[int, ...]]]):
 
     @cached_property
     def elements(self) -> int:
-        """Of all boxes on all ranks that hold them."""
+        """Bytes of all boxes on all ranks that hold them."""
         return sum(box.numel * len(ranks) for box, ranks in self)
 
     @cached_property

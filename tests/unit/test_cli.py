@@ -75,13 +75,13 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
 
 def test_fp8_is_not_foreseen(capsys, llama):
     code, _, err = run(capsys, "estimate", llama, "--gpu", "h100-80gb", "--mixed-precision", "fp8")
-    assert code == 1 and "FP8 is not foreseen" in err and err.count("\n") == 1
+    assert code == 1 and "FP8 is not estimated" in err and err.count("\n") == 1
     words = "--gpu h100-80gb --num-processes 2 --mixed-precision fp8 --max-length 64 --per-device-train-batch-size 1"
     words += " --activation-checkpointing --reshard-after-forward --no-offload-params"
     words += " --dp-replicate-size 1 --cp-size 1 --tp-size 1 --ep-size 1"
     code, out, err = run(capsys, "config", llama, *words.split())
     assert code == 0 and yaml.safe_load(out)["mixed_precision"] == "fp8"
-    assert "foreseen as bf16" in out and "foreseen as bf16" in err
+    assert "estimated as bf16" in out and "estimated as bf16" in err
 
 
 def test_plan_prints_a_table_a_plan_as_json_and_what_repeats(capsys, llama, tmp_path):

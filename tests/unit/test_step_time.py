@@ -169,8 +169,8 @@ def test_a_gpu_without_a_published_training_has_no_tokens_per_second() -> None:
     assert padded[1] <= packed[0] < rate < packed[1] < known.range[1]
     for kind in ("packed rows", "padded rows"):
         assert f"with a Trainer, {kind}: " in str(known)
-    assert not unknown.is_foreseen and unknown.range is None and not unknown.trainer_ranges
-    assert "tokens/s are not foreseen: no published training on MI355X 288 GB is known" in str(unknown)
+    assert not unknown.is_estimated and unknown.range is None and not unknown.trainer_ranges
+    assert "tokens/s are not estimated: no published training on MI355X 288 GB is known" in str(unknown)
     assert "tokens/s per GPU" not in str(unknown) and "MFU" not in str(unknown)
     assert json.loads(unknown.to_json())["range"] is None
 
@@ -186,4 +186,4 @@ def test_the_range_reaches_to_the_kernels_of_2026_where_published_trainings_tell
 
 def test_no_tokens_per_second_of_a_mixture_of_experts() -> None:
     mixture = estimate(two_units(), SETUP, efficiency_of(GPUS["a100-80gb"], has_experts=True))
-    assert "tokens/s are not foreseen: mixtures of experts were not compared with any real run" in str(mixture)
+    assert "tokens/s are not estimated: mixtures of experts were not compared with any real run" in str(mixture)

@@ -395,7 +395,7 @@ def test_nothing_is_changed_by_a_dry_run():
 def test_kernels_that_a_gpu_may_run_otherwise_are_named():
     mamba = hf.Mamba2Config(hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2)
     for config, said in (
-        (mamba, ["Mamba2Mixer is foreseen"]),
+        (mamba, ["Mamba2Mixer is estimated"]),
         (hf.MptConfig(n_layers=2), ["MptForCausalLM attends by the eager function"]),
         (CONFIGS["vision"](2), ["Scratch memory of convolutions"]),
         (CONFIGS["llama"](2), []),

@@ -22,14 +22,16 @@ class _Unit:
 
     split: UnitShards
     reshard: bool | int  # What `reshard_after_forward` comes to: False keeps the unit
-    state: _State = "idle"  # Of the parameter group
-    module_state: _State = "idle"  # Of the `FSDPState`
+    state: _State = "idle"  # That of the parameter group
+    module_state: _State = "idle"  # That of the `FSDPState`
     to_run: set[str] = field(default_factory=set)
     """`_modules_to_run_forward`: modules of a unit of several that have not run in this pass."""
     entry: str | None = None  # The module whose inputs trigger the unit's post-backward
     exit: str | None = None  # The module whose output triggers its pre-backward
     gathered: list[int] = field(default_factory=list)  # Memory of the gathered parameters
-    partly: list[int] = field(default_factory=list)  # Of shards over fewer ranks (`reshard_after_forward` as a number)
+    partly: list[int] = field(
+        default_factory=list
+    )  # Memory of shards over fewer ranks (a number as `reshard_after_forward`)
     pending: "_Gather | None" = None  # `_all_gather_result`: gathered, not yet copied out
     gradients: dict[str, int] = field(default_factory=dict)  # Memory of the whole gradients, by parameter
     uses: list[int] = field(default_factory=list)  # `_post_forward_indices`

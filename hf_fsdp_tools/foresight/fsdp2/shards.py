@@ -106,7 +106,7 @@ class Reducer:
         self._all_reduced: dict[str, int] = {}  # `_all_reduce_state` by unit
         self._gradients: dict[str, int] = {}  # Memory of the shards of gradients, one block for a unit
         self._has_gradients: set[str] = set()
-        self._whole: dict[str, int] = {}  # Of whole gradients of earlier micro-steps, reduction's dtype, by parameter
+        self._whole: dict[str, int] = {}  # Whole gradients of earlier micro-steps, reduction's dtype, by parameter
 
     def release_inputs(self) -> None:
         """Free the input of the last reduction."""

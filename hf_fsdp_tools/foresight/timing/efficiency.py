@@ -19,7 +19,7 @@ class Efficiency:
 
     matmul: float
     attention: float
-    memory: float  # Of the peak bandwidth, by kernels that the GPU's memory bounds
+    memory: float  # Share of the peak bandwidth, by kernels that the GPU's memory bounds
     straggler: float = 0.0
     """How much the time of a step differs between GPUs: the slowest of n is later than the mean by this times
     sqrt(2 ln n), the expected maximum of n normal deviates (Cramér 1946, section 28.6)."""

@@ -32,7 +32,7 @@ class Gpu:
     link_bandwidth: float  # That one GPU sends to the others of its machine, in one direction
     network_gbit_s: float  # Gbit/s of the usual network per GPU, in one direction
     host_bandwidth: float  # Between GPU and host memory in one direction (PCIe, or NVLink-C2C)
-    host_memory_bandwidth: float  # Of host memory, per GPU of a usual machine: bounds an optimizer on the CPU
+    host_memory_bandwidth: float  # Per GPU of a usual machine: bounds an optimizer on the CPU
     source: str
     skypilot: str = ""  # What `sky gpus list` calls it (its documentation, docs/source/compute/show-gpus-all.txt)
     hf_flavors: str = ""

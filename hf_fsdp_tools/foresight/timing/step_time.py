@@ -19,7 +19,7 @@ _HOST_SECONDS = 15e-6
 """Host time of an operator that a model's Python calls, with its kernel's launch. (assumed: 0.5 ms for the forward pass
 of a decoder layer of transformers, which has 30 to 40)"""
 _AUTOGRAD_SECONDS = 7e-6  # The same where autograd's C++ calls it, in the backward pass. (assumed)
-_HOST_COLLECTIVE_SECONDS = 150e-6  # Of a collective with FSDP2's Python around it. (assumed)
+_HOST_COLLECTIVE_SECONDS = 150e-6  # A collective with FSDP2's Python around it. (assumed)
 _COMPILED_HOST = 0.3  # Share that is left under `torch.compile`, which launches fused kernels. (assumed)
 
 _PASSES = {"loss": "forward", "clip": "optimizer"}

@@ -16,7 +16,7 @@ from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 
 TOKENS, _WORDS = 4096, 32768
-"""Of one piece of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
+"""Tokens of one chunk of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 
 
 def predicts_words(model: nn.Module) -> bool:

@@ -315,10 +315,10 @@ def _failures_named(model: nn.Module, recorder: Recorder, *, is_all: bool) -> It
         inside = [names[each] for each in frames if isinstance(each, nn.Module) and each in names]
         where = f"{type(model).__name__}, module {inside[-1] or 'root'!r}" if inside else type(model).__name__
         place = f"{where}: {type(error).__name__} after {recorder.last_operation}: {first_line(error)}"
-        # Of these, torch raises the first two where code needs values of tensors, and the last for lack of a rule.
+        # torch raises the first two where code needs values of tensors, and the last for lack of a rule.
         unfollowed = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, ImportError)
         if isinstance(error, unfollowed) or not is_all:
-            raise _CannotFollowError(f"A step cannot be foreseen without data: {place}") from error
+            raise _CannotFollowError(f"A step cannot be estimated without data: {place}") from error
         raise ConfigError(
             f"A step of training fails in {place}. Correct the configuration or the arguments."
         ) from error

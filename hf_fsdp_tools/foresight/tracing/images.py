@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
-# Of the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
+# From the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
 from transformers.models.auto.image_processing_auto import (
     IMAGE_PROCESSOR_MAPPING_NAMES,
     AutoImageProcessor,
@@ -269,7 +269,7 @@ def _integers(*shape: int) -> torch.Tensor:
 
 # ---- values ----
 
-_MOST_BYTES = 2**26  # Of a result that is followed: token ids are, masks of long sequences squared not. (assumed)
+_MOST_BYTES = 2**26  # A larger result is not followed: token ids are, masks of long sequences squared not. (assumed)
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

@@ -122,7 +122,7 @@ def _grouped_mm(
 
 
 def notes_of(model: nn.Module) -> Iterator[str]:
-    """Yield what a reader should know of kernels: those that are foreseen where a GPU may run others."""
+    """Yield what a reader should know of kernels: those that are estimated where a GPU may run others."""
     kinds = {type(module): module for module in model.modules()}
     mixers = [
         kind.__name__
@@ -132,7 +132,7 @@ def notes_of(model: nn.Module) -> Iterator[str]:
     ]
     if mixers:
         yield (
-            f"{mixers[0]} is foreseen as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
+            f"{mixers[0]} is estimated as transformers computes it in PyTorch. The kernels for it (mamba_ssm, "
             "causal_conv1d, fla) keep far fewer activations, so that memory is less where they are installed."
         )
     fused = [each for name, each in model.named_parameters() if ".experts." in name and each.dim() == 3]
@@ -144,7 +144,7 @@ def notes_of(model: nn.Module) -> Iterator[str]:
             "installed: its scores take memory."
         )
     if getattr(model, "main_input_name", "input_ids") != "input_ids" and kinds.keys() & {nn.Conv1d, nn.Conv2d}:
-        yield "Scratch memory of convolutions, which cuDNN chooses, is not foreseen."
+        yield "Scratch memory of convolutions, which cuDNN chooses, is not estimated."
 
 
 def counted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[Operation, float, float]:

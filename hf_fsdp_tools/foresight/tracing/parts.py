@@ -1,6 +1,6 @@
 """Layers and experts that ranks share (`tp_size`, `ep_size`), on tensors without data: this rank's part of each weight,
 and what it exchanges, as transformers' styles do it (5.23, `transformers/distributed`), which `sharding.parallel`
-installs in a real run. Of tokens each rank's experts get as many as those of any other.
+installs in a real run. Each rank's experts get as many tokens as those of any other.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
     for name, (kind, style) in rules.items():
         if name in modules:
             if style == "sequence_parallel":
-                raise ConfigError(f"{type(model).__name__} is not foreseen with tp_size: {name} divides rows.")
+                raise ConfigError(f"{type(model).__name__} is not estimated with tp_size: {name} divides rows.")
             if style == "mla_kv_a_proj":
                 modules[name].config = model.config.get_text_config()  # type: ignore[operator, union-attr]
             add_to_note(

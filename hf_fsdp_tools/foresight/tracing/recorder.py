@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.modules: list[str] = []  # Fqns of the modules whose forward pass runs, the innermost last
         self._units = units
         self.on_cuda, self._compiled = on_cuda, compiled
-        self._sizes = sizes or {}  # Of the groups whose ranks exchange what they compute, by name
+        self._sizes = sizes or {}  # Ranks of the groups that exchange what they compute, by name
         self._root = _Pass("", "")
         self._passes = [self._root]
         self._blocks: dict[int, _Block] = {}  # By address of the storage

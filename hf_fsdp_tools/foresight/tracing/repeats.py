@@ -263,7 +263,7 @@ class _Expansion:
             raise _NotAlikeError
         self._segment_at = {start: key for key, (start, _) in self._spans.items()}
         self._home: dict[int, tuple[_Segment, int]] = {}
-        """Of memory that a period takes: the segment, and its place counted from the end, since the first block may
+        """The segment of memory that a period takes, and its place counted from the end, since the first block may
         begin otherwise (hidden states in fp32 are cast by the others)."""
         for key, (start, end) in self._spans.items():
             taken = [event.block for event in events[start:end] if isinstance(event, Alloc)]
