@@ -115,7 +115,7 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
         if row.tokens_per_second:
             estimate = throughput_of(memory, efficiency=row.efficiency)
             rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
-            is_fitted = row.entry["held_out"] != "yes" and row.entry["era"] != "2022"
+            is_fitted = row.entry.get("held_out", "yes") != "yes" and row.entry["era"] != "2022"
             for name in ("tokens per second", f"of these {'fitted' if is_fitted else 'in no fit'}"):
                 errors.setdefault(name, []).append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
