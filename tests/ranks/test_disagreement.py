@@ -59,17 +59,20 @@ def other_header_or_equal_copies(root: Path) -> None:
     from_pretrained(mine(root / "good", root / "equal"))
 
 
-def loading_and_saving_need_no_collective(root: Path) -> None:
-    """A process group without a backend for CPUs loads and saves as well."""
-    mesh = ParallelDims().build_mesh("cpu")
+def loading_needs_no_collective_and_saving_a_mask(root: Path) -> None:
+    """A save compares, in one all-reduce of a byte for each tensor, which tensors some rank cannot write in place."""
+    mesh, reduced = ParallelDims().build_mesh("cpu"), []
     with ExitStack() as stack:
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "all_reduce", "broadcast", "send"):
             stack.enter_context(patch.object(dist, name, side_effect=AssertionError(f"{name} was called")))
         model = from_pretrained(root / "good", mesh=mesh)
+        stack.enter_context(patch.object(dist, "all_reduce", lambda values, *_: reduced.append(values)))
         save_pretrained(model, root / "saved")
+    assert [(mask.dtype, mask.device.type) for mask in reduced] == [(torch.uint8, "cpu")]
+    assert len(reduced[0]) == len(list(model.state_dict()))
 
 
-FILES = (loading_and_saving_need_no_collective, other_config, other_header_or_equal_copies)
+FILES = (loading_needs_no_collective_and_saving_a_mask, other_config, other_header_or_equal_copies)
 
 
 def test_copies_that_differ_are_refused(copies: Path) -> None:
