@@ -370,7 +370,7 @@ def _next_best(search: Search, best: TrainingSetup, cost: Cost) -> str:
     """The fastest that fits of the settings that do more than take another micro-batch."""
     others = [each for each in search.fitting if _changes(each[0], best).keys() - {"batch_size"}]
     if not others:
-        return "nothing else fits"
+        return "only other micro-batches fit" if len(search.fitting) > 1 else "nothing else fits"
     changes, figures = _compared(search, best, cost, others)
     return f"{_words(changes)}: {figures}"
 
