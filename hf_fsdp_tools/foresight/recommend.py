@@ -319,8 +319,8 @@ def _most_tokens(name_or_model: Source, model_kwargs: Mapping[str, Any]) -> int:
 
 
 def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, tuple[str, ...]]:
-    """By field, what other values of it would have meant: of the priced settings with each the fastest that fits, or
-    where none does, the one that takes least."""
+    """What other values of each field would have meant: the fastest priced setting with each that fits, or, where none
+    does, the one that takes least."""
     reasons: dict[str, tuple[str, ...]] = {}
     for field in _TITLES:
         own = getattr(best, field)

@@ -26,7 +26,7 @@ class Phase(IntEnum):
 
     FIRST_PASS = 1  # checks before the first training pass, and nothing later
     BUFFERS = 2  # ranks take over buffers, before anything is computed with them
-    MEET = 3  # ranks agree on the units that run next; those that this rank skips run empty
+    MEET = 3  # ranks agree on the units that run next; a skipped one runs on a dummy input
     SCALES = 4  # scales of FP8 weights, before these are gathered
     MEMORY = 5  # into which a unit gathers; or its shard is used in place
     GATHER = 6  # FSDP2's own hook
@@ -35,7 +35,7 @@ class Phase(IntEnum):
     CONTEXT = 9  # a function without arguments gives a context, which is left last, also after an error
     LABELS = 10  # a divided head looks at labels of whole rows
     ROWS = 11  # are cut into the parts of ranks, as is all that belongs to tokens
-    JOIN = 12  # units of a stack that did not run, run empty
+    JOIN = 12  # units of a stack that did not run take part with a dummy input
     REACH = 13  # experts without tokens become part of the output
     COPY = 14  # of outputs that are views of gathered weights
     RESHARD = 15  # FSDP2's own hook
@@ -45,8 +45,8 @@ class Phase(IntEnum):
     WHOLE = 19  # parts of rows are joined, and losses are those of whole rows
 
 
-_BEFORE = ((Phase.FIRST_PASS, Phase.MEMORY), (Phase.STACK, Phase.ROWS))
-_AFTER = ((Phase.JOIN, Phase.COPY), (Phase.KEEP, Phase.WHOLE))
+_SIDES = [(Phase.FIRST_PASS, Phase.MEMORY), (Phase.STACK, Phase.ROWS)]
+_SIDES += [(Phase.JOIN, Phase.COPY), (Phase.KEEP, Phase.WHOLE)]
 """The phases before and after FSDP2 gathers, and before and after it reshards."""
 
 
@@ -87,7 +87,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 def _register(module: nn.Module, hooks: list[Hook]) -> None:
     before_gather, before, after, after_reshard = (
-        [hook for hook in hooks if first <= hook.phase <= last] for first, last in (*_BEFORE, *_AFTER)
+        [hook for hook in hooks if first <= hook.phase <= last] for first, last in _SIDES
     )
     entered: list[ExitStack] | None = [] if any(hook.phase is Phase.CONTEXT for hook in before) else None
     if before_gather:

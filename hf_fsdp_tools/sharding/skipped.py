@@ -53,7 +53,7 @@ class SkippedUnits(Feature):
     """
 
     def hooks(self, model: nn.Module, tree: ModuleTree, sharding: Sharding) -> Iterator[Hook]:
-        """Ranks meet before units, and run empty what others run."""
+        """Ranks meet before units, and take part with a dummy input in those that others run."""
         if sharding.mesh.size() > 1:
             yield from _Passes(model, tree, sharding.mesh).hooks()
 
@@ -98,7 +98,7 @@ class _Passes:
         self._pending: list[torch.Tensor] = []
         """Results of units that ran empty, until something that is computed with takes them into its graph."""
         self._alone: tuple[int, int] | None = None
-        """The last unit of what this rank runs now, and others run empty."""
+        """The last unit of what this rank runs now, in which others take part with a dummy input."""
         self._results: list[torch.Tensor] = []
         """What such units gave. Nothing may depend on it (LLaVA's last block); where they ran empty, something does."""
 
@@ -201,7 +201,7 @@ class _Passes:
         self._forget()
         return reach_from_each(output, reached)
 
-    # ---- units that run empty ----
+    # ---- units that run on a dummy input ----
 
     def _finish(self, step: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Run the units of a stack empty that have not taken part."""
