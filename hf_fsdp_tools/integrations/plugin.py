@@ -13,7 +13,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -259,6 +259,14 @@ class HybridFSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  #
         assert self.policy is not None
         policy = narrowed(self.policy, model) if self.translated else self.policy
         return policy if self.fsdp_version == 1 else without_modules(policy, self.ignored_modules, model)
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set the type of states, and its config as Accelerate does, but that shards are written and read where they
+        lie: Accelerate's default for shards copies all that a rank holds to the host first, on one thread."""
+        is_given = self.state_dict_config is not None
+        super().set_state_dict_type(state_dict_type)
+        if self.fsdp_version == 2 and not is_given and isinstance(self.state_dict_config, ShardedStateDictConfig):
+            self.state_dict_config.offload_to_cpu = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Set the wrap policy for FSDP1; Accelerate calls it before it wraps a model itself.
