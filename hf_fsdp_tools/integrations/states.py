@@ -91,10 +91,8 @@ class StateSave:
         writer = ThreadedWriter(folder) if self.blocking else HeldWriter(folder)
         save(dict(values), storage_writer=writer, planner=DefaultSavePlanner())
         if isinstance(writer, HeldWriter):
-            copies = copy_held(writer)
-            self.held.callback(copies.give_back)
+            self.copied_bytes += copy_held(writer)
             self.writes.append(writer.write)
-            self.copied_bytes += copies.num_bytes
 
     def report(self, **values: Any) -> SaveReport:
         """The report of the state, before it is written if `values` do not say more."""

@@ -71,7 +71,6 @@ from hf_fsdp_tools.loading.weight_files import WEIGHTS, WEIGHTS_INDEX
 from hf_fsdp_tools.modeling.module_tree import original_classes, replaced
 from hf_fsdp_tools.modeling.notes import add_to_note
 from hf_fsdp_tools.modeling.tree_copy import base_of
-from hf_fsdp_tools.saving.copies import free_kept_memory
 from hf_fsdp_tools.saving.hidden_folder import check_shared
 from hf_fsdp_tools.saving.in_store import StoreSave
 from hf_fsdp_tools.saving.publish import SaveReport
@@ -477,7 +476,6 @@ class FSDPTrainerMixin(PushingMixin):
             self._begins_at = None
             self.remove_callback(Averaging)
         wait_for_saves()  # whose error belongs to this training
-        free_kept_memory()
         return result
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

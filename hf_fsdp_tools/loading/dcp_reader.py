@@ -15,7 +15,7 @@ from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
 from hf_fsdp_tools.loading.formats.dcp import parse_dcp
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.io.files import STAGING_BYTES, Reader
+from hf_fsdp_tools.loading.io.files import STAGING_BYTES, STAGING_BYTES_PINNED, Reader
 from hf_fsdp_tools.loading.io.transfer import Place, reads_of
 from hf_fsdp_tools.loading.symbolic import PieceTensor
 from hf_fsdp_tools.modeling.module_tree import replaced
@@ -74,7 +74,8 @@ class _RangeReader(FileSystemReader):
             transfers, _ = reads_of(targets, index)
             side = side_stream_for([memory for memory, _, _ in targets])
             try:
-                with Reader(staging_bytes=STAGING_BYTES, side=side) as reader:
+                staging_bytes = STAGING_BYTES if side is None else STAGING_BYTES_PINNED
+                with Reader(staging_bytes=staging_bytes, side=side) as reader:
                     reader.read(transfers)
             finally:
                 if side is not None:

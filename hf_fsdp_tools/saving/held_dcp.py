@@ -19,22 +19,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hf_fsdp_tools.accelerator import side_stream_for
 from hf_fsdp_tools.distributed.agreement import agreed, all_ranks, rank_and_size
 from hf_fsdp_tools.distributed.mesh import rank_on_node
 from hf_fsdp_tools.distributed.storage import watched
 from hf_fsdp_tools.errors import storage_errors
-from hf_fsdp_tools.saving.copies import HostCopies
-
-_THREADS = 8
-"""Threads of a rank that write at most; one fills 0.5 GB/s (measured on an H200's machine)."""
+from hf_fsdp_tools.saving.copies import THREADS, ToHost, host_copies
 
 
 class ThreadedWriter(FileSystemWriter):
     """torch's writer; a rank writes as many files at a time as it has cores. torch's own threads lose their errors."""
 
     def __init__(self, path: str | PathLike[str], **options: Any) -> None:
-        threads = max(1, min(_THREADS, (os.cpu_count() or 1) // rank_on_node()[1]))
-        # Nothing is copied ahead from an accelerator: a thread would use device 0 for it.
+        threads = max(1, min(THREADS, (os.cpu_count() or 1) // rank_on_node()[1]))
+        # torch copies nothing ahead from an accelerator: a thread would use device 0 for it.
         super().__init__(path, thread_count=threads, per_thread_copy_ahead=0, **options)
 
     def _write_data(self, planner: SavePlanner, file_queue: Any) -> Future[list[WriteResult]]:
@@ -44,7 +42,7 @@ class ThreadedWriter(FileSystemWriter):
         def write(file: Any) -> list[WriteResult]:
             files: Queue[Any] = Queue()
             files.put(file)
-            found: list[WriteResult] = FileSystemWriter._write_data(one, planner, files).value()
+            found: list[WriteResult] = FileSystemWriter._write_data(one, _OnHost(planner), files).value()
             return found
 
         with ThreadPoolExecutor(self.thread_count, thread_name_prefix="state") as pool:
@@ -52,6 +50,27 @@ class ThreadedWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for results in written for result in results])
         return done
+
+
+class _OnHost(DefaultSavePlanner):
+    """What a planner gives to one thread, copied to the host where it lies on an accelerator."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        super().__init__()
+        self._planner = planner
+        self._to_host: ToHost | None = None
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        """The data of one item of the plan."""
+        data: torch.Tensor | io.BytesIO = self._planner.resolve_data(write_item)
+        side = side_stream_for([data]) if isinstance(data, torch.Tensor) else None
+        if not isinstance(data, torch.Tensor) or side is None:
+            return data
+        self._to_host = self._to_host or ToHost(side, threads=1)
+        copy = torch.empty(data.shape, dtype=data.dtype)
+        for part in self._to_host.parts(data.detach(), copy):
+            self._to_host.copy(*part)
+        return copy
 
 
 class HeldWriter(ThreadedWriter):
@@ -103,13 +122,12 @@ class HeldWriter(ThreadedWriter):
         return sum(result.size_in_bytes for result in written)
 
 
-def copy_held(writer: HeldWriter) -> HostCopies:
-    """Copy what a writer is to write, which it writes from then on; the copies. Every rank must call."""
+def copy_held(writer: HeldWriter) -> int:
+    """Copy what a writer is to write, which it writes from then on; the bytes of the copies. Every rank must call."""
     held = [(index, value) for index, value in writer.data.items() if isinstance(value, torch.Tensor)]
-    copies = HostCopies([(tensor, tensor.dtype) for _, tensor in held])
-    for (index, _), copied in zip(held, copies.tensors, strict=True):
-        writer.data[index] = _of_its_own(copied)
-    return copies
+    copies = host_copies([(tensor, tensor.dtype) for _, tensor in held])
+    writer.data |= zip([index for index, _ in held], copies, strict=True)
+    return sum(copied.nbytes for copied in copies)
 
 
 class _Held(DefaultSavePlanner):
@@ -122,15 +140,6 @@ class _Held(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
         """The data of one item of the plan."""
         return self._data[write_item.index]
-
-
-def _of_its_own(copy: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own storage: of a part of a larger one, DCP would write a copy, and keep all
-    copies until the end."""
-    if not copy.numel():
-        return copy.clone()
-    raw = copy.reshape(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(raw, dtype=copy.dtype).view(copy.shape)
 
 
 def _read_results(file: Path) -> list[WriteResult]:

@@ -32,7 +32,6 @@ from hf_fsdp_tools.modeling.module_tree import original_classes
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.tree_copy import is_adapted, is_wrapper
 from hf_fsdp_tools.saving import copies
-from hf_fsdp_tools.saving.copies import HostCopies
 from hf_fsdp_tools.saving.hidden_folder import HiddenFolder
 from hf_fsdp_tools.saving.in_store import StoreSave, adapter_to_store, begin_in_store
 from hf_fsdp_tools.saving.layout import Layout, plan_layout
@@ -97,11 +96,10 @@ def save_pretrained(
             `merge_and_unload` bit for bit; the model stays as it is. Adapted modules are gathered one at a time, and
             this rank holds their merged shards until they are written.
         blocking: False returns as soon as each rank has copied what it writes into host memory of its own (in the dtype
-            of the file; pinned for an accelerator, and kept for the next such save), and a thread writes it while
-            training goes on. The files get the values of the moment of the call. `wait_for_saves()` waits; the next
-            save and load do so by themselves. An error of any rank is raised on all ranks before the same step of an
-            optimizer, or by the next such call. Adapters, which are small, and models of another library are always
-            written before the call returns.
+            of the file), and a thread writes it while training goes on. The files get the values of the moment of the
+            call. `wait_for_saves()` waits; the next save and load do so by themselves. An error of any rank is raised
+            on all ranks before the same step of an optimizer, or by the next such call. Adapters, which are small, and
+            models of another library are always written before the call returns.
         carry_heads: copy the heads that `load_weights` has remembered byte for byte from their files, each rank its
             part; where the model is plain and they are quantised, dequantised to its dtype. `dtype` casts them too.
         model_card: write huggingface_hub's template of a model card, unless the folder has a `README.md`. Beside an
@@ -177,8 +175,6 @@ def begin_save(
     """
     wait_for_saves()
     warn_of_drift(model)
-    if blocking:
-        copies.free_kept_memory()
     if merge_adapters:
         model = merged_model(model)
     elif is_adapted(model):
@@ -257,8 +253,8 @@ class BegunSave:
     """Hands rank 0 what writes each gathered tensor; what it has failed with. Every rank must call."""
     gathered_bytes: int = 0
     staging_bytes: int = STAGING_BYTES
-    copies: HostCopies | None = None
-    """From which it is written; None for the model itself."""
+    copied_bytes: int | None = None
+    """Bytes of the copies from which it is written; None for the model itself."""
 
     @property
     def report(self) -> SaveReport:
@@ -268,7 +264,7 @@ class BegunSave:
             folder=str(self.hidden.folder),
             total_bytes=self.layout.num_bytes,
             gathered_bytes=self.gathered_bytes,
-            copied_bytes=0 if self.copies is None else self.copies.num_bytes + gathered_bytes,
+            copied_bytes=0 if self.copied_bytes is None else self.copied_bytes + gathered_bytes,
         )
 
     def finish(self) -> SaveReport:
@@ -288,7 +284,7 @@ class BegunSave:
                 total = sum(all_ranks(stats.num_bytes, "adding up what was written"))
                 assert total == self.layout.num_bytes, f"wrote {total} of {self.layout.num_bytes} bytes"
                 if rank_and_size()[0] == 0:
-                    may_thread = self.copies is None  # the interpreter may be ending otherwise
+                    may_thread = self.copied_bytes is None  # the interpreter may be ending otherwise
                     publish_weights(self.hidden, self.names, self.layout, threads=may_thread)
                     self.hidden.end()  # before any rank goes on
         finally:
@@ -297,10 +293,8 @@ class BegunSave:
         return replace(self.report, files=files, others=others, bytes_written=stats.num_bytes, write_calls=stats.calls)
 
     def drop(self) -> None:
-        """Leave the folder as it was, unless the save is finished, and give the copies' memory back."""
+        """Leave the folder as it was, unless the save is finished."""
         self.hidden.end()
-        if self.copies is not None:
-            self.copies.give_back()
 
 
 # ---- before ----
@@ -424,10 +418,8 @@ def _copy_heads(layout: Layout, folder: Path) -> TransferStats:
 def _with_copies(begun: BegunSave, in_place: list[Transfer]) -> BegunSave:
     """The same save from copies that hold the values of this moment. Every rank must call."""
     gathered_bytes = begun.gathered_bytes if rank_and_size()[0] == 0 else 0
-    transfers, made = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
-    try:
-        failure = begun.gather(transfers.append)
-    except BaseException:
-        made.give_back()
-        raise
-    return replace(begun, gather=lambda use: failure, write=partial(write_in_turn, transfers), copies=made)
+    transfers = copies.copied_transfers(in_place, beside_bytes=gathered_bytes)
+    copied_bytes = sum(transfer.memory.nbytes for transfer in transfers)
+    failure = begun.gather(transfers.append)
+    write = partial(write_in_turn, transfers)
+    return replace(begun, gather=lambda use: failure, write=write, copied_bytes=copied_bytes)

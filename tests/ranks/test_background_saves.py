@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -225,17 +226,19 @@ def no_memory_for_the_copy(source: Path, target: Path) -> None:
     wait_for_saves()
 
 
-def memory_is_kept_until_a_save_needs_none(source: Path, target: Path) -> None:
-    model = loaded("llama", source / "llama")
-    save_pretrained(model, target / "first", blocking=False)
-    wait_for_saves()
-    addresses = {block.data_ptr() for _, block in copies._kept}
-    with patch.object(agreement, "available_bytes", lambda: 0):
-        save_pretrained(model, target / "second", blocking=False)
-    wait_for_saves()
-    assert addresses and {block.data_ptr() for _, block in copies._kept} == addresses
-    save_pretrained(model, target / "third")
-    assert not copies._kept
+def memory_of_the_copy_is_free_once_it_is_written(source: Path, target: Path) -> None:
+    model, made = loaded("llama", source / "llama"), []
+    host_copies = copies.host_copies
+
+    def watched(*args: Any, **options: Any) -> list[torch.Tensor]:
+        result = host_copies(*args, **options)
+        made.extend(weakref.ref(copy.untyped_storage()) for copy in result)
+        return result
+
+    with patch.object(copies, "host_copies", watched):
+        save_pretrained(model, target, blocking=False)
+        wait_for_saves()
+    assert made and all(alive() is None for alive in made)
 
 
 CASES = (
@@ -244,7 +247,7 @@ CASES = (
     disk_full_on_one_rank,
     nobody_reads_what_rank_0_says,
     no_memory_for_the_copy,
-    memory_is_kept_until_a_save_needs_none,
+    memory_of_the_copy_is_free_once_it_is_written,
     values_that_are_gathered,  # by a conversion that every llama has from then on
 )
 

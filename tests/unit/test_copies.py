@@ -13,7 +13,7 @@ from hf_fsdp_tools.distributed.mesh import pinned_bytes
 from hf_fsdp_tools.loading.io.files import write_in_turn
 from hf_fsdp_tools.loading.io.transfer import Transfer
 from hf_fsdp_tools.saving import copies
-from hf_fsdp_tools.saving.copies import HostCopies, copied_transfers, free_kept_memory
+from hf_fsdp_tools.saving.copies import copied_transfers, host_copies
 from tests._late import LateSideStream, Machine
 
 MIB = 2**20
@@ -22,7 +22,7 @@ MIB = 2**20
 @pytest.mark.parametrize("seed", [1])
 def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) -> None:
     """On a stand-in whose copies are late: same dtype and another, any strides, 0-d, empty, and some on the host."""
-    with Machine(seed=seed) as machine, patch.object(copies, "_SLAB_BYTES", 512):
+    with Machine(seed=seed) as machine, patch.object(copies, "_BUFFER_BYTES", 512):
         on_device = [
             machine.tensor(40, 30, dtype=torch.float32),
             machine.tensor(40, 30, dtype=torch.bfloat16).t(),
@@ -43,41 +43,26 @@ def test_what_an_accelerator_holds_is_copied_when_the_call_returns(seed: int) ->
             expected[0] = queued.to(wanted[0])
             machine.set_device(1)
             with patch.object(copies, "side_stream_for", lambda _: LateSideStream(machine, 1)):
-                made = HostCopies(list(zip(sources, wanted, strict=True)))
+                made = host_copies(list(zip(sources, wanted, strict=True)))
             for tensor in sources:
                 machine.raw(tensor).fill_(1)  # the next step
-            assert [copy.dtype for copy in made.tensors] == wanted
-            assert all(map(torch.equal, made.tensors, expected))
-            assert made.num_bytes == sum(machine.pinned_bytes[-1:]), "one block holds them all"
-            assert machine.copies_under_way == 0
-            made.give_back()
+            assert [copy.dtype for copy in made] == wanted and all(copy.is_contiguous() for copy in made)
+            assert all(map(torch.equal, made, expected))
+            assert set(machine.pinned_bytes) == {512} and machine.pinned_alive == machine.copies_under_way == 0
             for tensor, values in zip(sources, expected, strict=True):
                 machine.raw(tensor).copy_(values)
         assert machine.named.count(0) == 0, "nothing was made on device 0"
-        free_kept_memory()
 
 
-def test_copies_are_packed_into_blocks_that_are_kept_and_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_BLOCK_BYTES", 4096)
-    sources = [torch.rand(n) for n in (10, 1000, 2000, 500, 0, 3)]
-    pairs = [(tensor, tensor.dtype) for tensor in sources]
-    first = HostCopies(pairs)
-    assert all(map(torch.equal, first.tensors, sources))
-    wanted = sum(tensor.numel() * 4 for tensor in sources)
-    assert wanted <= first.num_bytes < wanted + 64 * len(sources)
-    addresses = {tensor.data_ptr() for tensor in first.tensors if tensor.numel()}
-    second = HostCopies(pairs)
-    assert not addresses & {tensor.data_ptr() for tensor in second.tensors}, "the first are still in use"
-    first.give_back()
-    third = HostCopies(pairs)
-    assert {tensor.data_ptr() for tensor in third.tensors if tensor.numel()} == addresses
+def test_copies_are_plain_memory_also_in_inference_mode_and_pinned_memory_is_rounded() -> None:
+    source = torch.rand(77)
     with torch.inference_mode():
-        HostCopies([(torch.rand(77), torch.float32)]).give_back()
-    made_in_inference_mode = HostCopies([(torch.rand(77), torch.float32)])
-    made_in_inference_mode.tensors[0].add_(1)
-    mib, asked = 2**20, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:16"}
-    assert [pinned_bytes(n * mib, {}) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 64, 512]
-    assert [pinned_bytes(n * mib, asked) // mib for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 33, 300]
+        (made,) = host_copies([(source, torch.float32)])
+    assert torch.equal(made, source)
+    made.add_(1)
+    asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:16"}
+    assert [pinned_bytes(n * MIB, {}) // MIB for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 64, 512]
+    assert [pinned_bytes(n * MIB, asked) // MIB for n in (0, 1, 12, 33, 300)] == [0, 1, 16, 33, 300]
 
 
 def test_copied_transfers_write_the_same_bytes(tmp_path: Path) -> None:
@@ -88,14 +73,13 @@ def test_copied_transfers_write_the_same_bytes(tmp_path: Path) -> None:
     right = Transfer(file=tmp_path / "f", start=108, dtype=torch.float32, strides=(8, 1), memory=memory[:, 3:])
     turned = Transfer(file=tmp_path / "f", start=288, dtype=torch.float32, strides=(1, 6), memory=memory)
     (tmp_path / "f").write_bytes(bytes(480))
-    transfers, made = copied_transfers([whole, left, right, turned])
+    transfers = copied_transfers([whole, left, right, turned])
     expected = memory.bfloat16().view(torch.uint8).numpy().tobytes() + memory.numpy().tobytes()
     expected += memory.t().contiguous().numpy().tobytes()
     memory.zero_()
     stats = write_in_turn(transfers)
     assert (tmp_path / "f").read_bytes() == expected
     assert stats.num_bytes == len(expected) and stats.staging_bytes == 0
-    made.give_back()
 
 
 LIMITS = {
