@@ -142,26 +142,14 @@ def from_pretrained(
         >>> model.lm_head.weight.placements
         (Shard(dim=0),)
     """
-    sizes = as_parallel({} if distributed_config is None else distributed_config)
-    names = ("tp_plan", "ep_plan", "ep_implementation")
-    rules: dict[str, Any] = {name: sizes.pop(name) for name in names if name in sizes}
-    if sizes and mesh is not None:
-        raise ConfigError(
-            f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out."
-        )
-    settings = _settings_of(accelerator, as_mesh(SimpleNamespace(**sizes) if sizes else mesh))
+    rules, mesh = _layout(distributed_config, mesh)
+    settings = _settings_of(accelerator, mesh)
     with agreed_steps("loading the model"):  # one round for the errors, and the digests of arguments and plan
         with agreed("checking the arguments of from_pretrained"):
             name_or_path = one_name(name_or_path, kwargs.pop("pretrained_model_name_or_path", None))
-            dtype = one_dtype(dtype, torch_dtype)
+            dtype, options = one_dtype(dtype, torch_dtype), as_compile(compile)
             policy, peft_config = as_policy(policy), as_peft_config(peft_config)
-            options, recompute = as_compile(compile), as_recompute(activation_checkpointing)
-            explicit = {
-                "mp_policy": as_mp_policy(mp_policy),
-                "offload_policy": as_offload_policy(offload_policy),
-                "activation_checkpointing": None if activation_checkpointing is None else recompute or False,
-            }
-            settings |= {name: value for name, value in explicit.items() if value is not None}
+            settings |= _given_settings(mp_policy, offload_policy, activation_checkpointing)
             device = torch.device("cpu") if settings["mesh"].device_type == "cpu" else local_device()
             hub_kwargs, of_loading, model_kwargs = sort_arguments(kwargs, device)
         load_kwargs = {**of_loading, **(load_kwargs or {})}
@@ -185,52 +173,22 @@ def from_pretrained(
             model_kwargs=model_kwargs,
             **{name: value for name, value in settings.items() if name != "mesh"},
         )
-        # 1 config and headers of the checkpoint
-        checkpoint = open_checkpoint(
-            name_or_path,
-            config=config,
-            peft_config=peft_config,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-            **hub_kwargs,
+        of_code = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
+        checkpoint = open_checkpoint(name_or_path, config=config, peft_config=peft_config, **of_code, **hub_kwargs)
+        refuse_misspelt(
+            model_kwargs, checkpoint.config, {*signature(from_pretrained).parameters, "quantization_config"}
         )
-        if checkpoint.adapter is not None and peft_config is not None:
-            raise ConfigError(
-                f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
-                "Give the base, or leave peft_config out."
-            )
-        known = {*signature(from_pretrained).parameters, "quantization_config"}
-        refuse_misspelt(model_kwargs, checkpoint.config, known)
         chosen = {"auto_class": auto_class} if auto_class is not None else {}
-        model_kwargs = {**checkpoint.base_options, **chosen, **model_kwargs}
-        # 2 the model without storage
+        model_kwargs = {**checkpoint.base_options, **chosen, **model_kwargs, "trust_remote_code": trust_remote_code}
         with agreed("building the model"):
-            is_frozen = any(a is not None for a in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
-            model = build_meta_model(
-                checkpoint.config,
-                dtype=_chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), is_frozen, model_kwargs),
-                trust_remote_code=trust_remote_code,
-                **model_kwargs,
-            )
-            set_generation_config(model, checkpoint.generation_config)
-            if not dequantize:
-                if "quantization_config" in model_kwargs:
-                    raise ConfigError(
-                        "dequantize=False keeps a quantised base, quantization_config quantises a plain one. Give one."
-                    )
-                keep_stored(model, checkpoint.index)
-            if peft_config is not None:
-                refuse_for_shards(peft_config, model)
+            dtype = _chosen_dtype(dtype, checkpoint, settings.get("mp_policy"), peft_config, model_kwargs)
+            model = _without_storage(checkpoint, dtype, peft_config, model_kwargs, dequantize=dequantize)
             if num_tokens is not None or pad_to_multiple_of is not None:
                 resize_vocabulary(model, num_tokens, pad_to_multiple_of)
                 load_kwargs = {"added_tokens": "mean" if mean_resizing else "random"} | load_kwargs
-        # 3 the plan of its units
         sharding, tree = _planned(model, accelerator, policy, options, settings, rules)
-    # 4 shards without storage
     shard_checked(model, sharding, tree)
-    # 5 this rank's bytes of the files
-    report = load_weights(model, checkpoint.index, **load_kwargs)
-    # 6 the adapter, which PEFT reads or makes
+    report = load_weights(model, checkpoint.index, **load_kwargs)  # this rank's bytes of the files
     if checkpoint.adapter is not None:
         model = load_adapter(model, checkpoint.adapter, is_trainable=is_trainable, **checkpoint.hub_kwargs)
     elif (state := checkpoint.adapter_state) is not None:
@@ -311,6 +269,56 @@ def from_config(
     return model
 
 
+def _layout(distributed_config: Any, mesh: Any) -> tuple[dict[str, Any], DeviceMesh | None]:
+    """The rules by which layers and experts are divided, and the mesh that is asked for."""
+    sizes = as_parallel({} if distributed_config is None else distributed_config)
+    names = ("tp_plan", "ep_plan", "ep_implementation")
+    rules = {name: sizes.pop(name) for name in names if name in sizes}
+    if sizes and mesh is not None:
+        raise ConfigError(
+            f"distributed_config gives {', '.join(sizes)}, and mesh another layout. Leave one of them out."
+        )
+    return rules, as_mesh(SimpleNamespace(**sizes) if sizes else mesh)
+
+
+def _given_settings(mp_policy: Any, offload_policy: Any, activation_checkpointing: Any) -> dict[str, Any]:
+    """The settings that are given beside an accelerator, in whose place they hold."""
+    recompute = as_recompute(activation_checkpointing)
+    given = {
+        "mp_policy": as_mp_policy(mp_policy),
+        "offload_policy": as_offload_policy(offload_policy),
+        "activation_checkpointing": None if activation_checkpointing is None else recompute or False,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _without_storage(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    peft_config: Any,
+    model_kwargs: dict[str, Any],
+    *,
+    dequantize: bool,
+) -> PreTrainedModel:
+    """The model of a checkpoint on meta, of whose base an adapter that is wanted can be made."""
+    if checkpoint.adapter is not None and peft_config is not None:
+        raise ConfigError(
+            f"{checkpoint.adapter!r} is an adapter, and peft_config asks for another. "
+            "Give the base, or leave peft_config out."
+        )
+    if not dequantize and "quantization_config" in model_kwargs:
+        raise ConfigError(
+            "dequantize=False keeps a quantised base, quantization_config quantises a plain one. Give one."
+        )
+    model = build_meta_model(checkpoint.config, dtype=dtype, **model_kwargs)
+    set_generation_config(model, checkpoint.generation_config)
+    if not dequantize:
+        keep_stored(model, checkpoint.index)
+    if peft_config is not None:
+        refuse_for_shards(peft_config, model)
+    return model
+
+
 def _planned(
     model: PreTrainedModel,
     accelerator: Any,
@@ -370,12 +378,13 @@ def _chosen_dtype(
     dtype: torch.dtype | str | None,
     checkpoint: Checkpoint,
     mp_policy: MixedPrecisionPolicy | None,
-    is_frozen: bool,
+    peft_config: Any,
     model_kwargs: dict[str, Any],
 ) -> torch.dtype | None:
     """The given dtype, else float32 for masters of a lower precision and the checkpoint's where none are needed."""
     if isinstance(dtype, torch.dtype):
         return dtype
+    is_frozen = any(each is not None for each in (checkpoint.adapter, checkpoint.adapter_state, peft_config))
     is_lower = mp_policy is not None and mp_policy.param_dtype is not None
     if dtype is None and is_lower and not is_frozen and not has_4bit_layers(checkpoint.config, model_kwargs):
         return torch.float32
