@@ -244,8 +244,8 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
     expandable = expandable or setup.expandable_segments
-    later = [step.events] * (1 if expandable else _SETTLED)
-    return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
+    parameters = (*step.parameters, workspace)
+    return replay(parameters, step.first, step.events, limit=limit, expandable=expandable, again=_SETTLED - 1)
 
 
 def _workspace(gpu: Gpu) -> int:
