@@ -151,9 +151,7 @@ class Replay:
         return max(self.allocated, default=0)
 
 
-def replay(
-    *lists: Iterable[Event], limit: int | None = None, expandable: bool = False, again: int = 0
-) -> Replay:
+def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool = False, again: int = 0) -> Replay:
     """Run lists of events through an allocator one after the other; the last list is what the result speaks of, which
     runs up to `again` times more, until it takes nothing new from the driver.
 

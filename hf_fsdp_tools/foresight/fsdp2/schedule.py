@@ -1,7 +1,6 @@
 """What FSDP2 does at each module's passes: gathers, copies, frees, reductions, and on which stream.
 
-The order of memory is that of torch 2.13, `torch/distributed/fsdp/_fully_shard` (`FSDPParamGroup`, `foreach_all_gather`,
-`foreach_reduce`).
+The order of memory is that of `FSDPParamGroup`, `foreach_all_gather` and `foreach_reduce` in torch 2.13.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hf_fsdp_tools.foresight.events import Alloc, Event, EventWriter, Free, Gradient, Mark, Parameter, Stream, Trace, Work
+from hf_fsdp_tools.foresight.events import (
+    Alloc,
+    Event,
+    EventWriter,
+    Free,
+    Gradient,
+    Mark,
+    Parameter,
+    Stream,
+    Trace,
+    Work,
+)
 from hf_fsdp_tools.foresight.fsdp2.optimizer import optimizer_step, write_muon
 from hf_fsdp_tools.foresight.fsdp2.schedule import Fsdp2Schedule
 from hf_fsdp_tools.foresight.fsdp2.shards import Shard
