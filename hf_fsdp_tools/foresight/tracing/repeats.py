@@ -268,7 +268,7 @@ class _Expansion:
 
     def _moved(self, event: Any, key: _Segment | None, shift: int) -> Event:
         """An event with the number of its memory and its name replaced."""
-        kind, changes = type(event), {}
+        kind, changes = type(event), dict[str, Any]()
         if kind is not Work and kind is not Mark:
             changes["block"] = self._number(event.block, key, shift)
         if (field := _NAMES.get(kind)) is not None:
