@@ -107,14 +107,9 @@ class Page:
     """How the cells of one benchmark are shown."""
 
     title: str
-    script: str
-    """At whose top stands what the columns mean."""
-
-    title_of: Callable[[Figures], str]
-    """What was measured in a cell, in words."""
-
-    table: Callable[[dict[str, Row]], list[str]]
-    """The rows of a cell."""
+    script: str  # At whose top stands what the columns mean
+    title_of: Callable[[Figures], str]  # What was measured in a cell, in words
+    table: Callable[[dict[str, Row]], list[str]]  # The rows of a cell
 
     def render(self, records: Sequence[dict[str, Any]]) -> str:
         """All cells; of a cell that was measured twice, the last."""

@@ -1,4 +1,4 @@
-"""The trainings whose memory is counted and foreseen, as data: a model and a setup each, in three sizes."""
+"""The trainings whose memory is counted and estimated, as data: a model and a setup each, in three sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,16 +152,12 @@ def _mllama(size: Size) -> PreTrainedConfig:
 class Case:
     """One training."""
 
-    name: str
-    """As in the tables."""
-    config: Callable[[Size], PreTrainedConfig]
-    """The model of a size."""
+    name: str  # As in the tables
+    config: Callable[[Size], PreTrainedConfig]  # The model of a size
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `TrainingSetup` beside the batch and the number of GPUs."""
-    auto_class: Any = hf.AutoModelForCausalLM
-    """transformers' class of the model."""
-    ranks: int = 2
-    """Ranks of a run on CPUs."""
+    auto_class: Any = hf.AutoModelForCausalLM  # transformers' class of the model
+    ranks: int = 2  # Ranks of a run on CPUs
     on: tuple[str, ...] = ("cpu", "cuda")
     """Devices that can run it."""
 
@@ -226,12 +222,7 @@ CASES = (
             ("offloaded", {"": True, "_offload": True}),
             (
                 "every 3rd block offloaded, products kept",
-                {
-                    "": True,
-                    "_every_n_layers": 3,
-                    "_offload": True,
-                    "_save_ops": ("matmul",),
-                },
+                {"": True, "_every_n_layers": 3, "_offload": True, "_save_ops": ("matmul",)},
             ),
         )
     ),

@@ -42,12 +42,8 @@ DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
 class Job:
     """One load, the same on every rank."""
 
-    folder: Path
-    """The checkpoint."""
-
-    dtype: torch.dtype
-    """What its bf16 becomes."""
-
+    folder: Path  # The checkpoint
+    dtype: torch.dtype  # What its bf16 becomes
     device: str = "cpu"
     """Where the shards go: "cpu", or "cuda", a GPU per rank."""
 

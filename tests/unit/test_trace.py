@@ -171,9 +171,9 @@ def test_blocks_that_differ_are_all_run():
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_memory_and_products_are_those_of_a_real_step(kind):
     """Without FSDP, in fp32, with attention of plain operations, whose kernels take no memory of their own; experts are
-    foreseen in grouped products, and run here one by one."""
+    estimated in grouped products, and run here one by one."""
     setup = TrainingSetup(seq_len=32, precision="fp32", wrapping="root", attn_implementation="eager")
-    foreseen = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
+    estimated = trace_model(*build(CONFIGS[kind](2), setup), setup, device="cpu")
     ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
     real = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](2), **ways).train()
     ids = torch.zeros(1, 32, dtype=torch.int64)
@@ -185,11 +185,11 @@ def test_memory_and_products_are_those_of_a_real_step(kind):
     step()
     with FlopCounterMode(display=False) as counter:
         step()
-    assert foreseen.model_flops == counter.get_total_flops()
+    assert estimated.model_flops == counter.get_total_flops()
     if kind == "tied":
         highest = max(accumulate(memory_changes(step)))
-        inputs = sum(each.num_bytes for each in allocs(foreseen) if each.kind == "inputs")
-        own = memory_of(foreseen.events)[0] - inputs
+        inputs = sum(each.num_bytes for each in allocs(estimated) if each.kind == "inputs")
+        own = memory_of(estimated.events)[0] - inputs
         assert 0 <= highest - own <= 64, "but for numbers that a CPU's kernels keep as tensors"
 
 
