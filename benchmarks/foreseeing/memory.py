@@ -133,9 +133,7 @@ def requested(step: Step) -> tuple[int, int]:
 
 # ---- on CPUs ----
 
-_STEPS_ON_CPUS = 2
-"""The last is counted: the optimizer has its state, FSDP2 its buffers."""
-
+_STEPS_ON_CPUS = 2  # The last is counted: the optimizer has its state, FSDP2 its buffers
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast")
 _COLLECTIVES += ("reduce_scatter_single", "reduce_scatter_tensor")
 """Names of what FSDP2 calls, in several versions of PyTorch."""

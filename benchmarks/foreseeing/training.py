@@ -110,10 +110,9 @@ def _fill(model: nn.Module) -> None:
 
 
 def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if setup.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    if setup.optimizer == "adamw_foreach":
-        return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    if setup.optimizer in ("adamw", "adamw_foreach"):
+        is_fused = setup.optimizer == "adamw"
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=is_fused, foreach=not is_fused)
     assert setup.optimizer == "sgd", f"no case runs {setup.optimizer}"
     return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
 

@@ -212,8 +212,7 @@ def measure(name: str, job: Job, tiny: Path, check: bool) -> Figures:
 def touch(shards: Sequence[torch.Tensor]) -> None:
     """Write to every page once: some loaders only map files."""
     for shard in shards:
-        pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
-        pages.add_(0)
+        (shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard).add_(0)
 
 
 @torch.no_grad()
