@@ -139,7 +139,7 @@ def test_what_weights_that_stay_quantised_take_is_foreseen(request, name):
         assert -1e-3 * peak < late < 5e-3 * peak
         # of grouped products, CPUs copy each matrix
         assert sum(size for size in changes if size > 0) == pytest.approx(
-            taken, rel=4e-2 if "experts" in name else 1e-2
+            taken, rel=4e-2 if "experts" in name else 3e-2
         )
         assert found["held"] == pytest.approx(held, rel=1e-3)
         works = [event for event in step.events if isinstance(event, Work) and event.operation == "all_gather"]
@@ -153,7 +153,7 @@ def test_what_ranks_that_share_rows_take_is_foreseen(real):
     step = estimated_on_cpus(case_named(SHARED), "tiny", 2)
     taken = sum(event.num_bytes for event in step.events if isinstance(event, Alloc))
     for rank in real:
-        assert sum(size for size, *_ in rank[SHARED]["events"] if size > 0) == pytest.approx(taken, rel=1e-2)
+        assert sum(size for size, *_ in rank[SHARED]["events"] if size > 0) == pytest.approx(taken, rel=3e-2)
         assert 0 <= rank[SHARED]["peak"] - requested(step)[1] < 8 * 2 * 16 * 64 * 4
 
 
