@@ -44,7 +44,7 @@ class _Pool:
     def __init__(self, is_small: bool, is_expandable: bool) -> None:
         self.least_rest = _UNIT if is_small or is_expandable else _SMALL + _UNIT  # of a block that is split
         self.page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-        self.mapped = 0  # Address up to which an expandable segment has memory
+        self.last: _Block | None = None  # The block at the end of an expandable segment
         self.free: list[tuple[int, int, _Block]] = []  # with size and address, sorted by these
 
     def add(self, block: _Block) -> None:
@@ -71,24 +71,22 @@ class CachingAllocator:
         is_small = size <= _SMALL
         if (pool := self._pools.get((stream, is_small))) is None:
             pool = self._pools[stream, is_small] = _Pool(is_small, self._expandable)
-            if self._expandable:  # one segment, of whose range memory is mapped as far as it was used
-                pool.mapped = self._top
-                pool.add(self._new_range(pool, _RANGE))
         at = bisect_left(pool.free, (size,))  # the smallest that holds it, of these the one at the lowest address
         if at < len(pool.free):
             block = pool.free.pop(at)[2]
-            if (missing := block.address + size - pool.mapped) > 0 and self._expandable:
-                self._reserve(-(-missing // pool.page) * pool.page)
-                pool.mapped += -(-missing // pool.page) * pool.page
+        elif self._expandable:
+            block = self._grown(pool, size)
         else:
             wanted = pool.page if size < _LARGE else -(-size // _LARGE_UNIT) * _LARGE_UNIT
             self._reserve(wanted)
-            block = self._new_range(pool, wanted)
+            self._top += wanted
+            block = _Block(self._top - wanted, wanted, pool, None, None)
         if block.size - size >= pool.least_rest:
             rest = _Block(block.address + size, block.size - size, pool, block, block.behind)
             if block.behind is not None:
                 block.behind.before = rest
             block.behind, block.size = rest, size
+            pool.last = rest if pool.last is block else pool.last
             pool.add(rest)
         block.in_use = True
         self.allocated += block.size
@@ -107,9 +105,21 @@ class CachingAllocator:
             block = _joined(block, behind)
         pool.add(block)
 
-    def _new_range(self, pool: _Pool, size: int) -> _Block:
-        self._top += size
-        return _Block(self._top - size, size, pool, None, None)
+    def _grown(self, pool: _Pool, size: int) -> _Block:
+        """Map more pages at the end of the pool's only segment (`try_allocate_expandable_block`)."""
+        if (block := pool.last) is None:
+            block = _Block(self._top, 0, pool, None, None)
+            self._top += _RANGE
+        elif block.in_use:
+            before, block = block, _Block(block.address + block.size, 0, pool, block, None)
+            before.behind = block
+        else:
+            pool.remove(block)
+        missing = -(-(size - block.size) // pool.page) * pool.page
+        self._reserve(missing)
+        block.size += missing
+        pool.last = block
+        return block
 
     def _reserve(self, num_bytes: int) -> None:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
@@ -132,6 +142,8 @@ def _joined(low: _Block, high: _Block) -> _Block:
     low.behind = high.behind
     if high.behind is not None:
         high.behind.before = low
+    if low.pool.last is high:
+        low.pool.last = low
     return low
 
 
