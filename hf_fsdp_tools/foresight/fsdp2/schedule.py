@@ -55,7 +55,7 @@ class Fsdp2Schedule:
         self.reduces = True  # `set_requires_gradient_sync`: False keeps the gradients of a backward pass whole
         self._kept_gather: tuple[int, ...] = ()  # The buffer of the last gather of the forward pass
         self._inputs: list[int] = []  # The input of the last reduction
-        self._order: list[_Unit] = []  # Of the forward passes
+        self._order: list[_Unit] = []  # In which the forward passes ran
         self._late: list[_Unit] = []  # Units with modules that never ran, whose backward pass begins with the root's
         self._whole: dict[str, int] = {}  # Whole gradients of earlier micro-steps in the reduction's dtype
 
