@@ -276,6 +276,8 @@ class Fsdp2Schedule:
         writer.free(*reversed(rest))  # the last one is a variable of torch's loop until the end
         is_kept = master == self._dtype and not setup.offload and not unit.has_gradients
         output = writer.take(numel * size, "gradients" if is_kept else "reduce buffers", "reduce_scatter")
+        if setup.reduce_dtype == "fp16":  # it is divided before and after
+            writer.work("memory", 2 * numel * (ranks + 1) * size, "reduce_scatter")
         if ranks > 1:
             num_bytes = numel * ranks * size
             writer.work("reduce_scatter", num_bytes, "reduce_scatter", dtype_bytes=size, ranks=ranks, axis=axis)
