@@ -52,6 +52,7 @@ class Fsdp2Schedule:
         self._by_module = {module: unit for unit in self._units for module in unit.unit.modules}
         self._of_parameter = {shard.parameter.fqn: unit for unit in self._units for shard in unit.shards}
         self.shards = [shard for unit in self._units for shard in unit.shards]
+        self._place = {parameter.fqn: at for at, parameter in enumerate(parameters)}
         self.reduces = True  # `set_requires_gradient_sync`: False keeps the gradients of a backward pass whole
         self._kept_gather: tuple[int, ...] = ()  # The buffer of the last gather of the forward pass
         self._inputs: list[int] = []  # The input of the last reduction
@@ -115,8 +116,9 @@ class Fsdp2Schedule:
         self._writer.unit, self._writer.phase = "", "forward"
 
     def end_step(self) -> None:
-        """Gradients are set to None."""
-        for unit in self._units:
+        """Gradients are set to None in the order of parameters; a unit's memory goes with its last one."""
+        last = {unit: max((self._place[s.parameter.fqn] for s in unit.shards), default=0) for unit in self._units}
+        for unit in sorted(self._units, key=last.__getitem__):
             self._writer.free(*[] if unit.shard_gradients is None else [unit.shard_gradients])
             unit.shard_gradients, unit.has_gradients = None, False
 
