@@ -1,11 +1,10 @@
-"""What is foreseen of trainings beside what they really take.
+"""What is estimated of trainings beside what they really take.
 
     python benchmarks/foresight.py memory --records FILE.jsonl                            # CPUs, over gloo
     python benchmarks/foresight.py memory --device cuda --size large --gpus 1 8 64 --records FILE      # a GPU
     python benchmarks/foresight.py published throughput --output FILE.md                   # published tokens per second
     python benchmarks/foresight.py published throughput --fit --output FILE.md             # with constants fitted anew
     python benchmarks/foresight.py published memory --rows Liger --output FILE.md          # published peaks
-    python benchmarks/foresight.py stored --output benchmarks/results/foresight_stored.md  # LoRA on quantised bases
 
 A record is written as it comes, and a page (.md) of all beside them; what has one is not run again. On CPUs all ranks
 run; on CUDA this machine's one device is rank 0 of a group whose collectives do nothing. `--size` says how large the
@@ -31,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.foreseeing import memory
 from benchmarks.foreseeing.cases import CASES, SIZES
 from benchmarks.foreseeing.published import START, Row, fit, read_rows
-from benchmarks.foreseeing.released import HEADS, RELEASED, foreseen_rows
 from benchmarks.measuring import table_of
 from hf_fsdp_tools.foresight.throughput import throughput_of
 from hf_fsdp_tools.testing import hide_gpus
@@ -40,7 +38,7 @@ _KEYS = ("case", "device", "size", "gpus")
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    """Measure, foresee, and report."""
+    """Measure, estimate, and report."""
     records = [json.loads(line) for line in args.records.read_text().splitlines()] if args.records.exists() else []
     hide_gpus()  # from this process and the fork server, not from ranks that are to use one
     known = {tuple(record[key] for key in _KEYS) for record in records}
@@ -50,11 +48,11 @@ def run_memory(args: argparse.Namespace) -> None:
             continue
         try:
             record["measured"] = memory.measured(case, args.device, args.size, world)
-            record |= memory.foresee(record)
+            record |= memory.estimate(record)
         except Exception as error:  # the other cases are run all the same
             print(f"{case.name}, {world} GPUs: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
-        texts = (f"{key} {record['measured'][key]:,} foreseen {value:,}" for key, value in record["foreseen"].items())
+        texts = (f"{key} {record['measured'][key]:,} estimated {value:,}" for key, value in record["estimated"].items())
         print(f"{case.name} ({args.size}, {world} GPUs): {', '.join(texts)}", flush=True)
         records.append(record)
         with args.records.open("a") as stream:
@@ -63,7 +61,7 @@ def run_memory(args: argparse.Namespace) -> None:
 
 
 def run_published(args: argparse.Namespace) -> None:
-    """Foresee, fit if asked to, and report."""
+    """Estimate, fit if asked to, and report."""
     rows = [row for row in read_rows(args.kind) if args.rows in f"{row.entry['source']} {row.name}"]
     constants = None
     if args.fit:
@@ -71,29 +69,20 @@ def run_published(args: argparse.Namespace) -> None:
     args.output.write_text(published_report(rows, constants))
 
 
-def run_stored(args: argparse.Namespace) -> None:
-    """Foresee LoRA on bases that stay quantised beside dequantised ones; nothing is measured."""
-    found = []
-    for row in foreseen_rows(args.models):
-        print(*row, flush=True)
-        found.append(row)
-    args.output.write_text("\n".join(["# LoRA on quantised bases, foreseen", "", *table_of(HEADS, found), ""]))
-
-
 def measured_report(records: Sequence[dict[str, Any]]) -> str:
     """Real trainings: on CPUs every allocation counted, on a device the counts of PyTorch's caching allocator."""
-    lines = ["# Memory: foreseen beside measured", ""]
+    lines = ["# Memory: estimated beside measured", ""]
     for device in dict.fromkeys((record["device"], record["measured"].get("device", "CPUs")) for record in records):
         some = [each for each in records if (each["device"], each["measured"].get("device", "CPUs")) == device]
-        kinds = [key for key in some[0]["foreseen"] if key != "held"]
+        kinds = [key for key in some[0]["estimated"] if key != "held"]
         rows = []
         for record in some:
             cells = [record["case"], f"{record['gpus']}", f"{record['measured']['parameters'] / 1e6:.1f} M"]
             for kind in kinds:
-                real, foreseen = record["measured"][kind], record["foreseen"][kind]
-                cells += [f"{real / 2**20:,.1f}", f"{foreseen / 2**20:,.1f}", f"{foreseen / real - 1:+.4%}"]
+                real, estimated = record["measured"][kind], record["estimated"][kind]
+                cells += [f"{real / 2**20:,.1f}", f"{estimated / 2**20:,.1f}", f"{estimated / real - 1:+.4%}"]
             rows.append(cells)
-        heads = [head for kind in kinds for head in (f"{kind} MiB", "foreseen", "error")]
+        heads = [head for kind in kinds for head in (f"{kind} MiB", "estimated", "error")]
         torch = ", ".join(sorted({record["measured"]["torch"] for record in some}))
         shown = table_of(["training", "GPUs", "parameters", *heads], rows)
         lines += [f"## {device[1]}, PyTorch {torch}", "", *shown, ""]
@@ -106,12 +95,12 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
     rates: list[Sequence[str]] = []
     errors: dict[str, list[float]] = {}
     for row in rows:
-        memory, source = row.foresee(), row.entry["source"]
+        memory, source = row.estimate(), row.entry["source"]
         if gib := row.entry.get("gib"):
             kinds = {"allocated": memory.peak_allocated, "reserved": memory.peak_reserved, "total": memory.total}
-            foreseen = kinds[row.entry["kind"]] / 2**30
-            errors.setdefault("peak memory", []).append(foreseen / float(gib) - 1)
-            peaks.append((source, row.name, gib, f"{foreseen:.1f}", f"{foreseen / float(gib) - 1:+.1%}"))
+            estimated = kinds[row.entry["kind"]] / 2**30
+            errors.setdefault("peak memory", []).append(estimated / float(gib) - 1)
+            peaks.append((source, row.name, gib, f"{estimated:.1f}", f"{estimated / float(gib) - 1:+.1%}"))
         if row.tokens_per_second:
             estimate = throughput_of(memory, efficiency=row.efficiency)
             rate, real = estimate.tokens_per_second_per_gpu, row.tokens_per_second
@@ -119,7 +108,7 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
             for name in ("tokens per second", f"of these {'fitted' if is_fitted else 'in no fit'}"):
                 errors.setdefault(name, []).append(rate / real - 1)
             rates.append((source, row.name, f"{real:,.0f}", f"{rate:,.0f}", f"{rate / real - 1:+.1%}"))
-    lines = ["# Published trainings and what was foreseen", "", "Errors are foreseen over published, less 1.", ""]
+    lines = ["# Published trainings and what was estimated", "", "Errors are estimated over published, less 1.", ""]
     lines += table_of(
         ("figure", "number", "mean error", "median", "bias", "90 % below", "worst"),
         [_summary(name, some) for name, some in errors.items()],
@@ -129,7 +118,7 @@ def published_report(rows: Sequence[Row], constants: dict[str, float] | None = N
         lines += ["", "## Constants", "", *table_of(("constant", "value", "before"), cells)]
     for title, some, unit in (("Peak memory", peaks, "GiB"), ("Throughput", rates, "tokens/s per GPU")):
         if some:
-            heads = ("source", "training", f"published {unit}", "foreseen", "error")
+            heads = ("source", "training", f"published {unit}", "estimated", "error")
             lines += ["", f"## {title}", "", *table_of(heads, some)]
     return "\n".join(lines) + "\n"
 
@@ -158,10 +147,6 @@ def main() -> None:
     one.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64], help="of the groups, with --device cuda")
     one.add_argument("--records", type=Path, required=True, help="JSON lines to which runs are added; a page beside it")
     one.set_defaults(run=run_memory)
-    three = commands.add_parser("stored", help="foresee LoRA on checkpoints that were released quantised")
-    three.add_argument("--models", nargs="+", choices=list(RELEASED), default=list(RELEASED), help="only these")
-    three.add_argument("--output", type=Path, required=True, help="Markdown file")
-    three.set_defaults(run=run_stored)
     two = commands.add_parser("published", help="compare with published trainings")
     two.add_argument("kind", choices=["throughput", "memory"])
     two.add_argument("--rows", default="", help="only rows whose source or name has this text in it")

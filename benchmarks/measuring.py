@@ -30,9 +30,6 @@ LIMIT = "limit"
 OURS = "hf_fsdp_tools"
 
 
-# ---- rounds ----
-
-
 def in_turn(names: Sequence[str], rounds: int) -> Iterator[str]:
     """Each name once per round. Rounds begin in different places: who comes after a contestant that took much memory
     finds it at hand, where the host of a virtual machine takes free memory back.
@@ -107,14 +104,9 @@ class Page:
     """How the cells of one benchmark are shown."""
 
     title: str
-    script: str
-    """At whose top stands what the columns mean."""
-
-    title_of: Callable[[Figures], str]
-    """What was measured in a cell, in words."""
-
-    table: Callable[[dict[str, Row]], list[str]]
-    """The rows of a cell."""
+    script: str  # At whose top stands what the columns mean
+    title_of: Callable[[Figures], str]  # What was measured in a cell, in words
+    table: Callable[[dict[str, Row]], list[str]]  # The rows of a cell
 
     def render(self, records: Sequence[dict[str, Any]]) -> str:
         """All cells; of a cell that was measured twice, the last."""
@@ -143,15 +135,12 @@ def add_page_options(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--records", type=Path, help="JSON lines to which cells are added, with a page (.md) beside it")
 
 
-def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Where the ranks of a benchmark run, how many there are, and how often; for `with_ranks`."""
+def parsed_with_ranks(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with those of where the ranks of a benchmark run, how many there are, and how often."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if num_gpus() else "cpu")
     parser.add_argument("--ranks", type=int, help="2 on CPUs, all GPUs otherwise")
     parser.add_argument("--runs", type=int, default=3)
-
-
-def with_ranks(args: argparse.Namespace) -> argparse.Namespace:
-    """The options with a number of ranks."""
+    args = parser.parse_args()
     args.ranks = args.ranks or (num_gpus() if args.device == "cuda" else 2)
     return args
 

@@ -37,14 +37,9 @@ STORED = torch.bfloat16
 class Job:
     """One save, the same on every rank."""
 
-    load: Load
-    """The checkpoint from which the model comes, the dtype of its parameters, where its shards are."""
-
-    target: Path
-    """The folder to save to."""
-
-    file_bytes: int
-    """Largest weight file, so that there are as many as the checkpoint has."""
+    load: Load  # The checkpoint from which the model comes, the dtype of its parameters, where its shards are
+    target: Path  # The folder to save to
+    file_bytes: int  # Largest weight file, so that there are as many as the checkpoint has
 
 
 _PART_BYTES = 2**23  # of one request of the limit, as of ours
@@ -54,12 +49,10 @@ _THREADS = 4  # of torch's own writers, each of which takes a file
 class Saver(NamedTuple):
     """One way to save."""
 
-    make: Callable[[Job], Any]
-    """What is to be saved, on this rank."""
+    make: Callable[[Job], Any]  # What is to be saved, on this rank
     save: Callable[[Any, Job], dict[str, Any] | None]
     """Saves it; every rank calls. What it gives is kept with the figures."""
-    syncs: str
-    """What it brings to disk before it returns."""
+    syncs: str  # What it brings to disk before it returns
 
 
 def is_first() -> bool:

@@ -41,17 +41,16 @@ from benchmarks.measuring import (
     Row,
     about,
     add_page_options,
-    add_rank_options,
     begin,
     measured,
     on_ranks,
+    parsed_with_ranks,
     ranks_of,
     ratio,
     seconds_text,
     share_cores,
     table_of,
     usage,
-    with_ranks,
 )
 from hf_fsdp_tools import from_pretrained, live_weights
 from hf_fsdp_tools.loading.index import CheckpointIndex
@@ -75,10 +74,9 @@ MODELS = {
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_rank_options(parser)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     add_page_options(parser, "hf_fsdp_tools-stream")
-    return with_ranks(parser.parse_args())
+    return parsed_with_ranks(parser)
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -41,18 +41,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loading.models import make_checkpoint
-from benchmarks.measuring import (
-    OURS,
-    Page,
-    Row,
-    about,
-    add_page_options,
-    add_rank_options,
-    in_turn,
-    ratio,
-    table_of,
-    with_ranks,
-)
+from benchmarks.measuring import OURS, Page, Row, about, add_page_options, in_turn, parsed_with_ranks, ratio, table_of
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.testing import run_ranks
 
@@ -67,12 +56,11 @@ SMALL = {"hidden_size": 384, "num_layers": 8, "vocab_size": 8192}
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_rank_options(parser)
     parser.add_argument("--models", nargs="+", choices=["small", "1b", "8b"], help="small on CPUs, 1b on GPUs")
     parser.add_argument("--tuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--steps", type=int, default=12, help="of which the first four are not timed")
     add_page_options(parser, "hf_fsdp_tools-training")
-    args = with_ranks(parser.parse_args())
+    args = parsed_with_ranks(parser)
     on_gpu = args.device == "cuda"
     args.models = args.models or (["1b"] if on_gpu else ["small"])
     args.seq_len = 4096 if on_gpu else 512

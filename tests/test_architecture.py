@@ -203,7 +203,7 @@ def test_only_integrations_imports_accelerate_and_the_trainer():
         assert ("peft" in roots) <= (name in OF_PEFT), name
 
 
-def test_benchmarks_do_not_import_tests_and_tests_import_of_them_what_was_foreseen_alone():
+def test_benchmarks_do_not_import_tests_and_tests_import_of_them_what_was_estimated_alone():
     root = PACKAGE.parent
     for folder, other in (("benchmarks", "tests"), ("tests", r"benchmarks(?!\.foreseeing)")):
         texts = {path: path.read_text() for path in (root / folder).rglob("*.py")}

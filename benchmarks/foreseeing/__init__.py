@@ -1,1 +1,1 @@
-"""What `benchmarks/foresight.py` runs: real trainings whose memory is counted, beside what was foreseen."""
+"""What `benchmarks/foresight.py` runs: real trainings whose memory is counted, beside what was estimated."""

@@ -1,4 +1,4 @@
-"""The trainings whose memory is counted and foreseen, as data: a model and a setup each, in three sizes."""
+"""The trainings whose memory is counted and estimated, as data: a model and a setup each, in three sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -148,20 +148,19 @@ def _mllama(size: Size) -> PreTrainedConfig:
     return hf.MllamaConfig(text_config=text, vision_config=vision, image_token_index=9)
 
 
+EVERY, ON_HOST, KEPT = (f"activation_checkpointing_{name}" for name in ("every_n_layers", "offload", "save_ops"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training."""
 
-    name: str
-    """As in the tables."""
-    config: Callable[[Size], PreTrainedConfig]
-    """The model of a size."""
+    name: str  # As in the tables
+    config: Callable[[Size], PreTrainedConfig]  # The model of a size
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `TrainingSetup` beside the batch and the number of GPUs."""
-    auto_class: Any = hf.AutoModelForCausalLM
-    """transformers' class of the model."""
-    ranks: int = 2
-    """Ranks of a run on CPUs."""
+    auto_class: Any = hf.AutoModelForCausalLM  # transformers' class of the model
+    ranks: int = 2  # Ranks of a run on CPUs
     on: tuple[str, ...] = ("cpu", "cuda")
     """Devices that can run it."""
 
@@ -216,23 +215,11 @@ CASES = (
     ),
     Case(name="checkpointing", config=_llama, settings=dict(activation_checkpointing=True)),
     *(
-        Case(
-            name=f"checkpointing, {name}",
-            config=_llama,
-            settings={f"activation_checkpointing{key}": value for key, value in settings.items()},
-        )
-        for name, settings in (
-            ("every 2nd block", {"": True, "_every_n_layers": 2}),
-            ("offloaded", {"": True, "_offload": True}),
-            (
-                "every 3rd block offloaded, products kept",
-                {
-                    "": True,
-                    "_every_n_layers": 3,
-                    "_offload": True,
-                    "_save_ops": ("matmul",),
-                },
-            ),
+        Case(name=f"checkpointing, {name}", config=_llama, settings={"activation_checkpointing": True} | more)
+        for name, more in (
+            ("every 2nd block", {EVERY: 2}),
+            ("offloaded", {ON_HOST: True}),
+            ("every 3rd block offloaded, products kept", {EVERY: 3, ON_HOST: True, KEPT: ("matmul",)}),
         )
     ),
     Case(name="accumulation", config=_llama, settings=dict(gradient_accumulation_steps=3)),

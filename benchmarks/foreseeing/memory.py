@@ -1,4 +1,4 @@
-"""Measure the memory of the cases on this machine and foresee it: one record for each run.
+"""Measure the memory of the cases on this machine and estimate it: one record for each run.
 
 On CPUs over gloo it is counted allocation by allocation. Every allocation and free of PyTorch's CPU allocator from the
 first parameter to the end of the second step is in `torch.profiler`'s memory events, on all threads, with its address
@@ -89,24 +89,24 @@ def counted_on_cuda(name: str, size: str, num_gpus: int) -> dict[str, Any]:
     }
 
 
-def foresee(record: dict[str, Any]) -> dict[str, Any]:
-    """What this package foresees of a run."""
+def estimate(record: dict[str, Any]) -> dict[str, Any]:
+    """What this package estimates of a run."""
     case, size, world = case_named(record["case"]), record["size"], record["gpus"]
     setup = case.sized(size, world)
     config = case.config(SIZES[size])
     if record["device"] == "cpu":
-        held, peak = requested(foreseen_on_cpus(case, size, world))
-        foreseen = {"held": held, "peak": peak}
+        held, peak = requested(estimated_on_cpus(case, size, world))
+        estimated = {"held": held, "peak": peak}
     else:
         gpu = "h200-141gb" if "H200" in record["measured"]["device"] else "h100-80gb"
         fields = {"num_gpus": world, "batch_size": setup.batch_size, "seq_len": setup.seq_len, "gpu": gpu}
         fields |= case.settings | {"loss": "full", "model_kwargs": {"auto_class": case.auto_class}}
         estimate = estimate_memory(config, **fields)
-        foreseen = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
-    return {"foreseen": foreseen, "transformers": transformers.__version__}
+        estimated = {"allocated": estimate.peak_allocated, "reserved": estimate.peak_reserved}
+    return {"estimated": estimated, "transformers": transformers.__version__}
 
 
-def foreseen_on_cpus(case: Case, size: str, world: int) -> Step:
+def estimated_on_cpus(case: Case, size: str, world: int) -> Step:
     """The step of a case as CPUs run it, whose kernels save other things than those of GPUs."""
     setup = case.sized(size, world)
     model, plan = build(case.config(SIZES[size]), setup, auto_class=case.auto_class)
@@ -133,9 +133,7 @@ def requested(step: Step) -> tuple[int, int]:
 
 # ---- on CPUs ----
 
-_STEPS_ON_CPUS = 2
-"""The last is counted: the optimizer has its state, FSDP2 its buffers."""
-
+_STEPS_ON_CPUS = 2  # The last is counted: the optimizer has its state, FSDP2 its buffers
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "all_reduce", "broadcast")
 _COLLECTIVES += ("reduce_scatter_single", "reduce_scatter_tensor")
 """Names of what FSDP2 calls, in several versions of PyTorch."""
@@ -155,10 +153,8 @@ class Allocation:
 
     time_ns: int
     address: int
-    num_bytes: int
-    """Negative where it is given back."""
-    above: tuple[str, ...]
-    """The operations in which it happened, outermost first."""
+    num_bytes: int  # Negative where it is given back
+    above: tuple[str, ...]  # The operations in which it happened, outermost first
 
     @property
     def is_scratch(self) -> bool:

@@ -8,12 +8,12 @@ settled by these rules, none of which looks at a figure:
 - `checkpointing` "1/2" means every second block (torchtitan's "selective layer"). fms-fsdp's "selective" is 1/2 for 13B
   (its HFU over its MFU says so) and 34B, and 3/4 for 70B: the smallest usual share with which its batch fits.
 - `checkpointing` "selective-op" is torchtitan's rule: attention and every second matmul of a block are kept, what is
-  left is computed again. Nothing is foreseen of the memory of such rows.
+  left is computed again. Nothing is estimated of the memory of such rows.
 - `precision` "PURE" of llm-foundry reduces in bf16, "DEFAULT" in fp32 (Composer); fms-fsdp reduces in bf16.
 - The network is the usual one of the GPU where a publication names none.
 - The FSDP paper's 175B rows hold for 128 to 512 GPUs; 256 are taken.
 - llm-foundry and TinyLlama run a fused cross entropy; that of transformers makes copies of the logits in fp32, so the
-  memory of these rows is less than foreseen, and no row of theirs is taken to wait for a full GPU.
+  memory of these rows is less than estimated, and no row of theirs is taken to wait for a full GPU.
 - TinyLlama's fused kernels and FlashAttention-2 count as compiled, of 2024.
 - PyTorch's post of 2022 wrapped the linear layers of the decoder one by one. Its teraflop/s and those of the FSDP paper
   count the recomputation, 96 B s l h^2 (1 + s/6h + V/16lh) per step, as in the script that measured them (`calc_flop`
@@ -100,12 +100,10 @@ def model_config(name: str, seq_len: int) -> PreTrainedConfig:
 class Row:
     """One published training."""
 
-    entry: dict[str, str]
-    """The row of the file."""
+    entry: dict[str, str]  # The row of the file
     setup: TrainingSetup
     recomputed: Recomputed
-    tokens_per_second: float | None
-    """Per GPU."""
+    tokens_per_second: float | None  # Per GPU
 
     @property
     def publisher(self) -> str:
@@ -131,7 +129,7 @@ class Row:
         is_old = self.entry.get("era", "2024") < "2024"
         return replace(latest, attention=latest.attention / NEWER_ATTENTION) if is_old else latest
 
-    def foresee(self) -> MemoryEstimate:
+    def estimate(self) -> MemoryEstimate:
         """The memory of the training, with the events of its step."""
         forecast = step_of(model_config(self.entry["model"], self.setup.seq_len), self.setup)
         if self.recomputed not in (0, 1):
@@ -261,12 +259,12 @@ def efficiency_from(constants: Mapping[str, float], row: Row) -> Efficiency:
 
 
 def fit(rows: Sequence[Row], rounds: int = 4) -> dict[str, float]:
-    """The constants with which rows are foreseen best: least squares of the logarithms, large errors softened.
+    """The constants with which rows are estimated best: least squares of the logarithms, large errors softened.
 
     Every publisher has the weight of the square root of the number of its rows for a GPU; the constants are drawn to
     `START` a little. Each round simulates every row once for each constant, which takes minutes.
     """
-    memories = [row.foresee() for row in rows]
+    memories = [row.estimate() for row in rows]
     groups = [(row.publisher, gpu_named(row.setup.gpu).family) for row in rows]
     counts = Counter(groups)
     weights = np.array([1 / math.sqrt(counts[group]) for group in groups])
@@ -287,7 +285,7 @@ def fit(rows: Sequence[Row], rounds: int = 4) -> dict[str, float]:
 
 
 def _errors(rows: Sequence[Row], memories: Sequence[MemoryEstimate], constants: Mapping[str, float]) -> np.ndarray:
-    """Logarithms of foreseen over published rates."""
+    """Logarithms of estimated over published rates."""
     rates = [
         throughput_of(memory, efficiency=efficiency_from(constants, row)).tokens_per_second_per_gpu
         for row, memory in zip(rows, memories, strict=True)

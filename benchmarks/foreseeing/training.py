@@ -12,7 +12,7 @@ from benchmarks.foreseeing.cases import SIZES, Case, Size
 from hf_fsdp_tools import add_adapter, build_meta_model, make_wrap_plan, parallelize_model, shard_model
 from hf_fsdp_tools.distributed.mesh import axes_of
 from hf_fsdp_tools.foresight.forecast import build
-from hf_fsdp_tools.foresight.setup import TrainingSetup
+from hf_fsdp_tools.foresight.setup import DTYPES, TrainingSetup
 from hf_fsdp_tools.foresight.tracing.images import Images, batch_of, images_of
 from hf_fsdp_tools.modeling.packed import pack
 from hf_fsdp_tools.modeling.packed_forms import stored_forms
@@ -21,8 +21,6 @@ from hf_fsdp_tools.sharding.allocate import allocate
 from hf_fsdp_tools.sharding.replicated import clip_norm, step_kinds_apart
 from hf_fsdp_tools.sharding.shard import apply_sharding
 from hf_fsdp_tools.sharding.sharding import Sharding
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Training:
@@ -112,10 +110,9 @@ def _fill(model: nn.Module) -> None:
 
 
 def _optimizer(setup: TrainingSetup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if setup.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    if setup.optimizer == "adamw_foreach":
-        return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    if setup.optimizer in ("adamw", "adamw_foreach"):
+        is_fused = setup.optimizer == "adamw"
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=is_fused, foreach=not is_fused)
     assert setup.optimizer == "sgd", f"no case runs {setup.optimizer}"
     return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
 

@@ -42,12 +42,8 @@ DTYPES = {"stored": torch.bfloat16, "fp32": torch.float32}
 class Job:
     """One load, the same on every rank."""
 
-    folder: Path
-    """The checkpoint."""
-
-    dtype: torch.dtype
-    """What its bf16 becomes."""
-
+    folder: Path  # The checkpoint
+    dtype: torch.dtype  # What its bf16 becomes
     device: str = "cpu"
     """Where the shards go: "cpu", or "cuda", a GPU per rank."""
 
@@ -216,8 +212,7 @@ def measure(name: str, job: Job, tiny: Path, check: bool) -> Figures:
 def touch(shards: Sequence[torch.Tensor]) -> None:
     """Write to every page once: some loaders only map files."""
     for shard in shards:
-        pages = shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard
-        pages.add_(0)
+        (shard.view(-1).view(torch.uint8)[::PAGE] if shard.is_contiguous() else shard).add_(0)
 
 
 @torch.no_grad()

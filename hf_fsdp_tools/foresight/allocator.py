@@ -11,7 +11,7 @@ which decides between free blocks of the same size only.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free
 
@@ -21,43 +21,37 @@ _SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: size of the small pool's segments
 _LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment for requests below `kMinLargeAlloc`
 _LARGE = 10 * 2**20  # `kMinLargeAlloc`: requests from here on get a segment of their own size …
 _LARGE_UNIT = 2 * 2**20  # `kRoundLarge`: … rounded up to a multiple of this
+_RANGE = 2**50  # Addresses of an expandable segment
 
 
 class OutOfMemory(Exception):
     """The device has no room for a block, also after all cached segments were given back."""
 
 
-@dataclass(slots=True, eq=False)
 class _Block:
     """A part of a segment, in use or free."""
 
-    address: int
-    size: int
-    pool: "_Pool"
-    before: "_Block | None" = None
-    behind: "_Block | None" = None
-    in_use: bool = False
+    __slots__ = ("address", "before", "behind", "in_use", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: "_Pool", before: "_Block | None", behind: "_Block | None"):
+        self.address, self.size, self.pool, self.before, self.behind = address, size, pool, before, behind
+        self.in_use = False
 
 
-@dataclass(slots=True, eq=False)
 class _Pool:
     """The blocks of one stream that are small, or those that are large."""
 
-    is_small: bool
-    least_rest: int  # Bytes that a block must be longer than a request to be split
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # with size and address, sorted by these
-    last: _Block | None = None  # The block at the end of an expandable segment
+    def __init__(self, is_small: bool, is_expandable: bool) -> None:
+        self.least_rest = _UNIT if is_small or is_expandable else _SMALL + _UNIT  # of a block that is split
+        self.page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        self.last: _Block | None = None  # The block at the end of an expandable segment
+        self.free: list[tuple[int, int, _Block]] = []  # with size and address, sorted by these
 
     def add(self, block: _Block) -> None:
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: _Block) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
-
-    def take_best(self, size: int) -> _Block | None:
-        """The smallest free block that holds `size` bytes, of these the one at the lowest address."""
-        at = bisect_left(self.free, (size,))
-        return self.free.pop(at)[2] if at < len(self.free) else None
 
 
 class CachingAllocator:
@@ -67,8 +61,7 @@ class CachingAllocator:
         self.allocated = 0  # Bytes of the blocks in use (`allocated_bytes.all.current`)
         self.reserved = 0  # Bytes of all segments (`reserved_bytes.all.current`)
         self.retries: list[int] = []  # Segments that were given back each time that the device was full
-        self._limit = limit
-        self._expandable = expandable
+        self._limit, self._expandable = limit, expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._top = 0
 
@@ -77,13 +70,24 @@ class CachingAllocator:
         size = -(-num_bytes // _UNIT) * _UNIT or _UNIT
         is_small = size <= _SMALL
         if (pool := self._pools.get((stream, is_small))) is None:
-            least = _UNIT if is_small or self._expandable else _SMALL + _UNIT
-            pool = self._pools[stream, is_small] = _Pool(is_small, least)
-        block = pool.take_best(size)
-        if block is None:
-            block = self._grow(pool, size) if self._expandable else self._new_segment(pool, size)
+            pool = self._pools[stream, is_small] = _Pool(is_small, self._expandable)
+        at = bisect_left(pool.free, (size,))  # the smallest that holds it, of these the one at the lowest address
+        if at < len(pool.free):
+            block = pool.free.pop(at)[2]
+        elif self._expandable:
+            block = self._grown(pool, size)
+        else:
+            wanted = pool.page if size < _LARGE else -(-size // _LARGE_UNIT) * _LARGE_UNIT
+            self._reserve(wanted)
+            self._top += wanted
+            block = _Block(self._top - wanted, wanted, pool, None, None)
         if block.size - size >= pool.least_rest:
-            self._split(block, size)
+            rest = _Block(block.address + size, block.size - size, pool, block, block.behind)
+            if block.behind is not None:
+                block.behind.before = rest
+            block.behind, block.size = rest, size
+            pool.last = rest if pool.last is block else pool.last
+            pool.add(rest)
         block.in_use = True
         self.allocated += block.size
         return block
@@ -92,80 +96,55 @@ class CachingAllocator:
         """Free a block and join it with free neighbours."""
         self.allocated -= block.size
         block.in_use = False
-        pool = block.pool
-        if (before := block.before) is not None and not before.in_use:
+        pool, before, behind = block.pool, block.before, block.behind
+        if before is not None and not before.in_use:
             pool.remove(before)
-            self._join(before, block)
-            block = before
-        if (behind := block.behind) is not None and not behind.in_use:
+            block = _joined(before, block)
+        if behind is not None and not behind.in_use:
             pool.remove(behind)
-            self._join(block, behind)
+            block = _joined(block, behind)
         pool.add(block)
 
-    def _new_segment(self, pool: _Pool, size: int) -> _Block:
-        wanted = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-        if size >= _LARGE:
-            wanted = -(-size // _LARGE_UNIT) * _LARGE_UNIT
-        self._reserve(wanted)
-        block = _Block(self._top, wanted, pool)
-        self._top += wanted
-        return block
-
-    def _grow(self, pool: _Pool, size: int) -> _Block:
+    def _grown(self, pool: _Pool, size: int) -> _Block:
         """Map more pages at the end of the pool's only segment (`try_allocate_expandable_block`)."""
-        last = pool.last
-        ready = last if last is not None and not last.in_use else None
-        page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-        missing = -(-(size - (ready.size if ready else 0)) // page) * page
-        self._reserve(missing)
-        if last is None:
-            last = ready = _Block(self._top, 0, pool)
-            self._top += 2**50  # each segment has a range of addresses of its own
-        elif ready is None:
-            ready = _Block(last.address + last.size, 0, pool)
-            ready.before, last.behind = last, ready
+        if (block := pool.last) is None:
+            block = _Block(self._top, 0, pool, None, None)
+            self._top += _RANGE
+        elif block.in_use:
+            before, block = block, _Block(block.address + block.size, 0, pool, block, None)
+            before.behind = block
         else:
-            pool.remove(ready)
-        assert ready is not None
-        ready.size += missing
-        pool.last = ready
-        return ready
+            pool.remove(block)
+        missing = -(-(size - block.size) // pool.page) * pool.page
+        self._reserve(missing)
+        block.size += missing
+        pool.last = block
+        return block
 
     def _reserve(self, num_bytes: int) -> None:
         if self._limit is not None and self.reserved + num_bytes > self._limit:
             count = 0  # of segments without a block in use, which go back to the driver
             for pool in self._pools.values():
                 for *_, block in list(pool.free):
-                    if block.before is None and block.behind is None:
+                    if block.before is None and block.behind is None and not self._expandable:
                         pool.remove(block)
                         count += 1
                         self.reserved -= block.size
-                        if pool.last is block:
-                            pool.last = None
             self.retries.append(count)
             if self.reserved + num_bytes > self._limit:
                 raise OutOfMemory(f"no room for {num_bytes} bytes")
         self.reserved += num_bytes
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool)
-        rest.before, rest.behind = block, block.behind
-        if block.behind is not None:
-            block.behind.before = rest
-        block.behind = rest
-        block.size = size
-        if block.pool.last is block:
-            block.pool.last = rest
-        block.pool.add(rest)
 
-    def _join(self, low: _Block, high: _Block) -> None:
-        """Let a block take in the next."""
-        low.size += high.size
-        low.behind = high.behind
-        if high.behind is not None:
-            high.behind.before = low
-        if low.pool.last is high:
-            low.pool.last = low
+def _joined(low: _Block, high: _Block) -> _Block:
+    """A block that takes in the next."""
+    low.size += high.size
+    low.behind = high.behind
+    if high.behind is not None:
+        high.behind.before = low
+    if low.pool.last is high:
+        low.pool.last = low
+    return low
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +152,7 @@ class Replay:
     """What the allocator did with a list of events."""
 
     allocated: Sequence[int]  # Bytes in use after each event
-    reserved: Sequence[int]  # Bytes taken from the driver after each event
+    peak_reserved: int  # Bytes taken from the driver at most
     retried: tuple[tuple[int, int], ...]
     """Where the device was full: index of the event, and how many cached segments were given back for it."""
     out_of_memory_at: int | None
@@ -183,25 +162,22 @@ class Replay:
     def peak_allocated(self) -> int:
         return max(self.allocated, default=0)
 
-    @property
-    def peak_reserved(self) -> int:
-        return max(self.reserved, default=0)
 
-
-def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool = False) -> Replay:
-    """Run lists of events through an allocator one after the other; the last list is what the result speaks of.
+def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool = False, again: int = 0) -> Replay:
+    """Run lists of events through an allocator one after the other; the last list is what the result speaks of, which
+    runs up to `again` times more, until it takes nothing new from the driver.
 
     A block may be freed in a later list than it was allocated in, such as that of the making of the model.
     """
     allocator = CachingAllocator(limit, expandable=expandable)
+    take, give_back, retries = allocator.take, allocator.give_back, allocator.retries
     held: dict[int, _Block] = {}
     allocated: list[int] = []
-    reserved: list[int] = []
     retried: list[tuple[int, int]] = []
-    full_at = None
-    for events in lists:
-        allocated, reserved, retried, full_at = [], [], [], None
-        take, give_back = allocator.take, allocator.give_back
+    full_at, most = None, 0
+    for number, events in enumerate((*lists, *lists[-1:] * again)):
+        before = most = allocator.reserved
+        allocated, retried = [], []
         for at, event in enumerate(events):
             if type(event) is Alloc:
                 try:
@@ -210,13 +186,14 @@ def replay(*lists: Iterable[Event], limit: int | None = None, expandable: bool =
                 except OutOfMemory:
                     full_at = at
                     break
+                if retries:
+                    retried.append((at, sum(retries)))
+                    retries.clear()
+                most = max(most, allocator.reserved)
             elif type(event) is Free and (block := held.pop(event.block, None)) is not None:  # of no bytes
                 give_back(block)
-            if allocator.retries:
-                retried.append((at, sum(allocator.retries)))
-                allocator.retries.clear()
             allocated.append(allocator.allocated)
-            reserved.append(allocator.reserved)
-        if full_at is not None:
+        is_settled = allocator.reserved == before and not retried
+        if full_at is not None or (number >= len(lists) - 1 and is_settled):
             break
-    return Replay(allocated=allocated, reserved=reserved, retried=tuple(retried), out_of_memory_at=full_at)
+    return Replay(allocated=allocated, peak_reserved=most, retried=tuple(retried), out_of_memory_at=full_at)

@@ -132,20 +132,9 @@ class EventWriter:
     def free(self, *blocks: int) -> None:
         self.events.extend(Free(block) for block in blocks)
 
-    def work(
-        self,
-        operation: Operation,
-        num_bytes: float,
-        stream: Stream = "compute",
-        *,
-        dtype_bytes: int = 2,
-        ranks: int = 1,
-        axis: Axis = "shard",
-    ) -> None:
+    def work(self, operation: Operation, num_bytes: float, stream: Stream = "compute", **more: Any) -> None:
         """A copy or a collective."""
-        self.events.append(
-            Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, dtype_bytes, ranks=ranks, axis=axis)
-        )
+        self.events.append(Work(operation, 0.0, float(num_bytes), self.unit, self.phase, stream, **more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +185,8 @@ class Trace:
         where their events differ in more than sizes."""
 
         def moved(one: Any, two: Any, names: tuple[str, ...]) -> dict[str, Any]:
-            pairs = {name: (getattr(one, name), getattr(two, name)) for name in names}
-            return {
-                n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, (a, b) in pairs.items()
-            }
+            pairs = ((name, getattr(one, name), getattr(two, name)) for name in names)
+            return {n: a + ((b - a) * by // step if type(a) is int else (b - a) * by / step) for n, a, b in pairs}
 
         if len(self.events) != len(other.events):
             return None

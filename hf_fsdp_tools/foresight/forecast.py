@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, TypeVar
 
@@ -75,17 +76,21 @@ _traces: dict[_Key, tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Tra
 
 def step_of(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> Forecast:
     """The events of one optimizer step of a training; the model and its trace are kept in this process for the next."""
-
     source = [_content(each) for each in (name_or_model, *setup.frozen_models)]
 
+    def key(sources: list[str], without: Collection[str]) -> _Key:
+        """What a model or a trace depends on."""
+        own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
+        return *sources, repr(sorted(model_kwargs.items())), repr(own)
+
     def begun() -> tuple[nn.Module, WrapPlan, TrainingSetup, int, dict[int, Trace]]:
-        key = _key(source[:1], setup, model_kwargs, _NOT_BUILT)
-        model, plan = _kept(_models, key, _MOST_MODELS, lambda: build(name_or_model, setup, **model_kwargs))
+        made = partial(build, name_or_model, setup, **model_kwargs)
+        model, plan = _kept(_models, key(source[:1], _NOT_BUILT), _MOST_MODELS, made)
         settled = replace(setup, loss=setup.loss or ("chunked" if predicts_words(model) else "full"))
         return model, plan, settled, _frozen_bytes(setup, model_kwargs), {}
 
-    key = _key(source, setup, model_kwargs, (*_NOT_TRACED, "batch_size", "rows_per_example"))
-    model, plan, settled, frozen_bytes, traces = _kept(_traces, key, _MOST_TRACES, begun)
+    own = key(source, (*_NOT_TRACED, "batch_size", "rows_per_example"))
+    model, plan, settled, frozen_bytes, traces = _kept(_traces, own, _MOST_TRACES, begun)
     setup = replace(setup, loss=settled.loss)
     trace = _trace_of(model, plan, setup, traces)
     if setup.frozen_models:
@@ -124,12 +129,6 @@ def _content(source: Source) -> str:
     return f"{source} {file.read_bytes() if file is not None and file.is_file() else b''!r}"
 
 
-def _key(source: list[str], setup: TrainingSetup, model_kwargs: dict[str, Any], without: Collection[str]) -> _Key:
-    """What a model or a trace depends on."""
-    own = {each.name: getattr(setup, each.name) for each in fields(setup) if each.name not in without}
-    return *source, repr(sorted(model_kwargs.items())), repr(own)
-
-
 def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Value]) -> Value:
     """The value of a key, made if it is not kept; of many, those are kept that were asked for last."""
     kept[key] = value = kept.pop(key) if key in kept else make()
@@ -140,24 +139,23 @@ def _kept(kept: dict[_Key, Value], key: _Key, most: int, make: Callable[[], Valu
 
 def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> tuple[nn.Module, WrapPlan]:
     """The model of a training on meta, and the plan of its units."""
-    own = name_or_model if isinstance(name_or_model, nn.Module) else None
-    model = _built(name_or_model, setup, model_kwargs) if own is None else own
+    is_own = isinstance(name_or_model, nn.Module)
+    model = (
+        _on_meta(name_or_model) if isinstance(name_or_model, nn.Module) else _built(name_or_model, setup, model_kwargs)
+    )
     is_divided = max(setup.tp_size, setup.ep_size) > 1
     if not setup.dequantize and not packed_parameters(model):
-        if own is not None:
+        if is_own:
             raise ConfigError(
                 "dequantize=False: this model has floats. Give the name of its checkpoint, or its config."
             )
         pack(model, stored_forms(model))
         check_experts(model)
     if is_divided:
-        model = model if own is None else _on_meta(model)
         mark_parts(base_of(model), setup)
     if setup.freeze_vision_tower:
-        model = model if own is None else _on_meta(model)
         _image_encoder(model).requires_grad_(False)
     if setup.lora_r is not None and not is_adapted(model):
-        model = model if own is None else _on_meta(model)
         targets = setup.lora_target_modules
         names = targets if isinstance(targets, str | None) else list(targets)
         model = add_lora(model, r=setup.lora_r, target_modules=names, dropout=setup.lora_dropout)
@@ -173,13 +171,9 @@ def build(name_or_model: Source, setup: TrainingSetup, **model_kwargs: Any) -> t
     if is_divided:
         cut_parts(model)
     if setup.wrapping != "hybrid":
-        root = replace(
-            plan.units[-1],
-            num_params=sum(unit.num_params for unit in plan.units),
-            num_bytes=sum(unit.num_bytes for unit in plan.units),
-            reason="the whole model in one unit",
-        )
-        plan = replace(plan, units=(root,))
+        params, num_bytes = (sum(getattr(unit, name) for unit in plan.units) for name in ("num_params", "num_bytes"))
+        reason = "the whole model in one unit"
+        plan = replace(plan, units=(replace(plan.units[-1], num_params=params, num_bytes=num_bytes, reason=reason),))
     return base, plan
 
 
@@ -212,32 +206,23 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy_tree(model, parameters=parameters).model
 
 
-def _built(
-    source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]
-) -> nn.Module:
+def _built(source: str | PathLike[str] | PreTrainedConfig, setup: TrainingSetup, model_kwargs: dict[str, Any]) -> Any:
     hub = {key: value for key, value in model_kwargs.items() if key in _HUB}
     config = load_config(source, **hub)
     if getattr(config.get_text_config(), "num_hidden_layers", None) == 0:
         raise ConfigError("num_hidden_layers of the configuration is 0, so the model has no blocks. Give 1 or more.")
-    options = {key: value for key, value in model_kwargs.items() if key not in _HUB}
+    options: dict[str, Any] = {}
     if setup.attn_implementation == "eager":  # transformers chooses sdpa for the models that have it
-        options.setdefault("attn_implementation", setup.attn_implementation)
-    frozen = setup.lora_r is not None or setup.load_in_4bit
-    options.setdefault("dtype", DTYPES[setup.precision if frozen else setup.master_dtype])
+        options["attn_implementation"] = "eager"
+    frozen, dtype = setup.lora_r is not None or setup.load_in_4bit, DTYPES[setup.precision]
+    options["dtype"] = dtype if frozen else DTYPES[setup.master_dtype]
     if setup.load_in_4bit:
-        options.setdefault(
-            "quantization_config",
-            transformers.BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=DTYPES[setup.precision],
-                bnb_4bit_quant_storage=DTYPES[setup.precision],
-            ),
-        )
-    own_code = bool(hub.get("trust_remote_code"))
-    model: Any = build_meta_model(config, trust_remote_code=own_code, **options)
+        names = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+        four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} | dict.fromkeys(names, dtype)
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**four_bits)
+    options |= {key: value for key, value in model_kwargs.items() if key not in _HUB}
+    model: Any = build_meta_model(config, trust_remote_code=bool(hub.get("trust_remote_code")), **options)
     text = model.config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0  # without one, a classifier of texts takes one row alone; recipes take the tokenizer's
-    built: nn.Module = model
-    return built
+    return model

@@ -15,12 +15,9 @@ from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.timing.hardware import Gpu, gpu_named
 from hf_fsdp_tools.text import merge_names, show_bytes, show_count
 
-_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""cuBLAS' workspace, taken at the first matmul (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`) …"""
 _WORKSPACES = {"h100": 32, "b200": 32, "blackwell": 32, "mi250x": 32, "mi300x": 128, "mi355x": 128}
-"""… in MiB by family of the GPUs for which it is larger: compute capability 9, 10 and 12, and AMD's."""
-_HANDLES = 2
-"""Workspaces: the thread of the forward pass and autograd's have a handle of cuBLAS each (counted on an H200)."""
+"""MiB of cuBLAS' workspace by family of GPUs, of all others 8.125 (`parseChosenWorkspaceSize` in
+`CublasHandlePool.cpp`). The thread of the forward pass and autograd's have one each (counted on an H200)."""
 
 _CONTEXT = 500 * 2**20  # CUDA context with the kernels that are loaded. (assumed; 0.4 to 0.6 GiB are usual)
 _MANY_SHARDS = 2048
@@ -104,15 +101,11 @@ class MemoryEstimate:
         for alloc in blocks.values():
             key = (alloc.source or alloc.kind, re.sub(r"\d+", "#", alloc.unit), alloc.source and alloc.num_bytes)
             groups.setdefault(key, []).append(alloc)
-        rows = [
-            (
-                sum(alloc.num_bytes for alloc in group),
-                len(group),
-                merge_names(dict.fromkeys(alloc.unit for alloc in group if alloc.unit)),
-                group[0].source or group[0].kind,
-            )
-            for group in groups.values()
-        ]
+        rows = []
+        for group in groups.values():
+            units = merge_names(dict.fromkeys(alloc.unit for alloc in group if alloc.unit))
+            num_bytes = sum(alloc.num_bytes for alloc in group)
+            rows.append((num_bytes, len(group), units, group[0].source or group[0].kind))
         return sorted(rows, key=lambda row: -row[0])[:most]
 
     def to_json(self) -> str:
@@ -123,9 +116,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         setup = self.setup
-        times = f" × {setup.gradient_accumulation_steps} micro-steps" if setup.gradient_accumulation_steps > 1 else ""
-        sequences = setup.batch_size * setup.rows_per_example
-        each = f"{shared} GPUs" if (shared := setup.dims.ranks_per_row) > 1 else "GPU"
+        steps, shared = setup.gradient_accumulation_steps, setup.dims.ranks_per_row
+        times, each = f" × {steps} micro-steps" * (steps > 1), f"{shared} GPUs" if shared > 1 else "GPU"
         kinds = sorted(self.at_peak.items(), key=lambda item: -item[1])
         large = [(kind, num_bytes) for kind, num_bytes in kinds if num_bytes >= _SHOWN * self.limit_bytes] or kinds[:1]
         cached = self.peak_reserved - self.peak_allocated
@@ -140,8 +132,8 @@ class MemoryEstimate:
         width = max(len(name) for name, _ in rows)
         lines = [
             f"{self.model_class}, {show_count(self.num_params)} parameters, on {setup.num_gpus} × {setup.gpu}",
-            f"{sequences} × {setup.seq_len:,} tokens per {each}{times}; the peak stands in {self.peak_phase}, "
-            f"at {self.peak_unit or 'the root'}",
+            f"{setup.batch_size * setup.rows_per_example} × {setup.seq_len:,} tokens per {each}{times}; the peak "
+            f"stands in {self.peak_phase}, at {self.peak_unit or 'the root'}",
             f"assumed: {setup.words}",
             *(self._row(name, num_bytes, width) for name, num_bytes in rows),
             self._verdict(),
@@ -206,11 +198,11 @@ def estimate_memory(
 
 def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEstimate:
     """The memory of a forecast on a GPU of which it may use `limit_bytes`; None is all."""
-    setup, step = forecast.setup, forecast.step
+    setup, step, trace = forecast.setup, forecast.step, forecast.trace
     gpu = gpu_named(setup.gpu)
-    limit_bytes = gpu.memory_bytes if limit_bytes is None else limit_bytes
+    limit_bytes, outside = gpu.memory_bytes if limit_bytes is None else limit_bytes, _outside(setup)
     # the allocator has what CUDA and NCCL leave
-    used = tight = _replayed(step, setup, limit=limit_bytes - sum(_outside(setup).values()))
+    used = tight = _replayed(step, setup, limit=limit_bytes - sum(outside.values()))
     if is_full := tight.out_of_memory_at is not None:
         used = _replayed(step, setup)
     at = max(range(len(used.allocated)), key=used.allocated.__getitem__)
@@ -218,10 +210,11 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
     coming = next((event for event in step.events[at:] if isinstance(event, Work)), None)
     kinds = {**held, "cuBLAS workspace": _workspace(gpu)}
     kinds["rounding"] = used.peak_allocated - sum(kinds.values())
+    is_many = setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS
     return MemoryEstimate(
         model_class=forecast.model_class,
         # of the plan where a rank has a part, of the trace where the plan counts bytes
-        num_params=max(forecast.plan.num_params * setup.dequantize, forecast.trace.num_params),
+        num_params=max(forecast.plan.num_params * setup.dequantize, trace.num_params),
         setup=setup,
         peak_allocated=used.peak_allocated,
         peak_reserved=used.peak_reserved,
@@ -229,13 +222,12 @@ def memory_of(forecast: Forecast, *, limit_bytes: int | None = None) -> MemoryEs
         peak_phase="optimizer" if coming is None else coming.phase,
         peak_unit=unit,
         peak_event=at,
-        outside=_outside(setup),
+        outside=outside,
         limit_bytes=limit_bytes,
         retried=tight.retried,
         is_full=is_full,
         host_bytes=step.host_bytes,
-        notes=forecast.trace.notes
-        + ((_OF_MANY_SHARDS,) if setup.num_gpus // setup.dp_replicate_size >= _MANY_SHARDS else ()),
+        notes=(*trace.notes, *[_OF_MANY_SHARDS] * is_many),
         forecast=forecast,
     )
 
@@ -244,12 +236,12 @@ def _replayed(step: Step, setup: TrainingSetup, limit: int | None = None, *, exp
     """A late step in the allocator: after parameters, and a first step in which the optimizer takes its state."""
     workspace = Alloc(-1, _workspace(gpu_named(setup.gpu)), "temporaries", "")
     expandable = expandable or setup.expandable_segments
-    later = [step.events] * (1 if expandable else _SETTLED)
-    return replay((*step.parameters, workspace), step.first, *later, limit=limit, expandable=expandable)
+    parameters = (*step.parameters, workspace)
+    return replay(parameters, step.first, step.events, limit=limit, expandable=expandable, again=_SETTLED - 1)
 
 
 def _workspace(gpu: Gpu) -> int:
-    return _HANDLES * (_WORKSPACES[gpu.family] * 2**20 if gpu.family in _WORKSPACES else _WORKSPACE)
+    return int(2 * _WORKSPACES.get(gpu.family, 8.125) * 2**20)
 
 
 def _outside(setup: TrainingSetup) -> dict[str, int]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.forecast import Source, step_of
 from hf_fsdp_tools.foresight.memory import MARGIN, WASTED, memory_of
-from hf_fsdp_tools.foresight.search import EVERY, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Search, rate
+from hf_fsdp_tools.foresight.search import EVERY, GAIN, ON_HOST, SEARCHED, Cost, Evaluate, Priced, Search, rate
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.foresight.throughput import TRAINER, throughput_of
 from hf_fsdp_tools.foresight.timing.hardware import GPUS, gpu_named
@@ -238,12 +238,13 @@ def recommend_config(
         say(f"estimating micro-batch {one.batch_size} of {one.seq_len:,} tokens")
         return evaluate(one)
 
-    setup, gpu_bytes = TrainingSetup.of(setup, **fixed), gpu_named(TrainingSetup.of(setup, **fixed).gpu).memory_bytes
+    setup = TrainingSetup.of(setup, **fixed)
+    gpu = gpu_named(setup.gpu)
     search = Search(
         setup=setup,
         fixed=frozenset(fixed) & frozenset(SEARCHED),
         evaluate=priced,
-        limit_bytes=int(gpu_bytes * (1 - margin)),
+        limit_bytes=int(gpu.memory_bytes * (1 - margin)),
         global_batch_size=global_batch_size,
     )
     if longest is not None:  # of powers of two and the longest, where the leanest setting fits
@@ -254,31 +255,24 @@ def recommend_config(
     if found is None:
         raise ConfigError(_nothing_fits(model, search, margin))
     best, cost = found
-    reasons = _reasons(search, best, cost)
+    reasons, grown = _reasons(search, best, cost), 0
     whole = search.cost(replace(best, loss="full")) if cost.loss == "chunked" and best.loss is None else None
+    if not (gpu.family.startswith("mi") or best.expandable_segments):  # AMD's have none
+        grown = search.evaluate(replace(best, expandable_segments=True)).peak_bytes
     return Recommendation(
         model=model,
         setup=replace(best, loss=cost.loss or best.loss),
         cost=cost,
-        gpu_bytes=gpu_bytes,
+        gpu_bytes=gpu.memory_bytes,
         margin=margin,
         whole_logits_bytes=whole.peak_bytes if whole else 0,
-        expandable_bytes=_expandable_bytes(search, best, cost),
+        expandable_bytes=grown if grown and cost.peak_bytes - grown > WASTED * gpu.memory_bytes else 0,
         reasons=reasons,
         next_best=_next_best(search, best, cost),
         breaks=_breaks(search, best),
         proposals=tuple(_proposals(search, best, cost)),
         estimated=count,
     )
-
-
-def _expandable_bytes(search: Search, setup: TrainingSetup, cost: Cost) -> int:
-    """Memory with segments that grow; 0 where they save next to nothing, or are not for this GPU (AMD's)."""
-    gpu = gpu_named(setup.gpu)
-    if gpu.family.startswith("mi") or setup.expandable_segments:
-        return 0
-    grown = search.evaluate(replace(setup, expandable_segments=True)).peak_bytes
-    return grown if cost.peak_bytes - grown > WASTED * gpu.memory_bytes else 0
 
 
 def _pricing(name_or_model: Source, model_kwargs: Mapping[str, Any], margin: float) -> Evaluate:
@@ -330,7 +324,7 @@ def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, tuple
         if field in ("reshard_after_forward", "offload") and search.setup.wrapping != "none" and best.num_gpus > 1:
             other: dict[str, Any] = {field: not own}
             search.cost(replace(best, **other))
-        others: dict[Any, list[tuple[TrainingSetup, Cost]]] = {}
+        others: dict[Any, list[Priced]] = {}
         for one, price in search.known:
             if field != "batch_size" or _changes(one, best).keys() == {field}:
                 others.setdefault(getattr(one, field), []).append((one, price))
@@ -347,18 +341,12 @@ def _reasons(search: Search, best: TrainingSetup, cost: Cost) -> dict[str, tuple
     return reasons
 
 
-def _compared(
-    search: Search, best: TrainingSetup, cost: Cost, some: list[tuple[TrainingSetup, Cost]]
-) -> tuple[dict[str, Any], str]:
+def _compared(search: Search, best: TrainingSetup, cost: Cost, some: list[Priced]) -> tuple[dict[str, Any], str]:
     """The fastest that fits of some settings, or the one that takes least: what it changes, and its figures."""
-
-    def order(each: tuple[TrainingSetup, Cost]) -> tuple[bool, float]:
-        fits = each[1].peak_bytes <= search.limit_bytes
-        return fits, rate(*each) if fits else -each[1].peak_bytes
-
-    one, price = max(some, key=order)
+    fitting = [each for each in some if search.has_room(each[1])]
+    one, price = max(fitting, key=lambda each: rate(*each)) if fitting else min(some, key=lambda e: e[1].peak_bytes)
     size = show_bytes(price.peak_bytes)
-    if price.peak_bytes > search.limit_bytes:
+    if not fitting:
         over = price.peak_bytes / gpu_named(best.gpu).memory_bytes - 1
         return _changes(one, best), f"{size}, " + (f"+{_percent(over)}" if over > 0 else "less free than the margin")
     gain = rate(one, price) / rate(best, cost) - 1

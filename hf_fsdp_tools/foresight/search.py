@@ -28,6 +28,7 @@ SEARCHED = (
     "offload",
 )  # fmt: skip
 """Fields of `TrainingSetup` that are chosen where they are not fixed."""
+_SHARDING = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
 
 LONG = 32_768
 """Tokens per sequence from which rows are shared where that is faster, and not only where nothing else fits. (assumed:
@@ -71,7 +72,7 @@ def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int
     rest, over = divmod(global_batch_size, divisor)
     if over or rest < 1 or (batch and steps and rest > 1):
         factors = [setup.row_words, *[f"micro-batch {batch}"] * bool(batch), *[f"{steps} steps"] * bool(steps)]
-        near = {max(rest, 1) * divisor, max(rest + 1, 1) * divisor} if not (batch and steps) else {divisor}
+        near = {divisor} if batch and steps else {max(rest, 1) * divisor, max(rest + 1, 1) * divisor}
         raise ConfigError(
             f"a global batch of {global_batch_size} sequences cannot be made by {' x '.join(factors)}; use "
             f"{' or '.join(map(str, sorted(near)))}"
@@ -79,6 +80,9 @@ def batches(setup: TrainingSetup, fixed: Collection[str], global_batch_size: int
     if batch:
         return {batch: steps or rest}
     return {rest: steps} if steps else {size: rest // size for size in range(1, rest + 1) if rest % size == 0}
+
+
+Priced = tuple[TrainingSetup, Cost]
 
 
 @dataclass
@@ -104,27 +108,31 @@ class Search:
         return self.prices[key][1]
 
     @property
-    def known(self) -> Iterator[tuple[TrainingSetup, Cost]]:
-        yield from ((setup, cost) for setup, cost in self.prices.values() if cost is not None)
+    def known(self) -> list[Priced]:
+        return [(setup, cost) for setup, cost in self.prices.values() if cost is not None]
 
     @property
-    def fitting(self) -> list[tuple[TrainingSetup, Cost]]:
-        return [(setup, cost) for setup, cost in self.known if cost.peak_bytes <= self.limit_bytes]
+    def fitting(self) -> list[Priced]:
+        return [each for each in self.known if self.has_room(each[1])]
 
-    def best(self) -> tuple[TrainingSetup, Cost] | None:
+    def has_room(self, cost: Cost | None) -> bool:
+        return cost is not None and cost.peak_bytes <= self.limit_bytes
+
+    def best(self) -> Priced | None:
         """The fastest setting that fits, or one with less memory that is about as fast (`GAIN`); None if none fits."""
         fitting = self.fitting
         most = max((rate(*each) for each in fitting), default=0.0)
         near = [each for each in fitting if rate(*each) * (1 + GAIN) >= most]
         return min(near, key=lambda each: (each[1].peak_bytes, -rate(*each)), default=None)
 
-    def run(self) -> tuple[TrainingSetup, Cost] | None:
+    def run(self) -> Priced | None:
         """Look at one way to make it fit after the other, from that which changes least, until one does."""
         kinds = list(self._kinds())
         for kind in kinds:
-            stored = replace(kind, dequantize=False) if self._may_stay_stored(kind) else None
-            for way in filter(None, [kind, stored]):
-                self.explore(way)
+            self.explore(kind)
+            is_adapter = kind.lora_r is not None and kind.dequantize and not kind.load_in_4bit
+            if is_adapter and "dequantize" not in self.fixed and max(kind.tp_size, kind.ep_size) == 1:
+                self.explore(replace(kind, dequantize=False))
             if ON_HOST not in self.fixed and self.best() is None:
                 self.explore(kind, on_host=True)
             for name in DEGREES:
@@ -143,64 +151,57 @@ class Search:
 
     def _kinds(self) -> Iterator[TrainingSetup]:
         """Yield the training as it is asked for; then with weights, or optimizer, that take less."""
-        yield self.setup
-        if self.setup.lora_r is not None:
-            if self.setup.dequantize and not self.setup.load_in_4bit and "load_in_4bit" not in self.fixed:
-                yield replace(self.setup, load_in_4bit=True)
-        else:
-            is_usual = self.setup.optimizer == "adamw" and self.setup.precision == "bf16"
-            if is_usual and not self.fixed & {"master_dtype", "optimizer"}:
-                yield replace(self.setup, master_dtype="bf16", optimizer="adamw_8bit")
-
-    def _may_stay_stored(self, kind: TrainingSetup) -> bool:
-        is_adapter = kind.lora_r is not None and kind.dequantize and not kind.load_in_4bit
-        return is_adapter and "dequantize" not in self.fixed and max(kind.tp_size, kind.ep_size) == 1
+        setup = self.setup
+        yield setup
+        if setup.lora_r is not None:
+            if setup.dequantize and not setup.load_in_4bit and "load_in_4bit" not in self.fixed:
+                yield replace(setup, load_in_4bit=True)
+        elif (
+            setup.optimizer == "adamw" and setup.precision == "bf16" and not self.fixed & {"master_dtype", "optimizer"}
+        ):
+            yield replace(setup, master_dtype="bf16", optimizer="adamw_8bit")
 
     def explore(self, base: TrainingSetup, *, on_host: bool = False, recompute: bool | None = None) -> None:
         """Price what may be fastest: with and without activation checkpointing, resharding, copies of the model,
         reduction in every micro-step; micro-batches until memory is full."""
-        recomputes = [recompute] if recompute is not None else self._values(base, "activation_checkpointing")
         accumulation = batches(base, self.fixed, self.global_batch_size)
-        names = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
+        ways = [self._values(base, name) for name in _SHARDING]
         floors: dict[tuple[bool, int], float] = {}  # Rates of computation alone
-        for recompute in recomputes:
-            if on_host and not recompute:
+        for again in [recompute] if recompute is not None else self._values(base, "activation_checkpointing"):
+            if on_host and not again:
                 continue
-            more: dict[str, Any] = {"activation_checkpointing": recompute}
-            more |= {EVERY: base.activation_checkpointing_every_n_layers if recompute else 1}
-            more |= {ON_HOST: (on_host or base.activation_checkpointing_offload) and recompute}
+            more: dict[str, Any] = {"activation_checkpointing": again}
+            more |= {EVERY: base.activation_checkpointing_every_n_layers if again else 1}
+            more |= {ON_HOST: (on_host or base.activation_checkpointing_offload) and again}
             most = max(accumulation)  # fits, as far as is known
-            for chosen in product(*(self._values(base, name) for name in names)):
-                values = dict(zip(names, chosen, strict=True))
+            for values in product(*ways):
+                chosen = dict(zip(_SHARDING, values, strict=True))
                 for batch, steps in accumulation.items():
-                    if batch > most or (steps == 1 and not values[names[1]] and names[1] not in self.fixed):
+                    is_late = not chosen["sync_each_batch"] and "sync_each_batch" not in self.fixed
+                    if batch > most or (steps == 1 and is_late):
                         continue
-                    best = self.best()
-                    bound = floors.get((recompute, batch))
-                    below = [floors[recompute, n] for n in accumulation if n < batch and (recompute, n) in floors][-2:]
+                    bound = floors.get((again, batch))
+                    below = [floors[again, n] for n in accumulation if n < batch and (again, n) in floors][-2:]
                     if bound is None and len(below) == 2 and below[1] < below[0] * (1 + GAIN):
                         bound = below[1]  # which grows no more with the micro-batch
-                    if best is not None and bound is not None and bound <= rate(*best) * (1 + GAIN):
+                    if bound is not None and (best := self.best()) and bound <= rate(*best) * (1 + GAIN):
                         continue
                     try:
-                        one = replace(base, **more, **values, batch_size=batch, gradient_accumulation_steps=steps)
+                        one = replace(base, **more, **chosen, batch_size=batch, gradient_accumulation_steps=steps)
                     except ConfigError:  # copies that do not go with the degrees
                         break
-                    cost = self.cost(one)
-                    if cost is None:
+                    if (cost := self.cost(one)) is None:
                         return
-                    if cost.peak_bytes > self.limit_bytes:
+                    if not self.has_room(cost):
                         # the first family takes the least memory
-                        most = batch - 1 if all(v == self._values(base, n)[0] for n, v in values.items()) else most
+                        most = batch - 1 if values == tuple(each[0] for each in ways) else most
                         break
-                    floors[recompute, batch] = rate(one, replace(cost, step_seconds=cost.floor_seconds or 1e-9))
+                    floors[again, batch] = rate(one, replace(cost, step_seconds=cost.floor_seconds or 1e-9))
 
     def _values(self, base: TrainingSetup, name: str) -> tuple[Any, ...]:
         """The values of a field to choose from, that with the least memory first, but of activation checkpointing."""
-        is_sharded = base.num_gpus > 1 and base.wrapping != "none"
-        own = (getattr(base, name),)
         if name in self.fixed:
-            return own
+            return (getattr(base, name),)
         if name == "activation_checkpointing":
             return (False, True)
         if name == "dp_replicate_size":
@@ -210,7 +211,8 @@ class Search:
             shared = (base.dims.ranks_per_row, base.ep_size)
             fit = [size for size in sizes if size > 1 and base.num_gpus > size and base.num_gpus % size == 0]
             return (1, *(base.num_gpus // size for size in fit if not any(size % each for each in shared)))
-        return (True, False) if is_sharded else own
+        is_sharded = base.num_gpus > 1 and base.wrapping != "none"
+        return (True, False) if is_sharded else (getattr(base, name),)
 
     def _explore_every(self, best: TrainingSetup, cost: Cost) -> None:
         """Where all blocks recompute, try every n-th, n as large as memory seems to allow by the prices of all and of
@@ -222,8 +224,7 @@ class Search:
         for every in range(_MOST_LAYERS, 1, -1):
             if none and none.peak_bytes + (cost.peak_bytes - none.peak_bytes) / every > self.limit_bytes:
                 continue
-            found = self.cost(_with(best, {EVERY: every}))
-            if found is not None and found.peak_bytes <= self.limit_bytes:
+            if self.has_room(self.cost(_with(best, {EVERY: every}))):
                 return
 
     def _share(self, name: str, kind: TrainingSetup) -> None:
@@ -232,12 +233,12 @@ class Search:
         saved."""
         if name in self.fixed or getattr(self.setup, name) > 1 or self.setup.wrapping == "none":
             return
-        best = self.best()
-        if best is not None:
+        base, recompute = kind, None
+        if (best := self.best()) is not None:
+            base, recompute = best[0], best[0].activation_checkpointing
             is_waiting = best[1].floor_seconds < best[1].step_seconds * (1 - _WAITING)
             if not {"ep_size": is_waiting, "cp_size": kind.seq_len >= LONG, "tp_size": False}[name]:
                 return
-        base, recompute = (kind, None) if best is None else (best[0], best[0].activation_checkpointing)
         base = _with(base, {EVERY: kind.activation_checkpointing_every_n_layers})
         base = base if "dp_replicate_size" in self.fixed else replace(base, dp_replicate_size=1)
         most = base.num_gpus // base.dp_replicate_size if name == "ep_size" else min(base.gpus_per_node, base.num_gpus)
@@ -249,8 +250,7 @@ class Search:
                 return
             if len(self.prices) > count and list(self.prices.values())[-1][1] is None:
                 return  # the model cannot share so
-            after = self.best()
-            is_last = name != "ep_size" or size > base.gpus_per_node
+            after, is_last = self.best(), name != "ep_size" or size > base.gpus_per_node
             if after is not None and (before is None or (after == before and is_last)):
                 return
 
@@ -258,16 +258,14 @@ class Search:
         """The setting that takes the least memory, with other values of what is not searched."""
         setup = replace(self.setup, **changes)
         values: dict[str, Any] = {"batch_size": min(batches(setup, self.fixed, None))}
-        values |= {"activation_checkpointing": self._values(setup, "activation_checkpointing")[-1]}
-        names = ("reshard_after_forward", "sync_each_batch", "dp_replicate_size")
-        values |= {name: self._values(setup, name)[0] for name in names}
-        may_offload = {ON_HOST: values["activation_checkpointing"], "offload": setup.wrapping != "none"}
-        values |= {name: value for name, value in may_offload.items() if name not in self.fixed}
-        return replace(setup, **values)
+        values |= {name: self._values(setup, name)[0] for name in _SHARDING}
+        recompute = self._values(setup, "activation_checkpointing")[-1]
+        on_host = {ON_HOST: recompute, "offload": setup.wrapping != "none"}
+        values |= {name: value for name, value in on_host.items() if name not in self.fixed}
+        return replace(setup, **values, activation_checkpointing=recompute)
 
     def fits(self, **changes: Any) -> bool:
-        cost = self.cost(self.lean(**changes))
-        return cost is not None and cost.peak_bytes <= self.limit_bytes
+        return self.has_room(self.cost(self.lean(**changes)))
 
 
 def _with(setup: TrainingSetup, changes: dict[str, Any]) -> TrainingSetup:

@@ -221,10 +221,7 @@ class TrainingSetup:
     def dims(self) -> ParallelDims:
         """The degrees of parallelism."""
         return ParallelDims(
-            dp_replicate_size=self.dp_replicate_size,
-            cp_size=self.cp_size,
-            tp_size=self.tp_size,
-            ep_size=self.ep_size,
+            dp_replicate_size=self.dp_replicate_size, cp_size=self.cp_size, tp_size=self.tp_size, ep_size=self.ep_size
         )
 
     @property

@@ -58,9 +58,7 @@ class ThroughputEstimate:
     model_flops: float
     """One GPU's in a step: matmuls and attention, forward and backward, each counted once (`Trace.model_flops`)."""
     hardware_flops: float  # `model_flops`, and what activation checkpointing computes again
-    parts: Mapping[
-        str, float
-    ]  # What the GPU does in `step_seconds`: `Timing.parts`, and `slowest GPU`, for which it waits
+    parts: Mapping[str, float]  # Seconds of what the GPU does: `Timing.parts`, and `slowest GPU`, for which it waits
     communication_seconds: float  # All collectives', hidden or not
     error: float  # `Efficiency.error`; infinite where tokens per second are not estimated
     newest: float = 1.0  # `Efficiency.newest`
@@ -96,7 +94,7 @@ class ThroughputEstimate:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model Tflop/s per GPU: `model_flops / step_seconds / 1e12`."""
+        """Model Tflop/s per GPU."""
         return self.model_flops / self.step_seconds / 1e12
 
     @property
@@ -106,12 +104,12 @@ class ThroughputEstimate:
 
     @property
     def mfu(self) -> float:
-        """Model flops utilisation, from 0 to 1: `model_flops / (step_seconds * peak_flops)`."""
+        """Model flops utilisation, from 0 to 1."""
         return self.model_flops / (self.step_seconds * self.peak_flops)
 
     @property
     def hfu(self) -> float:
-        """Hardware flops utilisation, from 0 to 1: `hardware_flops / (step_seconds * peak_flops)`."""
+        """Hardware flops utilisation, from 0 to 1."""
         return self.hardware_flops / (self.step_seconds * self.peak_flops)
 
     @property

@@ -73,7 +73,7 @@ def test_wrong_usage_exits_with_2(capsys, words, message):
     assert message in shown and ("usage" in shown) == (not words), "of twenty lines, where nothing was asked"
 
 
-def test_fp8_is_not_foreseen(capsys, llama):
+def test_fp8_is_not_estimated(capsys, llama):
     code, _, err = run(capsys, "estimate", llama, "--gpu", "h100-80gb", "--mixed-precision", "fp8")
     assert code == 1 and "FP8 is not estimated" in err and err.count("\n") == 1
     words = "--gpu h100-80gb --num-processes 2 --mixed-precision fp8 --max-length 64 --per-device-train-batch-size 1"

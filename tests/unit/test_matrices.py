@@ -36,7 +36,7 @@ def test_every_trained_parameter_has_one_group_and_no_end_is_a_matrix(kind):
     pieces = matrices_in(model, plan.matrices)
     assert all(sum(p.box.numel for p in pieces[name]) == model.get_parameter(name).numel() for name in plan.matrices)
     sizes = sizes_of_matrices(model)
-    for name, (count, rows, columns) in sizes.items():  # what is foreseen is what the optimizer does
+    for name, (count, rows, columns) in sizes.items():  # what is estimated is what the optimizer does
         assert len(pieces[name]) == count, name
         assert {newton_schulz_flops(*p.view.length) for p in pieces[name]} == {newton_schulz_flops(rows, columns)}
 

@@ -56,15 +56,15 @@ def in_one_byte(form: PackedForm) -> PackedForm:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     folder = make_quantized(kind, tmp_path, deepseek_v3 if kind in SAYS and "fp4" in kind else None)
-    real, foreseen = build_meta_model(folder), build_meta_model(folder)
+    real, estimated = build_meta_model(folder), build_meta_model(folder)
     keep_stored(real, CheckpointIndex.open(folder))
-    add_to_note(foreseen, stored_quantization={**QUANTIZED[kind][2], **SAYS.get(kind, {})})
-    pack(foreseen, stored_forms(foreseen))
-    found, expected = packed_parameters(foreseen), packed_parameters(real)
+    add_to_note(estimated, stored_quantization={**QUANTIZED[kind][2], **SAYS.get(kind, {})})
+    pack(estimated, stored_forms(estimated))
+    found, expected = packed_parameters(estimated), packed_parameters(real)
     if "fp4" in kind:
         found, expected = ({key: in_one_byte(form) for key, form in each.items()} for each in (found, expected))
     assert found == expected and list(found) == list(expected)
-    looks = ([(name, p.shape, p.dtype) for name, p in model.named_parameters()] for model in (foreseen, real))
+    looks = ([(name, p.shape, p.dtype) for name, p in model.named_parameters()] for model in (estimated, real))
     assert next(looks) == next(looks)
 
 

@@ -83,15 +83,6 @@ def test_replicas_use_the_network_while_shards_use_the_links_inside() -> None:
     assert together.seconds == pytest.approx(together.communication), "over 8 machines both use the network"
 
 
-def test_micro_steps_beyond_three_are_like_the_second() -> None:
-    def step(phase: str, seconds: float) -> Work:
-        return matmul("a", seconds, phase)
-
-    three = [step(phase, at) for at in (1.0, 2.0, 3.0) for phase in ("forward", "backward")]
-    setup = dataclasses.replace(SETUP, gradient_accumulation_steps=5)
-    assert timed([*three, step("optimizer", 10.0)], setup).seconds == pytest.approx(2 * (1 + 3 * 2 + 3) + 10)
-
-
 def test_small_kernels_wait_for_the_host_and_less_in_the_backward_pass() -> None:
     def step(setup: TrainingSetup = SETUP, **changed: object) -> Timing:
         work = dataclasses.replace(Work("memory", 0, 1e4, "a", "forward"), **changed)  # type: ignore[arg-type]
@@ -118,11 +109,6 @@ def test_offload_waits_for_the_link_and_for_the_cpus() -> None:
     timing = timed([matmul("a"), copied, adam], offload)
     assert timing.seconds == pytest.approx(1.5 * COMPUTE + 0.1, rel=0.01), "the copy runs beside the matmul"
     assert timing.parts["offload"] == pytest.approx(0.5 * COMPUTE + 0.1, rel=0.01)
-
-
-def test_a_full_allocator_stops_the_gpu() -> None:
-    timing = timed([matmul("a"), matmul("b")], stalls={1: 0.5})
-    assert timing.seconds == pytest.approx(2 * COMPUTE + 0.5) and timing.parts["allocator"] == 0.5
 
 
 def estimate(

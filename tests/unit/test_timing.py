@@ -1,6 +1,5 @@
 """GPUs by the names that people and drivers write, and the time of collectives: bandwidth, shared networks."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -22,62 +21,44 @@ def group(axis: str = "shard", gpu: str = "a100-80gb", **fields: object) -> Grou
     return group_of(axis, setup, gpu_named(gpu))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_large_tensor_passes_each_link_once_but_for_the_own_part(ranks: int) -> None:
-    seconds = all_gather(BIG, group(num_gpus=ranks))
-    # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
-    assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
-    others = [group(num_gpus=ranks).seconds(name, BIG) for name in ("reduce_scatter", "all_reduce")]  # type: ignore[arg-type]
-    assert others == [seconds, 2 * seconds] and all_gather(BIG, group(num_gpus=1)) == 0
-
-
-def test_between_machines_the_network_bounds_and_inside_the_link() -> None:
+def test_a_large_tensor_passes_each_link_once_and_between_machines_the_network_bounds() -> None:
+    for ranks in (2, 8):
+        seconds = all_gather(BIG, group(num_gpus=ranks))
+        # NCCL counts on 240 of the 300 GB/s of an A100's NVLinks
+        assert seconds == pytest.approx((ranks - 1) / ranks * BIG / 240e9, rel=1e-3)
+        others = [group(num_gpus=ranks).seconds(name, BIG) for name in ("reduce_scatter", "all_reduce")]  # type: ignore[arg-type]
+        assert others == [seconds, 2 * seconds] and all_gather(BIG, group(num_gpus=1)) == 0
     for network_gbit_s, bandwidth in ((800, 80e9), (16_000, 240e9)):
         seconds = all_gather(BIG, group(num_gpus=64, network_gbit_s=network_gbit_s))
         assert seconds == pytest.approx(63 / 64 * BIG / bandwidth, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "shard_nodes", "replica_nodes", "replica_sharing"), [(2, 4, 2, 8), (16, 1, 8, 4), (64, 1, 8, 1)]
-)
-def test_groups_lie_as_ranks_fill_machines(
-    replicas: int, shard_nodes: int, replica_nodes: int, replica_sharing: int
-) -> None:
-    mesh = {"num_gpus": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
-    shard, replicate = group("shard", **mesh), group("replicate", **mesh)
-    assert (shard.is_inside, replicate.is_inside) == (shard_nodes == 1, replica_nodes == 1)
-    assert replicate.network == 80e9 / replica_sharing
+def test_groups_lie_as_ranks_fill_machines() -> None:
+    for replicas, is_inside, sharing in ((2, False, 8), (16, True, 4), (64, True, 1)):
+        mesh = {"num_gpus": 64, "dp_replicate_size": replicas, "network_gbit_s": 800}
+        shard, replicate = group("shard", **mesh), group("replicate", **mesh)
+        assert (shard.is_inside, replicate.is_inside) == (is_inside, False)
+        assert replicate.network == 80e9 / sharing
 
 
 # ---- GPUs ----
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        *((name, name) for name in GPUS),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("H100 PCIe", "h100-80gb-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("a100 40 GB", "a100-40gb"),
-        ("v100", "v100-32gb"),
-        ("A10G", "a10g-24gb"),
-        ("rtx4090", "rtx-4090"),
-        ("AMD Instinct MI300X OAM", "mi300x"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-    ],
-)
-def test_a_gpu_is_found_by_any_usual_name(name: str, key: str) -> None:
-    assert gpu_named(name) is GPUS[key]
-    by_hand = TrainingSetup(gpu=replace(GPUS[key], name="half")).gpu
+NAMES = {name: name for name in GPUS} | {
+    "NVIDIA H100 80GB HBM3": "h100-80gb", "H100 PCIe": "h100-80gb-pcie", "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "a100 40 GB": "a100-40gb", "v100": "v100-32gb", "A10G": "a10g-24gb", "rtx4090": "rtx-4090",
+    "AMD Instinct MI300X OAM": "mi300x", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
+}  # fmt: skip
+
+
+def test_a_gpu_is_found_by_any_usual_name_and_an_unknown_one_is_an_error_that_names_the_nearest_or_all() -> None:
+    assert {name: gpu_named(name).name for name in NAMES} == NAMES
+    by_hand = TrainingSetup(gpu=replace(GPUS["v100-32gb"], name="half")).gpu
     assert gpu_named(by_hand) is by_hand and f"{by_hand}" == "half"
-
-
-@pytest.mark.parametrize(("name", "named"), [("h100-40gb", ["did you mean h100-"]), ("t4", GPUS), ("", GPUS)])
-def test_an_unknown_gpu_is_an_error_that_names_the_nearest_or_all(name: str, named: Iterable[str]) -> None:
-    with pytest.raises(ConfigError, match=f"^GPU {name!r} is not in the table") as error:
-        gpu_named(name)
-    assert all(known in str(error.value) for known in named)
+    for name, named in (("h100-40gb", ["did you mean h100-"]), ("t4", GPUS), ("", GPUS)):
+        with pytest.raises(ConfigError, match=f"^GPU {name!r} is not in the table") as error:
+            gpu_named(name)
+        assert all(known in str(error.value) for known in named)
 
 
 def test_the_rate_follows_from_the_dtype() -> None:

@@ -50,13 +50,13 @@ def test_products_are_those_of_a_real_step_with_images(name, tokens, fields):
             pytest.skip("the image processor of this version of transformers needs torchvision")
         raise
     assert images.tokens == tokens
-    foreseen = trace_model(model, plan, setup, device="cpu")
-    assert foreseen.notes[0] == f"Images in each sequence: {images.count}, of {tokens} tokens each."
+    estimated = trace_model(model, plan, setup, device="cpu")
+    assert estimated.notes[0] == f"Images in each sequence: {images.count}, of {tokens} tokens each."
     real = auto_class.from_config(config, attn_implementation="eager").train()
     batch = {key: value.contiguous() for key, value in batch_of(real, setup, images).items()}
     with FlopCounterMode(display=False) as counter:
         real(**batch, use_cache=False).loss.backward()
-    assert foreseen.model_flops == counter.get_total_flops()
+    assert estimated.model_flops == counter.get_total_flops()
 
 
 @pytest.mark.nightly

@@ -49,9 +49,7 @@ def chunk_loss(model: nn.Module, recorder: Recorder) -> None:
         mask = labels != -100
         hidden = (hidden if is_shifted else hidden[:, :-1]).reshape(-1, hidden.shape[-1])
         head = self.get_output_embeddings()
-        log_probs: torch.Tensor = _LogProbs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, labels.reshape(-1), recorder
-        )
+        log_probs: torch.Tensor = _LogProbs.apply(hidden, head.weight, head.bias, recorder)  # type: ignore[no-untyped-call]
         log_probs = log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs)
         return {"loss": -log_probs.sum() / mask.sum().clamp(min=1)}
 
@@ -62,29 +60,18 @@ class _LogProbs(torch.autograd.Function):
     """Logarithms of the probabilities of labels, in the memory and with the products of TRL's function."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        recorder: Recorder,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, recorder: Recorder) -> torch.Tensor:
         ctx.recorder = recorder
-        tokens = hidden.shape[0]
-        running = [torch.zeros(tokens, dtype=torch.float32, device=hidden.device) for _ in range(7)]
+        ctx.save_for_backward(hidden, weight, bias)
+        log_z = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         with _all_pieces(hidden, weight, recorder) as (part, rows, columns):
             torch.mm(hidden[rows], weight[columns].t(), out=part)
-            torch.sum(part, dim=-1, dtype=torch.float32, out=running[1][rows])  # all statistics in one kernel
-        log_z = running[0] + running[1].log()
-        result = running[6] - log_z
-        entropy = log_z - running[2] / running[1]
-        ctx.save_for_backward(hidden, weight, bias, labels, log_z, entropy)
-        return result
+            torch.sum(part, dim=-1, dtype=torch.float32, out=log_z[rows])  # all statistics in one kernel
+        return log_z.log()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        hidden, weight, bias, _, _, _ = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
         of_hidden, of_weight, of_bias = (
             torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
             for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -99,7 +86,7 @@ class _LogProbs(torch.autograd.Function):
             if of_weight is not None:
                 _add_product(of_weight[columns], part.t(), hidden[rows])
         gradients = ((of_hidden, hidden), (of_weight, weight), (of_bias, bias))
-        return (*(None if grad is None else grad.to(like.dtype) for grad, like in gradients), None, None)
+        return (*(None if grad is None else grad.to(like.dtype) for grad, like in gradients), None)
 
 
 @contextmanager

@@ -26,12 +26,13 @@ from hf_fsdp_tools.foresight.tracing.images import Images, NoImagesError, batch_
 from hf_fsdp_tools.foresight.tracing.kernels import AsOnCuda, flash_attention, notes_of
 from hf_fsdp_tools.foresight.tracing.parts import follow_parts
 from hf_fsdp_tools.foresight.tracing.recorder import Recorder
-from hf_fsdp_tools.foresight.tracing.repeats import Bounds, Stack, configs_of, cut_plan, repeating_stacks, short_copy
+from hf_fsdp_tools.foresight.tracing.repeats import Stack, configs_of, cut_plan, expand, repeating_stacks, short_copy
 from hf_fsdp_tools.modeling.module_tree import ModuleTree, replaced
 from hf_fsdp_tools.modeling.packed import packed_parameters
 from hf_fsdp_tools.modeling.packed_weight import part_name
 from hf_fsdp_tools.modeling.tree_copy import base_of
 from hf_fsdp_tools.planning.plan import WrapPlan
+from hf_fsdp_tools.planning.stacks import find_blocks
 from hf_fsdp_tools.sharding.context_parallel import check_rows, follow_rows
 from hf_fsdp_tools.sharding.hooks import hooks_of_casts, hooks_of_experts
 from hf_fsdp_tools.sharding.matrices import sizes_of_matrices
@@ -39,9 +40,9 @@ from hf_fsdp_tools.sharding.phases import install
 from hf_fsdp_tools.sharding.recompute import check_checkpointing, checkpoint_activations
 from hf_fsdp_tools.text import first_line, grouped, show_count
 
-_KEPT = (4, 5)
+_KEPT = 4
 """Periods of blocks that are run: one at each end, whose neighbours are other modules, and two to compare between them.
-Five where the blocks share what one of them or the encoder made: gradients of it add up from the last but one on."""
+One more where the blocks share what the encoder made: gradients of it add up from the last but one on."""
 
 Device = Literal["cuda", "cpu"]
 """Whose kernels are assumed: what they save for the backward pass, and their scratch memory."""
@@ -70,34 +71,16 @@ def trace_model(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, *, devic
 
 
 def _followed(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, device: Device, images: Images | None) -> Trace:
-    """The trace by a dry run, of few blocks where they stand for all."""
-    for stacks in _ways_to_shorten(
-        model, has_images=images is not None, every=setup.activation_checkpointing_every_n_layers
-    ):
-        try:
-            recorder, bounds = _dry_run(model, plan, setup, device, stacks, images)
-        except _CannotFollowError:
-            if images is None:
-                raise
-            continue  # some choose hidden states of images by the number of the block
-        if (events := bounds.expand()) is not None:
-            return _trace(model, plan, setup, events, stacks)
-    recorder, _ = _dry_run(model, plan, setup, device, (), images)
-    return _trace(model, plan, setup, recorder.events, ())
-
-
-def _ways_to_shorten(model: nn.Module, *, has_images: bool, every: int) -> Iterator[list[Stack]]:
-    """Yield lists of stacks to leave blocks out of, those with the fewest blocks left first; of every so many blocks
-    the first is another than those behind it."""
-    of_transformers: Any = model
-    encoder = of_transformers.get_encoder(modality="image") if has_images else None
-    tower = next((f"{name}." for name, module in model.named_modules() if module is encoder and name), None)
-    for kept in _KEPT:
-        stacks = repeating_stacks(model, kept, every)
-        outside = [stack for stack in stacks if tower is None or not stack.container.startswith(tower)]
-        for some in (stacks, outside) if len(outside) < len(stacks) else (stacks,):
-            if some:
-                yield some
+    """The trace by a dry run, of few blocks where they stand for all. Those of a vision tower are all run: some choose
+    hidden states of images by the number of the block."""
+    find: Any = getattr(model, "get_encoder", None)
+    tower = None if images is None or find is None else find(modality="image")
+    shares = images is not None or getattr(model.config, "is_encoder_decoder", False)
+    stacks = repeating_stacks(model, _KEPT + shares, setup.activation_checkpointing_every_n_layers, tower)
+    events = expand(_dry_run(model, plan, setup, device, stacks, images), stacks) if stacks else None
+    if events is None:
+        stacks, events = [], _dry_run(model, plan, setup, device, [], images)
+    return _trace(model, plan, setup, events, stacks)
 
 
 class _CannotFollowError(ConfigError):
@@ -131,7 +114,7 @@ def _dry_run(
     device: Device,
     stacks: Sequence[Stack],
     images: Images | None,
-) -> tuple[Recorder, Bounds]:
+) -> list[Event]:
     """The events of a micro-step of a model without the blocks that the stacks leave out."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = short_copy(model, stacks)
@@ -142,7 +125,6 @@ def _dry_run(
         recorder = Recorder(units, on_cuda=device == "cuda", compiled=setup.compile, sizes=sizes)
         recorder.ignore([*twin.parameters(), *twin.buffers()])
         _prepare(twin, plan, setup, recorder)
-        bounds = Bounds(twin, stacks, recorder)
         with ExitStack() as stack:
             values = stack.enter_context(known_values())
             batch = {name: values.as_fake(value) for name, value in batch_of(twin, setup, images).items()}
@@ -160,7 +142,7 @@ def _dry_run(
             run_backward(loss)
             del loss
         recorder.close()
-    return recorder, bounds
+    return recorder.events
 
 
 def _parameters(model: nn.Module, plan: WrapPlan, setup: TrainingSetup) -> Iterator[Parameter]:
@@ -197,9 +179,10 @@ def _prepare(model: nn.Module, plan: WrapPlan, setup: TrainingSetup, recorder: R
         link_of = (lambda _: link) if recorder.on_cuda else None  # on CPUs, copies are memory and work like all else
         checkpoint_activations(model, setup.recompute, link_of=link_of)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for unit in plan.units:
-        for name in unit.modules:
-            _mark(modules[name], name, recorder, is_grouped=len(unit.modules) > 1)
+    grouped_names = {name for unit in plan.units for name in unit.modules if len(unit.modules) > 1}
+    blocks = (block.fqn for stack in find_blocks(ModuleTree(model)) for block in stack)
+    for name in dict.fromkeys([*(name for unit in plan.units for name in unit.modules), *blocks]):
+        _mark(modules[name], name, recorder, is_grouped=name in grouped_names)
     whole = {parameter for name, parameter in model.named_parameters() if name in plan.replicated}
     units = {modules[name] for unit in plan.units for name in unit.modules}
     hooks: list[Any] = []

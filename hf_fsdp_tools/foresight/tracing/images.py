@@ -5,10 +5,9 @@ Code of models for images reads them. Weights and activations have no values; co
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
 
 # From the module itself: in `transformers`, version 5.17 has these only where torchvision is installed.
 from transformers.models.auto.image_processing_auto import (
@@ -47,11 +45,10 @@ _SIDE = 512  # Height and width of a picture where neither the setup nor the con
 _SAME = {"max_image_tiles": "max_num_tiles", "merge_size": "spatial_merge_size"}
 _NAMED = ("patch_size", "temporal_patch_size", "image_grid_pinpoints", *_SAME)
 
-# What a processor makes of the images of one sequence, and how many tokens stand for each.
-Look = tuple[dict[str, torch.Tensor], int]
-
-_looks: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], Look]] = WeakKeyDictionary()
-"""By model and by number, height and width of images: the vision tower runs once for all batches of a search."""
+_looks: WeakKeyDictionary[nn.Module, dict[tuple[int, int, int], tuple[dict[str, torch.Tensor], int]]]
+_looks = WeakKeyDictionary()
+"""By model and by number, height and width of images: what a processor makes of those of one sequence, and how many
+tokens stand for each. The vision tower runs once for all batches of a search."""
 
 
 class NoImagesError(Exception):
@@ -62,8 +59,7 @@ class NoImagesError(Exception):
 class Images:
     """The images of a batch."""
 
-    tensors: Mapping[str, torch.Tensor]
-    """Arguments of the model, for all sequences. Pixels are all 1, in one element that is expanded."""
+    tensors: Mapping[str, torch.Tensor]  # Arguments of the model, for all sequences; all pixels are 1
     count: int  # Images of each sequence
     tokens: int  # That stand for each image, and are replaced by its features; 0 where text attends to images
     token_id: int
@@ -82,37 +78,28 @@ def images_of(model: nn.Module, setup: TrainingSetup) -> Images | None:
     if setup.images == 0 or "pixel_values" not in takes or getattr(model, "main_input_name", "") != "input_ids":
         return None
     config: Any = model.config
-    count = setup.images or 1
-    height, width = setup.image_size or (_side(config) or _SIDE,) * 2
+    count, (height, width) = setup.images or 1, setup.image_size or (_side(config) or _SIDE,) * 2
     looks = _looks.setdefault(model, {})
     if (count, height, width) not in looks:
         looks[count, height, width] = _look(model, count, (height, width))
     made, tokens = looks[count, height, width]
-    ids = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
-    token_id = next((one for one in ids if isinstance(one, int)), 0)
-    tensors = {name: _repeated(value, setup.batch_size) for name, value in made.items() if name in takes}
-    images = Images(tensors, count, tokens, token_id)
     if (needed := count * (tokens + 2) + 1) > setup.seq_len:
         fact = f"{count} × {tokens:,} tokens of images with marks are {needed:,}, and seq_len is {setup.seq_len:,}"
         if setup.images is None:
             raise NoImagesError(fact)
         raise ConfigError(f"{fact}. Give a seq_len of {needed:,} or more, or fewer or smaller images.")
-    return images
+    ids = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
+    tensors = {name: _repeated(value, setup.batch_size) for name, value in made.items() if name in takes}
+    return Images(tensors, count, tokens, next((one for one in ids if isinstance(one, int)), 0))
 
 
-def _look(model: Any, count: int, size: tuple[int, int]) -> Look:
-    config = model.config
+def _look(model: Any, count: int, size: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:
     try:
         from PIL import Image
 
-        name = getattr(config, "name_or_path", "")
-        processor = (_saved_processor(name) if name else None) or _usual_processor(config)
-        made = processor([[Image.new("RGB", size[::-1])] * count], return_tensors="pt")
-        tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-        for name, value in tensors.items():
-            if value.is_floating_point():  # pixels are 1, since models leave out those that are 0
-                tensors[name] = value[:0].new_ones(()).expand_as(value)
-        tokens, rest = divmod(_rows(model, tensors), count)
+        made = _processor(model.config)([[Image.new("RGB", size[::-1])] * count], return_tensors="pt")
+        tensors = {name: _repeated(value, 1) for name, value in made.items() if isinstance(value, torch.Tensor)}
+        tokens, rest = divmod(_features(model, tensors), count)
     except Exception as error:  # of transformers' code for any kind of model: the text is followed all the same
         raise NoImagesError(f"{type(error).__name__}: {first_line(error)}") from error
     if rest:
@@ -120,14 +107,13 @@ def _look(model: Any, count: int, size: tuple[int, int]) -> Look:
     return tensors, tokens
 
 
-def _side(config: PreTrainedConfig) -> int | None:
+def _side(config: Any) -> int | None:
     """Height and width of the images for which a vision tower was made; None if it takes any."""
     side = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
     side = max(side) if isinstance(side, list | tuple) else side
     return side if isinstance(side, int) and side > 0 else None
 
 
-@lru_cache(maxsize=8)
 def _saved_processor(name: str) -> Any:
     path = local_path(name)
     folder = path.parent if path is not None and path.is_file() else path
@@ -137,14 +123,15 @@ def _saved_processor(name: str) -> Any:
         return None
 
 
-def _usual_processor(config: PreTrainedConfig) -> Any:
+def _processor(config: Any) -> Any:
+    """The checkpoint's image processor, or that of its kind with the sizes of its configuration."""
+    if (saved := getattr(config, "name_or_path", "")) and (processor := _saved_processor(saved)) is not None:
+        return processor
     names = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if not names:
         raise LookupError(f"transformers has no image processor for {config.model_type}")
-    name = names.get("pil") or next(iter(names.values()))
-    kind: Any = get_image_processor_class_from_name(name)
-    plain = kind()
-    configs = (config, getattr(config, "vision_config", None) or config)
+    kind: Any = get_image_processor_class_from_name(names.get("pil") or next(iter(names.values())))
+    plain, configs = kind(), (config, getattr(config, "vision_config", None) or config)
     settings: dict[str, Any] = {}
     for name in _NAMED:
         values = [getattr(each, own, None) for each in configs for own in (name, _SAME.get(name, name))]
@@ -152,31 +139,27 @@ def _usual_processor(config: PreTrainedConfig) -> Any:
         if hasattr(plain, name) and value is not None:
             is_pair = isinstance(getattr(plain, name), dict) and isinstance(value, int)
             settings[name] = {"height": value, "width": value} if is_pair else value
-    if (side := _side(config)) is not None and "image_grid_thw" not in plain.model_input_names:
-        settings |= _sizes(plain, side)
+    if (side := _side(config)) is None or "image_grid_thw" in plain.model_input_names:
+        return kind(**settings)
+    own = {name: dict(size) for name in ("size", "crop_size", "max_image_size") if (size := getattr(plain, name, None))}
+    tile = next(iter((own.get("max_image_size") or {}).values()), None)
+    for name, size in own.items():  # for another side of images; its own tell which there are
+        times = size["longest_edge"] // tile if tile and name == "size" else 1
+        is_range = "longest_edge" in size
+        settings[name] = {
+            key: value if key == "shortest_edge" and is_range else side * times for key, value in size.items() if value
+        }
     return kind(**settings)
 
 
-def _sizes(plain: Any, side: int) -> dict[str, dict[str, int]]:
-    """Sizes of an image processor for another side of images; its own tell which there are."""
-    own = {name: dict(size) for name in ("size", "crop_size", "max_image_size") if (size := getattr(plain, name, None))}
-    tile = next(iter((own.get("max_image_size") or {}).values()), None)
-    factors = {name: size["longest_edge"] // tile if tile and name == "size" else 1 for name, size in own.items()}
-    return {
-        name: {key: value if key == "shortest_edge" and "longest_edge" in size else side * factors[name]
-               for key, value in size.items() if value}
-        for name, size in own.items()
-    }  # fmt: skip
-
-
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """A tensor of one sequence for several."""
+    """A tensor of one sequence for several; pixels are 1, since models leave out those that are 0."""
     if tensor.is_floating_point():
         return tensor.new_ones(()).expand(times * tensor.shape[0], *tensor.shape[1:])
     return tensor.repeat(times, *[1] * (tensor.dim() - 1))
 
 
-def _rows(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
+def _features(model: nn.Module, made: Mapping[str, torch.Tensor]) -> int:
     """How many tokens the features of images stand for; 0 for a model whose text attends to them."""
     find: Any = getattr(type(model), "get_image_features", None)
     if find is None:
@@ -202,11 +185,10 @@ def give_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
         fakes[parameter].__dict__.update(parameter.__dict__)
     for module in model.modules():
         for key, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[key] = fakes[weight]
+            module._parameters[key] = None if weight is None else fakes[weight]
         for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            empty = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            module._buffers[key] = empty
 
 
 _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
@@ -224,7 +206,7 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
     batch: dict[str, Any]
     match getattr(model, "main_input_name", "input_ids"):
         case "input_ids":
-            batch = {"input_ids": _integers(*shape)} | (_with_images(model, setup, images) if images else {})
+            batch = {"input_ids": _integers(*shape)} | (_with_images(config, takes, shape, images) if images else {})
         case "pixel_values":
             sides = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
             batch = {"pixel_values": torch.zeros(setup.batch_size, config.num_channels, *sides)}
@@ -234,32 +216,25 @@ def batch_of(model: nn.Module, setup: TrainingSetup, images: Images | None = Non
         case other:
             raise ConfigError(f"{type(model).__name__} takes {other}, of which no batch can be made here.")
     if "start_positions" in takes:
-        batch |= {"start_positions": _integers(setup.batch_size), "end_positions": _integers(setup.batch_size)}
-    elif "labels" in takes:
-        is_one = type(model).__name__.endswith(_ONE_LABEL)
-        batch["labels"] = _integers(setup.batch_size) if is_one else _integers(*shape)
-    else:
+        return batch | {name: _integers(setup.batch_size) for name in ("start_positions", "end_positions")}
+    if "labels" not in takes:
         raise ConfigError(
             f"{type(model).__name__} takes no labels, so it gives no loss to train with. Choose another auto_class."
         )
-    return batch
+    return batch | {"labels": _integers(*shape[: 1 if type(model).__name__.endswith(_ONE_LABEL) else 2])}
 
 
-def _with_images(model: nn.Module, setup: TrainingSetup, images: Images) -> dict[str, torch.Tensor]:
+def _with_images(config: Any, takes: Any, shape: tuple[int, int], images: Images) -> dict[str, torch.Tensor]:
     """Tokens that stand for images, each image between marks, and the images' tensors for all sequences."""
-    config: Any = model.config
-    takes = inspect.signature(type(model).forward).parameters
-    ids, is_image = (_integers(setup.batch_size, setup.seq_len) for _ in range(2))
+    ids, is_image = _integers(*shape), _integers(*shape)
     for place in range(1, images.count * (images.tokens + 2), images.tokens + 2):
-        start, end = place + 1, place + 1 + images.tokens
+        where = slice(place + 1, place + 1 + images.tokens)
         ids[:, place] = getattr(config, "vision_start_token_id", None) or 0
-        ids[:, start:end] = images.token_id
-        is_image[:, start:end] = 1
-    batch = {"input_ids": ids}
+        ids[:, where], is_image[:, where] = images.token_id, 1
+    batch = {"input_ids": ids, **images.tensors}
     batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
-    batch |= images.tensors
     if "cross_attention_mask" in takes and (tiles := images.tensors.get("aspect_ratio_mask")) is not None:
-        batch["cross_attention_mask"] = torch.ones(*ids.shape, *tiles.shape[1:], dtype=torch.int64)
+        batch["cross_attention_mask"] = torch.ones(*shape, *tiles.shape[1:], dtype=torch.int64)
     return batch
 
 
@@ -279,13 +254,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._known: Any = WeakTensorKeyDictionary()
         """Fake tensor -> real one; views of one memory are views of one real memory."""
-        self._lost: dict[int, torch.UntypedStorage] = {}
-        """Real memory into which something unknown was written, by address."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor; None if they are not known."""
-        real = self._known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
-        return None if real is None or real.untyped_storage()._cdata in self._lost else real
+        real: torch.Tensor | None = self._known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+        return real
 
     def as_fake(self, real: Any) -> Any:
         """Fake tensors with the values of real ones, nested alike; a fake tensor as it is."""
@@ -307,9 +280,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if not is_known:
                 return self._shaped_by_a_mask(func, args, kwargs)
             return self.as_fake(self._real(func, args, kwargs))
-        if not is_known:
-            self._forget(func, args, kwargs)
-        elif _new_bytes(result, inputs) <= _MOST_BYTES:
+        if not is_known and func._schema.is_mutable and (written := self.of(args[0])) is not None:
+            address = written.untyped_storage()._cdata  # into which something unknown is written
+            for one in [fake for fake, real in self._known.items() if real.untyped_storage()._cdata == address]:
+                del self._known[one]
+        elif is_known and _new_bytes(result, inputs) <= _MOST_BYTES:
             self._keep(result, self._real(func, args, kwargs))
         return result
 
@@ -322,17 +297,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if isinstance(one, FakeTensor):
                 self._known[one] = value
 
-    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What an operation writes without known values is known no longer."""
-        if not func._schema.is_mutable:
-            return
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for one in tree_leaves(named.get(argument.name)):
-                    if isinstance(one, torch.Tensor) and (real := self.of(one)) is not None:
-                        self._lost[real.untyped_storage()._cdata] = real.untyped_storage()
-
     def _shaped_by_a_mask(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation that chooses elements without values by a mask with values."""
         name = func.overloadpacket.__name__
@@ -342,19 +306,15 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if name == "masked_scatter_backward":
             return args[0].new_empty(args[2])
         if name == "index":
-            args = (args[0], self._places(args[1]))
-        return func(*args, **kwargs)  # without the values of a mask it fails again, and names the operation
-
-    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices with numbers in the place of masks."""
-        places: list[torch.Tensor | None] = []
-        for index in indices:
-            mask = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self.of(index)
-            if mask is None:
+            places: list[torch.Tensor | None] = []  # numbers in the place of masks
+            for index in args[1]:
+                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                if is_mask and (mask := self.of(index)) is not None:
+                    index = torch.empty(_count(mask, mask.shape), dtype=torch.int64)
+                    places += [index] * (mask.dim() - 1)
                 places.append(index)
-            else:
-                places += [torch.empty(_count(mask, mask.shape), dtype=torch.int64) for _ in range(mask.dim())]
-        return places
+            args = (args[0], places)
+        return func(*args, **kwargs)  # without the values of a mask it fails again, and names the operation
 
 
 class _Lists(TorchFunctionMode):
@@ -387,7 +347,7 @@ def _count(mask: torch.Tensor, shape: torch.Size) -> int:
         return int(mask.expand(shape).sum())
 
 
-def _new_bytes(result: Any, inputs: Sequence[torch.Tensor]) -> int:
+def _new_bytes(result: Any, inputs: list[torch.Tensor]) -> int:
     """Bytes of results that are new memory."""
     old = {one.untyped_storage()._cdata for one in inputs}
     storages = [one.untyped_storage() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]

@@ -110,9 +110,7 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """A product of matrices per group (experts), which torch computes without data in bf16 alone; rows are padded to 16
     bytes, as by `create_grouped_gemm_output_tensor` in `GroupedBlas.cpp`."""
-    groups = offs.shape[:1] if left.dim() == right.dim() == 2 else ()
-    if left.dim() == 3 and right.dim() == 3:
-        groups = left.shape[:1]
+    groups = {(2, 2): offs.shape[:1], (3, 3): left.shape[:1]}.get((left.dim(), right.dim()), ())
     shape = (*groups, left.shape[-2], right.shape[-1])
     dtype = out_dtype or left.dtype
     step = 16 // dtype.itemsize

@@ -14,13 +14,7 @@ from torch.nn import functional
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.foresight.setup import TrainingSetup
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
-from hf_fsdp_tools.sharding.parallel import (
-    DISPATCH,
-    checked_rules,
-    divided_dims,
-    install_style,
-    with_summed_gradients,
-)
+from hf_fsdp_tools.sharding.parallel import DISPATCH, checked_rules, divided_dims, install_style
 
 _TAKE_WHOLE = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "moe_tp_experts")
 """Styles whose input is whole, so that each rank has a part of its gradient."""
@@ -30,9 +24,6 @@ _GIVE_SUMS = ("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwis
 
 _GATHER = ("colwise_rep", "colwise_gather_output", "embedding_colwise")
 """Styles whose output is gathered."""
-
-_AS_IT_IS = ("packed_rowwise", "grouped_gemm", "local_params", "moe_identity_expert", "replicate")
-"""Styles that exchange nothing."""
 
 
 def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
@@ -45,11 +36,8 @@ def mark_parts(model: nn.Module, setup: TrainingSetup) -> None:
         if name in modules:
             if style == "sequence_parallel":
                 raise ConfigError(f"{type(model).__name__} is not estimated with tp_size: {name} divides rows.")
-            if style == "mla_kv_a_proj":
-                modules[name].config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-            add_to_note(
-                modules[name], style=partial(_follow, style=style, setup=setup), is_dispatched=style == DISPATCH
-            )
+            way = partial(_follow, style=style, setup=setup)
+            add_to_note(modules[name], style=way, is_dispatched=style == DISPATCH)
             continue
         owner, _, own = name.rpartition(".")
         dims = divided_dims(style, name, modules[owner]._parameters[own].dim())
@@ -98,15 +86,10 @@ def _loss_of_part(inner: Callable[..., Any], logits: torch.Tensor, labels: Any, 
 
 
 def _follow(module: Any, *, style: str, setup: TrainingSetup) -> None:
-    inner = module.forward
     if style == DISPATCH:
-        module.forward = partial(_dispatched, inner, experts=module, setup=setup)
-    elif style == "replicated_with_grad_allreduce":
-        module.forward = partial(with_summed_gradients, inner, module=module, summed=_summed_back)
-    elif style == "mla_kv_a_proj":
-        module.forward = partial(_summing_rotary, inner, width=module.config.qk_rope_head_dim)
-    elif style not in _AS_IT_IS:
-        module.forward = partial(_exchanging, inner, style=style, size=setup.tp_size)
+        module.forward = partial(_dispatched, module.forward, setup=setup)
+    elif style in {*_TAKE_WHOLE, *_GIVE_SUMS, *_GATHER}:  # the others exchange next to nothing
+        module.forward = partial(_exchanging, module.forward, style=style, size=setup.tp_size)
 
 
 def _taking_whole(inner: Callable[..., Any], first: torch.Tensor) -> Any:
@@ -119,40 +102,31 @@ def _exchanging(
     if style == "rowwise_split_input":
         first = first.chunk(size, -1)[0]
     if style in _TAKE_WHOLE:
+        needs = [isinstance(each, torch.Tensor) and each.requires_grad for each in rest]
         first = _summed_back(first)
-        rest = tuple(
-            _summed_back(each) if isinstance(each, torch.Tensor) and each.requires_grad else each for each in rest
-        )
+        rest = tuple(_summed_back(each) if need else each for each, need in zip(rest, needs, strict=True))
     output = inner(first, *rest, **kwargs)
-    if style in _GIVE_SUMS:
-        output = _summed(output)
-    if style in _GATHER:
-        output = _Gathered.apply(output, -1, size)  # type: ignore[no-untyped-call]  # torch's own
-    return output
+    output = _summed(output) if style in _GIVE_SUMS else output
+    return _gathered(output, -1, size) if style in _GATHER else output
 
 
-def _summing_rotary(inner: Callable[..., Any], *args: Any, width: int, **kwargs: Any) -> Any:
-    latent, rotary = (output := inner(*args, **kwargs)).split([output.shape[-1] - width, width], dim=-1)
-    return torch.cat([latent, _summed_back(rotary)], dim=-1)
-
-
-def _dispatched(
-    inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: Any, *, experts: Any, setup: Any
-) -> Any:
+def _dispatched(inner: Callable[..., Any], hidden: Any, index: Any, weights: Any, *, setup: TrainingSetup) -> Any:
     """Experts of this rank on tokens of all ranks of the group.
 
     As `AllReduceEP` where the group is the one that shares layers, of as many routes as reach this rank; otherwise as
     `AllToAllEP`, where each rank of those that share rows sends a part of them.
     """
-    if setup.ep_size == setup.tp_size:
+    tp_size = setup.tp_size
+    if setup.ep_size == tp_size:
         tokens, chosen = index.shape
         routes = -(-chosen // setup.ep_size)
         rows = max(1, tokens * chosen // (setup.ep_size * routes))
         whole, weights = _summed_back(hidden), _summed_back(weights)
         output = inner(whole[:rows], index[:rows, :routes], weights[:rows, :routes])
         return _summed(functional.pad(output, (0, 0, 0, tokens - rows)))
-    if setup.tp_size > 1:
-        hidden, index, weights = (_Part.apply(each, setup.tp_size) for each in (hidden, index, weights))  # type: ignore[no-untyped-call]
+    if tp_size > 1:
+        own, whole_again = partial(_chunk, dim=0, size=tp_size), partial(_all_gather, dim=0, size=tp_size)
+        hidden, index, weights = (_exchange(each, own, whole_again) for each in (hidden, index, weights))
     tokens, routes = index.shape
     order = index.reshape(-1).argsort()
     sent = hidden[order // routes]
@@ -162,7 +136,7 @@ def _dispatched(
     sorted_back = torch.empty_like(returned)
     sorted_back[order] = returned
     result = (sorted_back.view(tokens, routes, -1) * weights.unsqueeze(-1)).sum(dim=1)
-    return _Gathered.apply(result, 0, setup.tp_size) if setup.tp_size > 1 else result  # type: ignore[no-untyped-call]
+    return _gathered(result, 0, tp_size) if tp_size > 1 else result
 
 
 def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -171,61 +145,48 @@ def _sent(rows: torch.Tensor, size: int) -> torch.Tensor:
     return exchanged
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = _Summed.apply(tensor, True)  # type: ignore[no-untyped-call]  # torch's own
-    return made
+class _Exchange(torch.autograd.Function):
+    """What ranks exchange of a tensor in the forward pass, and of its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: Any, back: Any) -> torch.Tensor:
+        ctx.back = back
+        made: torch.Tensor = there(tensor)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.back(gradient), None, None
 
 
-def _summed_back(tensor: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = _Summed.apply(tensor, False)  # type: ignore[no-untyped-call]  # torch's own
-    return made
+_exchange: Callable[..., Any] = _Exchange.apply
 
 
-def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+def _summed(tensor: torch.Tensor) -> Any:
+    """A sum over ranks."""
+    return _exchange(tensor, _all_reduce, torch.Tensor.detach)
+
+
+def _summed_back(tensor: torch.Tensor) -> Any:
+    """A tensor whose gradient is summed over ranks."""
+    return _exchange(tensor, torch.Tensor.detach, _all_reduce)
+
+
+def _gathered(tensor: torch.Tensor, dim: int, size: int) -> Any:
+    """The parts of all ranks, joined."""
+    return _exchange(tensor, partial(_all_gather, dim=dim, size=size), partial(_chunk, dim=dim, size=size))
+
+
+def _chunk(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim)[0].contiguous()
+
+
+def _all_reduce(tensor: torch.Tensor) -> Any:
     ops: Any = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", "layers"))  # type: ignore[no-any-return]
+    return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", "layers"))
 
 
-def _all_gather(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _all_gather(tensor: torch.Tensor, dim: int, size: int) -> Any:
     ops: Any = torch.ops._c10d_functional
     gathered = ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), size, "layers"))
     return gathered if dim == 0 else torch.cat(gathered.chunk(size, 0), dim)
-
-
-class _Summed(torch.autograd.Function):
-    """A sum over ranks, in the forward pass or of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, is_forward: bool) -> torch.Tensor:
-        ctx.is_forward = is_forward
-        return _all_reduce(tensor) if is_forward else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (gradient if ctx.is_forward else _all_reduce(gradient)), None
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks, joined; of the gradient this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        ctx.dim, ctx.size = dim, size
-        return _all_gather(tensor, dim, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.chunk(ctx.size, ctx.dim)[0].contiguous(), None, None
-
-
-class _Part(torch.autograd.Function):
-    """This rank's rows; the gradients of all are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size, ctx.rows = size, tensor.shape[0]
-        return tensor.chunk(size, 0)[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_gather(gradient, 0, ctx.size)[: ctx.rows], None

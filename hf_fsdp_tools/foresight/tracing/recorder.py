@@ -1,12 +1,10 @@
 """Record the events of operations on fake tensors: memory that comes and goes, and the work of every kernel."""
 
 import re
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -52,7 +50,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        _holders_of_a_sum()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
         self.in_loss = False  # Whether what is taken now is logits, or made of them
@@ -66,7 +63,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._root = _Pass("", "")
         self._passes = [self._root]
         self._blocks: dict[int, _Block] = {}  # By address of the storage
-        self._places: dict[int, int] = {}  # Index of the `Alloc` in `events`, by number of the block
         self._known: set[int] = set()  # Addresses of storages that are no events: parameters and buffers
         self._kept: list[torch.Tensor] = []  # Gradients, which stay until FSDP has reduced them
         self._next = 0
@@ -88,7 +84,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def begin(self, module: str) -> None:
         again = self.phase == "backward"
         self.events.append(Mark("before_forward", module, again))
-        self._passes.append(_Pass(module, self._units[module], again))
+        self._passes.append(_Pass(module, self._units.get(module, self._passes[-1].unit), again))
 
     def end(self, module: str) -> None:
         self.events.append(Mark("after_forward", module, self.phase == "backward"))
@@ -106,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 break
             self._passes.pop().is_over = True
         if self._passes[-1].module != module:
-            self._passes.append(_Pass(module, self._units[module]))
+            self._passes.append(_Pass(module, self._units.get(module, self._passes[-1].unit)))
 
     def end_backward(self, module: str) -> None:
         self.events.append(Mark("after_backward", module))
@@ -119,10 +115,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         gradient = parameter.grad
         assert gradient is not None
         block = self._blocks[gradient.untyped_storage()._cdata]
-        taken = self.events[block.place]
-        assert isinstance(taken, Alloc)
-        self.events[block.place] = replace(taken, kind="whole gradients")
-        self.events.append(Gradient(name, taken.block))
+        self._change(block, kind="whole gradients")
+        self.events.append(Gradient(name, self._alloc(block).block))
         self._kept.append(gradient)
         parameter.grad = None
 
@@ -152,8 +146,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return args[0].device
         self.last_operation = str(func)
         kwargs = kwargs or {}
-        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and _is_sum_in_place(*args):
-            func = torch.ops.aten.add_.Tensor
+        if func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled():
+            # autograd's sum of two gradients, which lies in the memory of the first
+            func = torch.ops.aten.add_.Tensor if args[0].shape == getattr(args[1], "shape", ()) else func
         result = run_on(func, args, kwargs, on_cuda=self.on_cuda)
         made = _tensors(result)
         new = [tensor for tensor in made if self._take(tensor)]
@@ -182,14 +177,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _made_by(self, tensor: torch.Tensor) -> str:
         """The operator that took a tensor's memory."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
-        taken = None if block is None else self.events[block.place]
-        return taken.source.rpartition("aten.")[2].partition(".")[0] if isinstance(taken, Alloc) else ""
+        return "" if block is None else self._alloc(block).source.rpartition("aten.")[2].partition(".")[0]
 
     def _shrink(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        place = self._blocks[tensor.untyped_storage()._cdata].place
-        taken = self.events[place]
+        self._change(self._blocks[tensor.untyped_storage()._cdata], num_bytes=num_bytes)
+
+    def _alloc(self, block: _Block) -> Alloc:
+        taken = self.events[block.place]
         assert isinstance(taken, Alloc)
-        self.events[place] = replace(taken, num_bytes=num_bytes)
+        return taken
+
+    def _change(self, block: _Block, **changes: Any) -> None:
+        self.events[block.place] = replace(self._alloc(block), **changes)
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> None:
         operation, flops, model_flops = counted(func, args, kwargs, result)
@@ -241,13 +240,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return self._next
 
     def _give_back(self, address: int, number: int) -> None:
-        block = self._blocks.pop(address, None)
-        if block is None:
+        if (block := self._blocks.pop(address, None)) is None:
             return
-        taken = self.events[block.place]
-        assert isinstance(taken, Alloc)
-        if taken.kind == "activations" and not block.made_in.is_over and block.made_in is not self._root:
-            self.events[block.place] = replace(taken, kind="temporaries")
+        is_short = not block.made_in.is_over and block.made_in is not self._root
+        if is_short and self._alloc(block).kind == "activations":
+            self._change(block, kind="temporaries")
         self.events.append(Free(number))
 
 
@@ -258,43 +255,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _touched(tensor: torch.Tensor) -> int:
     """Bytes of a tensor that a kernel reads or writes; those of an expanded one count once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _is_sum_in_place(first: Any, second: Any, *rest: object) -> bool:
-    """Whether an addition is autograd's sum of two gradients in the memory of the first, which nothing else may hold
-    (`can_accumulate_inplace` in torch's `input_buffer.cpp`).
-
-    To be called from a dispatch mode, with its arguments, after a call of `_holders_of_a_sum` outside of it.
-    """
-    if torch.is_grad_enabled() or rest or not isinstance(second, torch.Tensor):
-        return False
-    return first.shape == second.shape and _holders(first) == _holders_of_a_sum()
-
-
-def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many hold a tensor, its memory, and its Python object."""
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)  # type: ignore[attr-defined]
-
-
-@cache
-def _holders_of_a_sum() -> tuple[int, int, int]:
-    """How many hold the first of two gradients, its memory and its object where autograd alone does; on this torch."""
-    counts: list[tuple[int, int, int]] = []
-
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.add.Tensor:
-                observe(*args)
-            return func(*args, **(kwargs or {}))
-
-    def observe(first: Any, second: Any, *rest: object) -> None:
-        counts.append(_holders(first))
-
-    leaf = torch.ones(2, 2, device="meta", requires_grad=True)
-    with torch.enable_grad():
-        shared = leaf * 2
-        total = shared.sin() * shared.cos()
-    with Watch():  # type: ignore[no-untyped-call]  # torch's own
-        torch.autograd.backward(total, torch.ones_like(total))
-    return counts[0]

@@ -8,16 +8,14 @@ order in which memory is given back.
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from hf_fsdp_tools.foresight.events import Alloc, Event, Free, Gradient, Mark, Work
-from hf_fsdp_tools.foresight.tracing.recorder import Recorder
 from hf_fsdp_tools.modeling.module_tree import ModuleTree
 from hf_fsdp_tools.modeling.tree_copy import copy_tree
 from hf_fsdp_tools.planning.plan import WrapPlan
@@ -49,32 +47,32 @@ class Stack:
         rest = self.first + self.periods * self.length
         return [*range(self.first + self.kept * self.length), *range(rest, self.size)]
 
-    def period_of(self, index: int) -> int | None:
-        """The period of the block at an index of the shortened list; None for a block of no period."""
-        period = (index - self.first) // self.length
-        return period if 0 <= period < self.kept else None
+    def place_of(self, fqn: str) -> tuple[int, str] | None:
+        """The index of the block that an fqn is in, and what follows ("" or ".…"); None if it is in no block."""
+        if not fqn.startswith(f"{self.container}."):
+            return None
+        index, dot, rest = fqn[len(self.container) + 1 :].partition(".")
+        return int(index), dot + rest
 
 
-def repeating_stacks(model: nn.Module, kept: int, every: int = 1) -> list[Stack]:
-    """The lists of blocks in which more than `kept` periods of alike blocks follow each other; of every so many blocks
-    the first is another than those behind it (`every_n_layers` of activation checkpointing)."""
+def repeating_stacks(model: nn.Module, kept: int, every: int = 1, without: nn.Module | None = None) -> list[Stack]:
+    """The lists of blocks outside of a module in which more than `kept` periods of alike blocks follow each other; of
+    every so many blocks the first is another than those behind it (`every_n_layers` of activation checkpointing)."""
     if any(hasattr(config, "deepstack_visual_indexes") for config in configs_of(model)):
         return []  # text layers of such models differ by their position alone
-    tree = ModuleTree(model)
+    outside = set() if without is None else set(without.modules())
     stacks = []
-    for blocks in find_blocks(tree):
-        for container in dict.fromkeys(block.parent for block in blocks):
-            if container is None or not isinstance(modules := container.module, nn.ModuleList):
-                continue
-            if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
-                continue
-            config = getattr(container.parent.module if container.parent else model, "config", None)
-            signs: list[object] = [
-                (index % every == 0, _signature(block, config, index, len(modules)))
-                for index, block in enumerate(modules)
-            ]
-            if (stack := _best(container.fqn, signs, kept)) is not None:
-                stacks.append(stack)
+    for container in dict.fromkeys(block.parent for blocks in find_blocks(ModuleTree(model)) for block in blocks):
+        if container is None or not isinstance(modules := container.module, nn.ModuleList) or modules in outside:
+            continue
+        if any(len(weight.owners) > 1 for block in container.children for b in block.walk() for weight in b.own):
+            continue
+        config = getattr(container.parent.module if container.parent else model, "config", None)
+        signs = [
+            (index % every == 0, _signature(block, config, index, len(modules))) for index, block in enumerate(modules)
+        ]
+        if (stack := _best(container.fqn, signs, kept)) is not None:
+            stacks.append(stack)
     return stacks
 
 
@@ -160,108 +158,54 @@ def _copy_configs(model: nn.Module, stacks: Sequence[Stack]) -> None:
 def cut_plan(plan: WrapPlan, stacks: Sequence[Stack]) -> WrapPlan:
     """The plan of the short model."""
 
-    def name(old: str) -> str | None:
-        for stack in stacks:
-            if (place := block_and_rest(old, stack)) is not None:
-                index, rest = place
-                if index not in stack.indices:
-                    return None
-                old = f"{stack.container}.{stack.indices.index(index)}{rest}"
-        return old
+    def renamed(names: Sequence[str]) -> tuple[str, ...]:
+        found = []
+        for name in names:
+            for stack in stacks:
+                if (place := stack.place_of(name)) is not None:
+                    run = place[0] in stack.indices
+                    name = f"{stack.container}.{stack.indices.index(place[0])}{place[1]}" if run else ""
+                    if not run:
+                        break
+            else:
+                found.append(name)
+        return tuple(found)
 
-    units = []
-    for unit in plan.units:
-        modules = tuple(new for old in unit.modules if (new := name(old)) is not None)
-        if modules:
-            units.append(replace(unit, modules=modules))
-    replicated = tuple(new for old in plan.replicated if (new := name(old)) is not None)
-    return replace(plan, units=tuple(units), replicated=replicated)
-
-
-def block_and_rest(name: str, stack: Stack) -> tuple[int, str] | None:
-    """The index of the block of a stack in an fqn, and what follows ("" or ".…"); None if it is of no block."""
-    if not name.startswith(f"{stack.container}."):
-        return None
-    index, dot, rest = name[len(stack.container) + 1 :].partition(".")
-    return int(index), dot + rest
+    units = (replace(unit, modules=renamed(unit.modules)) for unit in plan.units)
+    return replace(plan, units=tuple(unit for unit in units if unit.modules), replicated=renamed(plan.replicated))
 
 
 # ---- events of the full depth ----
 
-
-class Bounds:
-    """The places in a list of events at which the passes of blocks end."""
-
-    def __init__(self, model: nn.Module, stacks: Sequence[Stack], recorder: Recorder) -> None:
-        self._stacks, self._recorder = stacks, recorder
-        self.forward: dict[tuple[str, int], list[int]] = {}
-        """By stack and period: where its forward pass begins and ends."""
-        self.backward: dict[tuple[str, int], list[int]] = {}
-        """By stack and period: where the gradient of its output is there, and where that of its input is."""
-        for stack in stacks:
-            blocks = list(model.get_submodule(stack.container).children())
-            for period in range(stack.kept):
-                start = stack.first + period * stack.length
-                self._watch(blocks[start], blocks[start + stack.length - 1], (stack.container, period))
-
-    def _watch(self, first: nn.Module, last: nn.Module, key: tuple[str, int]) -> None:
-        events = self._recorder.events
-
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._recorder.phase == "backward":
-                return  # a block that is computed again
-            self.forward.setdefault(key, []).append(len(events))
-            if (hidden := _hidden(*args, *kwargs.values())) is not None:
-                hidden.register_hook(lambda _: note_input())
-
-        def end(_: nn.Module, args: object, output: Any) -> None:
-            if self._recorder.phase == "backward":
-                return
-            self.forward.setdefault(key, []).append(len(events))
-            if (hidden := _hidden(*(output if isinstance(output, tuple | list) else (output,)))) is not None:
-                hidden.register_hook(lambda _: self.backward.setdefault(key, []).append(len(events)))
-
-        def note_input() -> None:
-            place = len(events)
-            while isinstance(mark := events[place - 1], Mark) and mark.where == "before_backward":
-                place -= 1  # of what ran before, whose output this is
-            self.backward.setdefault(key, []).append(place)
-
-        first.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        last.register_forward_hook(end, prepend=True)
-
-    def expand(self) -> list[Event] | None:
-        """The events of the full depth; None where neighbouring periods differ."""
-        try:
-            return _Expansion(self._recorder.events, self._stacks, self).run()
-        except _NotAlikeError:
-            return None
-
-
-def _hidden(*values: Any) -> Any:
-    """The first tensor that needs a gradient: hidden states."""
-    return next((value for value in values if getattr(value, "requires_grad", False)), None)
-
-
-_Segment = tuple[str, str, int]  # Stack, pass ("forward" or "backward"), period
+_Segment = tuple[str, Literal["forward", "backward"], int]  # Stack, pass, period
 
 
 class _NotAlikeError(Exception):
     """Periods differ, or are entangled with events of others."""
 
 
+def expand(events: Sequence[Event], stacks: Sequence[Stack]) -> list[Event] | None:
+    """The events of the full depth, of those of the short model; None where neighbouring periods differ."""
+    try:
+        return _Expansion(events, stacks).run()
+    except _NotAlikeError:
+        return None
+
+
 class _Expansion:
-    def __init__(self, events: Sequence[Event], stacks: Sequence[Stack], bounds: Bounds) -> None:
+    def __init__(self, events: Sequence[Event], stacks: Sequence[Stack]) -> None:
         self._events = events
-        run = {container for container, _ in bounds.forward}
-        self._stacks = {stack.container: stack for stack in stacks if stack.container in run}
+        self._marks: dict[tuple[str, str], list[int]] = {}  # Places of the marks of a module's passes
+        for at, event in enumerate(events):
+            if isinstance(event, Mark) and not event.again:
+                self._marks.setdefault((event.where, event.module), []).append(at)
+        self._stacks = {s.container: s for s in stacks if ("before_forward", f"{s.container}.0") in self._marks}
         self._spans: dict[_Segment, tuple[int, int]] = {}
         for stack in self._stacks.values():
-            self._find_spans(stack, bounds)
+            self._find_spans(stack)
         bare = sorted(self._spans.values())
         if any(end <= start for start, end in bare) or any(a[1] > b[0] for a, b in pairwise(bare)):
             raise _NotAlikeError
-        self._segment_at = {start: key for key, (start, _) in self._spans.items()}
         self._home: dict[int, tuple[_Segment, int]] = {}
         """The segment of memory that a period takes, and its place counted from the end, since the first block may
         begin otherwise (hidden states in fp32 are cast by the others)."""
@@ -269,50 +213,48 @@ class _Expansion:
             taken = [event.block for event in events[start:end] if isinstance(event, Alloc)]
             self._home.update({block: (key, place - len(taken)) for place, block in enumerate(taken)})
         self._numbers: dict[object, int] = {}
+        self._names: dict[tuple[str, _Segment | None, int], str] = {}
 
-    def _find_spans(self, stack: Stack, bounds: Bounds) -> None:
-        keys = [(stack.container, period) for period in range(stack.kept)]
-        for key in keys:
-            if len(bounds.forward.get(key, ())) != 2 or len(bounds.backward.get(key, ())) not in (1, 2):
-                raise _NotAlikeError
-        starts = [bounds.forward[key][0] for key in keys]
-        ends = [*starts[1:], self._returned(bounds.forward[keys[-1]][1])]
-        for (name, period), start, end in zip(keys, starts, ends, strict=True):
-            self._spans[name, "forward", period] = start, end
-        starts = [bounds.backward[key][0] for key in keys]
-        ends = [len(self._events) if len(b := bounds.backward[keys[0]]) == 1 else b[1], *starts]
-        for (name, period), start, end in zip(keys, starts, ends, strict=False):
-            self._spans[name, "backward", period] = start, end
-
-    def _returned(self, place: int) -> int:
-        """Where a block has returned, and what it was called with is given back."""
-        while isinstance(event := self._events[place], Free | Mark):
+    def _find_spans(self, stack: Stack) -> None:
+        """Where a period's passes begin, and end where the next one's do."""
+        begins = [stack.first + period * stack.length for period in range(stack.kept)]
+        firsts, lasts = ([f"{stack.container}.{at + by}" for at in begins] for by in (0, stack.length - 1))
+        if any(len(self._marks.get(("before_forward", each), ())) != 1 for each in firsts):
+            raise _NotAlikeError
+        starts = [self._place("before_forward", each) for each in firsts]
+        end = self._place("after_forward", lasts[-1]) + 1
+        while isinstance(event := self._events[end], Free | Mark):  # what it was called with is given back
             if isinstance(event, Mark) and event.where != "after_forward":
                 break
-            place += 1
-        return place
+            end += 1
+        for period, span in enumerate(pairwise([*starts, end])):
+            self._spans[stack.container, "forward", period] = span
+        starts = [self._place("before_backward", each) for each in lasts]
+        ended = self._marks.get(("after_backward", firsts[0]))
+        for period, start in enumerate(starts):
+            end = starts[period - 1] if period else ended[-1] + 1 if ended else len(self._events)
+            self._spans[stack.container, "backward", period] = start, end
+
+    def _place(self, where: str, module: str) -> int:
+        if (found := self._marks.get((where, module))) is None:
+            raise _NotAlikeError
+        return found[0]
 
     def run(self) -> list[Event]:
-        for container in self._stacks:
-            for direction in ("forward", "backward"):  # the period that is repeated, and the next: neither is at an end
-                first, second = (
-                    [self._moved(event, key, -period) for event in self._events[slice(*self._spans[key])]]
-                    for period in (1, 2)
-                    for key in [(container, direction, period)]
-                )
-                if first != second:
+        for (container, direction, period), (start, end) in self._spans.items():
+            if period == 1:  # it is repeated; neither it nor the next is at an end
+                key: _Segment = (container, direction, 2)
+                first = [self._moved(event, (container, direction, 1), -1) for event in self._events[start:end]]
+                if first != [self._moved(event, key, -2) for event in self._events[slice(*self._spans[key])]]:
                     raise _NotAlikeError
+        segment_at = {start: key for key, (start, _) in self._spans.items()}
         made: list[Event] = []
         place = 0
         while place < len(self._events):
-            key = self._segment_at.get(place)
-            if key is None:
-                made.append(self._moved(self._events[place], None, 0))
-                place += 1
-                continue
-            start, end = self._spans[key]
-            for shift in self._shifts(key):
-                made += [self._moved(event, key, shift) for event in self._events[start:end]]
+            key_at = segment_at.get(place)
+            end = place + 1 if key_at is None else self._spans[key_at][1]
+            for shift in (0,) if key_at is None else self._shifts(key_at):
+                made += [self._moved(event, key_at, shift) for event in self._events[place:end]]
             place = end
         return made
 
@@ -324,16 +266,23 @@ class _Expansion:
             return range(more + 1) if direction == "forward" else range(more, -1, -1)
         return (0,) if period == 0 else (more,)
 
-    def _moved(self, event: Event, key: _Segment | None, shift: int) -> Event:
-        number, name = (partial(change, key=key, shift=shift) for change in (self._number, self._name))
-        moved: Event = _changed(event, number, name)
+    def _moved(self, event: Any, key: _Segment | None, shift: int) -> Event:
+        """An event with the number of its memory and its name replaced."""
+        kind, changes = type(event), dict[str, Any]()
+        if kind is not Work and kind is not Mark:
+            changes["block"] = self._number(event.block, key, shift)
+        if (field := _NAMES.get(kind)) is not None:
+            fqn = getattr(event, field)
+            if (place := (fqn, key, shift)) not in self._names:
+                self._names[place] = self._name(fqn, key, shift)
+            if self._names[place] != fqn:
+                changes[field] = self._names[place]
+        moved: Event = replace(event, **changes) if changes else event
         return moved
 
     def _number(self, block: int, key: _Segment | None, shift: int) -> int:
-        home = self._home.get(block)
-        if home is None:
-            final: object = block
-        else:
+        final: object = block
+        if (home := self._home.get(block)) is not None:
             (container, direction, period), place = home
             final = container, direction, self._final(container, period, key, shift), place
         return self._numbers.setdefault(final, len(self._numbers) + 1)
@@ -351,27 +300,16 @@ class _Expansion:
 
     def _name(self, fqn: str, key: _Segment | None, shift: int) -> str:
         for container, stack in self._stacks.items():
-            place = block_and_rest(fqn, stack)
-            if place is None:
-                continue
-            index, rest = place
-            period = stack.period_of(index)
-            if period is not None:
-                index += (self._final(container, period, key, shift) - period) * stack.length
-            elif index >= stack.first:
-                index += stack.left_out
-            return f"{container}.{index}{rest}"
+            if (place := stack.place_of(fqn)) is not None:
+                index, rest = place
+                period = (index - stack.first) // stack.length
+                if 0 <= period < stack.kept:
+                    index += (self._final(container, period, key, shift) - period) * stack.length
+                elif index >= stack.first:
+                    index += stack.left_out
+                return f"{container}.{index}{rest}"
         return fqn
 
 
 _NAMES = {Alloc: "unit", Work: "unit", Mark: "module", Gradient: "parameter"}
 """The field of each event that names a module or a parameter."""
-
-
-def _changed(event: Any, number: Callable[[int], Any], name: Callable[[str], Any]) -> Any:
-    """An event with the number of its memory and its name replaced."""
-    changes = {"block": number(event.block)} if isinstance(event, Alloc | Free | Gradient) else {}
-    if (field := _NAMES.get(type(event))) is not None:
-        changes[field] = name(getattr(event, field))
-    is_same = all(getattr(event, field) == value for field, value in changes.items())
-    return event if is_same else replace(event, **changes)
