@@ -11,10 +11,9 @@ import torch
 import transformers
 import yaml
 
+from hf_fsdp_tools import FSDPConfig, WrapPlan
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.main import main
-from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.planning.plan import WrapPlan
 from tests._checkpoints import make_checkpoint
 from tests._dist import imitate_gpus
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, DynamicCache
 
-from hf_fsdp_tools import ConfigError, from_pretrained, save_pretrained
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
+from hf_fsdp_tools import ConfigError, from_pretrained, make_wrap_plan, save_pretrained
 from hf_fsdp_tools.sharding.compile import check_options, compile_blocks
 from hf_fsdp_tools.sharding.hooks import cast_inputs, hooks_of_casts
 from hf_fsdp_tools.sharding.phases import install

@@ -11,12 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import T5EncoderModel
 
-from hf_fsdp_tools import save_pretrained
+from hf_fsdp_tools import build_meta_model, load_weights, save_pretrained
 from hf_fsdp_tools.cli.main import main
 from hf_fsdp_tools.loading.heads import Heads
 from hf_fsdp_tools.loading.index import CheckpointIndex
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.modeling.notes import add_to_note, note_of
 from tests._checkpoints import add_heads, make_checkpoint, make_model, stored_tensors, tiny_config
 

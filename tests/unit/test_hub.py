@@ -9,8 +9,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_tools import build_meta_model, from_pretrained, load_adapter, load_weights
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, build_meta_model, from_pretrained, load_adapter, load_weights
 from hf_fsdp_tools.hub import local_path
 from hf_fsdp_tools.loading.index import CheckpointIndex
 from tests._checkpoints import make_checkpoint

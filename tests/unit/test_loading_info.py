@@ -20,9 +20,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from hf_fsdp_tools.errors import CheckpointError
-from hf_fsdp_tools.loading.load import load_weights
-from hf_fsdp_tools.modeling.meta import build_meta_model
+from hf_fsdp_tools import CheckpointError, build_meta_model, load_weights
 from tests._checkpoints import make_model
 
 Tensors = dict[str, torch.Tensor]

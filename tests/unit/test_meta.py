@@ -16,9 +16,8 @@ from transformers import (
     LlamaConfig,
 )
 
-from hf_fsdp_tools.errors import CheckpointError, ConfigError
+from hf_fsdp_tools import CheckpointError, ConfigError, build_meta_model
 from hf_fsdp_tools.modeling.initialize import initialize_missing
-from hf_fsdp_tools.modeling.meta import build_meta_model
 from hf_fsdp_tools.sharding.allocate import allocate
 from tests._checkpoints import make_checkpoint
 

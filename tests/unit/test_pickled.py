@@ -16,8 +16,7 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_fsdp_tools import from_pretrained
-from hf_fsdp_tools.errors import CheckpointError
+from hf_fsdp_tools import CheckpointError, from_pretrained
 from hf_fsdp_tools.integrations.resume import refuse_damage
 from hf_fsdp_tools.loading import index as index_module
 from hf_fsdp_tools.loading.formats.pickled import parse_pickled

@@ -29,17 +29,9 @@ from torch.distributed.fsdp.wrap import (
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_fsdp_tools import ConfigError, Float8Policy, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
+from hf_fsdp_tools import ConfigError, Float8Policy, FSDPConfig, HybridFSDPPlugin, HybridPolicy, make_wrap_plan
 from hf_fsdp_tools.integrations import config_file, settings, state
-from hf_fsdp_tools.integrations.config import (
-    OWN_KEYS,
-    SETTINGS,
-    TRAINING_KEYS,
-    VARIABLES,
-    YAML_KEYS,
-    FSDPConfig,
-    rows_of,
-)
+from hf_fsdp_tools.integrations.config import OWN_KEYS, SETTINGS, TRAINING_KEYS, VARIABLES, YAML_KEYS, rows_of
 from hf_fsdp_tools.integrations.plugin import _read_version
 from hf_fsdp_tools.integrations.training_arguments import plugin_arguments
 from hf_fsdp_tools.sharding.recompute import Recompute, as_recompute

@@ -18,12 +18,9 @@ from transformers import LlamaConfig, LlavaConfig, T5Config, TrainingArguments
 
 pytest.importorskip("trl")
 
+from hf_fsdp_tools import FSDPConfig, HybridFSDPPlugin, TrainingSetup, estimate_memory
 from hf_fsdp_tools.cli import launch
 from hf_fsdp_tools.cli.launch import named_config, recipes
-from hf_fsdp_tools.foresight.memory import estimate_memory
-from hf_fsdp_tools.foresight.setup import TrainingSetup
-from hf_fsdp_tools.integrations.config import FSDPConfig
-from hf_fsdp_tools.integrations.plugin import HybridFSDPPlugin
 from hf_fsdp_tools.scripting import arguments, running, setups
 from hf_fsdp_tools.scripting.setups import RECIPES, setup_of
 from hf_fsdp_tools.text import show_bytes

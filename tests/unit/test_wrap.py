@@ -13,11 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
-from hf_fsdp_tools.errors import WrapPlanError
-from hf_fsdp_tools.modeling.meta import build_meta_model
-from hf_fsdp_tools.planning.make_plan import make_wrap_plan
-from hf_fsdp_tools.planning.plan import WrapPlan, WrapUnit
-from hf_fsdp_tools.planning.policy import HybridPolicy
+from hf_fsdp_tools import HybridPolicy, WrapPlan, WrapPlanError, build_meta_model, make_wrap_plan
+from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.planning.rules import check_wrap_plan
 from tests.census import plans
 from tests.census.defaults import classes_by_default
