@@ -251,11 +251,9 @@ def _mxfp4(key: str, weight: torch.Tensor) -> Tensors:
     return {f"{key}_blocks": codes, f"{key}_scales": (exponents + 127).to(torch.uint8).view(codes.shape[:3])}
 
 
-def _per_channel(
-    key: str, weight: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16, is_int: bool = False
-) -> Tensors:
+def _per_channel(key: str, weight: torch.Tensor, *, is_int: bool = False) -> Tensors:
     """8 bits with a scale per row, as compressed-tensors stores them; and a scale of activations."""
-    scales = (weight.float().abs().amax(1, keepdim=True) / (127 if is_int else 448)).to(dtype)
+    scales = (weight.float().abs().amax(1, keepdim=True) / (127 if is_int else 448)).bfloat16()
     values = weight.float() / scales.float()
     values = values.round().clamp(-128, 127).to(torch.int8) if is_int else values.to(torch.float8_e4m3fn)
     module = key.removesuffix("weight")
@@ -477,9 +475,7 @@ def dequantized_by_transformers(kind: str, folder: Path, dtype: torch.dtype) -> 
 # ---- sharded models ----
 
 
-def sharded_meta_model(
-    kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any
-) -> PreTrainedModel:
+def sharded_meta_model(kind: str, folder: Path, *, dtype: torch.dtype | None = None, **sharding: Any) -> Any:
     """The kind's model on meta, every member of a ModuleList a unit, then the root."""
     model = build_meta_model(folder, auto_class=type(make_model(kind)), dtype=dtype)
     for module in reversed([m for m in model.modules() if isinstance(m, nn.ModuleList)]):  # inner lists first

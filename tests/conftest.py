@@ -43,9 +43,8 @@ for _name in ("no_proxy", "NO_PROXY"):  # the hubs of the tests are on this mach
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--durations-to", metavar="FILE", help="write the CPU seconds of each file, for tests/durations.json"
-    )
+    said = "write the CPU seconds of each file, for tests/durations.json"
+    parser.addoption("--durations-to", metavar="FILE", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -159,9 +159,7 @@ def launch_series(
     return Series(folder, printed, stderr + failure, probe or PROBE)
 
 
-def _run_series(
-    folder: Path, environment: dict[str, str], entries: list[tuple[str, list[str], bool]], probe: dict[str, Any]
-) -> None:
+def _run_series(folder: Path, environment: dict[str, str], entries: list[Any], probe: dict[str, Any]) -> None:
     """The life of one rank of a series; what it prints goes to files of the folder."""
     from accelerate.state import PartialState
     from datasets import IterableDataset
@@ -172,9 +170,7 @@ def _run_series(
     from tests._training import forget_accelerate
 
     is_first = os.environ["RANK"] == "0"
-    environment = environment | {
-        name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    }
+    environment |= {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -257,14 +253,10 @@ def two_runs(folder: Path, name: str, steps: int, *words: str, learning_rate: fl
     return {name: whole, f"{name}-resumed": [*whole, "--resume_from_checkpoint", str(middle)]}
 
 
-def refused_runs(
-    table: dict[str, tuple[str, str, str]], bases: dict[str, list[str]], **places: Any
-) -> dict[str, list[str]]:
+def refused_runs(table: dict[str, tuple[str, str, str]], bases: Any, **places: Any) -> dict[str, list[str]]:
     """Runs of a table of name: (base, further words, what is said)."""
-    return {
-        name: [*bases[base], *(word.format(**places) for word in words.split())]
-        for name, (base, words, _) in table.items()
-    }
+    words_of = {name: [word.format(**places) for word in words.split()] for name, (_, words, _) in table.items()}
+    return {name: [*bases[table[name][0]], *words] for name, words in words_of.items()}
 
 
 def write_split(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None) -> str:

@@ -19,11 +19,7 @@ STEPS = 2
 
 REFUSED = {
     "teacherless": ("pair", "--dataset_name {prompts}", "--teacher_model_name_or_path is missing"),
-    "other-words": (
-        "pair",
-        "--teacher_model_name_or_path {stranger} --dataset_name {prompts}",
-        "have different tokenizers",
-    ),
+    "other-words": ("pair", "--teacher_model_name_or_path {stranger} --dataset_name {prompts}", "different tokenizers"),
     "long": ("pair", "--teacher_model_name_or_path {teacher} --dataset_name {long}", "--max_completion_length 8 are"),
     "numbers": ("embed", "--dataset_name {numbers}", "the column `anchor` must hold text"),
     "columns": ("embed", "--dataset_name {prompts}", "Rename one, or name yours: --dataset_columns."),

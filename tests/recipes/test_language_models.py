@@ -25,10 +25,8 @@ from tests.recipes._launch import (
     write_split,
 )
 
-CHATS = [
-    {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
-    for n in range(40)
-]
+TURNS = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
+CHATS = [{"messages": turns} for turns in TURNS]
 TEXT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 5)} for n in range(60)]
 EIGHT = [{"text": f"{n} and then {n + 1}. " * (1 + n % 4)} for n in range(8)]
 """Rows of 4 to 20 tokens: as many as two ranks take in a step, in two micro-batches of two rows each."""

@@ -67,10 +67,8 @@ def plain_trainer(recipe: str, model: str, data: str, folder: Path) -> Trainer:
     settings = {**SETTINGS, "output_dir": str(folder)}
     if recipe == "classify":
         names = sorted(set(rows["label"]))
-        encoded = [
-            {**tokenizer(row["text"], truncation=True, max_length=LENGTH), "labels": names.index(row["label"])}
-            for row in rows
-        ]
+        cut = {"truncation": True, "max_length": LENGTH}
+        encoded = [{**tokenizer(row["text"], **cut), "labels": names.index(row["label"])} for row in rows]
         loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(names))
         return Trainer(loaded, TrainingArguments(**settings), train_dataset=encoded, processing_class=tokenizer)
     args = trl.SFTConfig(**settings, bf16=False, max_length=LENGTH)

@@ -49,11 +49,8 @@ REFUSED = {
 def runs(tmp_path_factory) -> Series:
     folder = tmp_path_factory.mktemp("runs")
     turns, classes = demo_rows("preferences")[:512:32], demo_rows("classes")[:512:32]
-    columns = {
-        "scores": [n / 7 for n in range(16)],
-        "ids": [f"row {n}" for n in range(16)],
-        "holes": ["a", "b", None, "a"] * 4,
-    }
+    ids = [f"row {n}" for n in range(16)]
+    columns = {"scores": [n / 7 for n in range(16)], "ids": ids, "holes": ["a", "b", None, "a"] * 4}
     rows = {
         "turns": turns,
         "implicit": [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in turns],

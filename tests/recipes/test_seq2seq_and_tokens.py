@@ -207,9 +207,8 @@ def written_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch
 
 def words_batch(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
     texts = [" ".join(row["tokens"]) for row in rows]
-    batch = tokenizer(
-        texts, padding=True, truncation=True, max_length=128, return_offsets_mapping=True, return_tensors="pt"
-    )
+    cut = {"padding": True, "truncation": True, "max_length": 128}
+    batch = tokenizer(texts, **cut, return_offsets_mapping=True, return_tensors="pt")
     offsets = batch.pop("offset_mapping").tolist()
     labels = torch.full_like(batch["input_ids"], -100)
     for number, (row, text) in enumerate(zip(rows, texts, strict=True)):

@@ -61,6 +61,4 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)

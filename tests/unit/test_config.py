@@ -24,9 +24,7 @@ CONFIGS = [
     FSDPConfig(num_processes=8, dp_replicate_size=2, mixed_precision="fp16", state_dict_type="FULL_STATE_DICT"),
     FSDPConfig(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="node0", main_process_port=29501),
     FSDPConfig(num_processes=2, gpu_ids="0,3", cpu_ram_efficient_loading=True),
-    FSDPConfig(
-        num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("ALayer", "BLayer")
-    ),
+    FSDPConfig(num_processes=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=("A", "B")),
     FSDPConfig(num_processes=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20_000_000),
     FSDPConfig(num_processes=2, ignored_modules=r".*\.q_norm"),
     FSDPConfig(num_processes=2, activation_checkpointing=True, activation_checkpointing_offload=True),

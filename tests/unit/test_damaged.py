@@ -95,11 +95,7 @@ def nested(depth: int) -> str:
 NOT_DCP = r"\.metadata: is not as DCP writes it: .*Save it again"
 
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
-    "config nested deeply": (
-        "files",
-        text("config.json", nested(100_000)),
-        r"config\.json: is not valid JSON: Recursion",
-    ),
+    "config nested deeply": ("files", text("config.json", nested(100_000)), r"config\.json: is not valid JSON: Recur"),
     "sizes beyond 64 bits": ("files", config(hidden_size=10**30), r"configuration of .*cannot be used.*config\.json"),
     "unknown rope": (
         "files",
@@ -133,9 +129,7 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_values_of_another_kind_are_not_called_quantised_and_other_layers_not_refused(
-    good: dict[str, Path], tmp_path: Path
-) -> None:
+def test_integers_are_not_called_quantised_and_other_layers_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")

@@ -33,9 +33,8 @@ def test_tokenizer_and_chat_template(folder):
         assert tokens[0] == tokenizer.bos_token_id and tokenizer.decode(tokens, skip_special_tokens=True) == text
     messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A statement."}]
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    assert tokenizer.decode(encoded["input_ids"]) == (
-        "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
-    )
+    whole = "<|bos|><|user|>\nWhat is it?<|eos|>\n<|assistant|>\nA statement.<|eos|>\n"
+    assert tokenizer.decode(encoded["input_ids"]) == whole
     marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(marked) == "A statement.<|eos|>"
 

@@ -97,9 +97,7 @@ def test_files_that_documents_name_are_there(name):
 
 def test_no_sentence_begins_with_of():
     """A stranger stumbles over "Of a model, …": the noun comes first."""
-    texts = {
-        path: path.read_text() for folder in ("hf_fsdp_tools", "recipes") for path in (ROOT / folder).rglob("*.py")
-    }
+    texts = {path: path.read_text() for folder in (PACKAGE, ROOT / "recipes") for path in folder.rglob("*.py")}
     texts |= {ROOT / name: text for name, text in TEXTS.items()}
     begins = re.compile(r"""(?:^|[.:;] |\"\"\"|# |\| |- )Of [a-z]""", re.MULTILINE)
     found = {

@@ -144,9 +144,7 @@ def test_read_ahead_is_off_so_that_neighbours_stay_on_the_disk(tmp_path: Path, m
     assert advice == [(0, 0, os.POSIX_FADV_RANDOM)]
 
 
-def test_large_tensors_take_several_requests_which_may_be_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tensor_takes_requests_which_may_be_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_REQUEST_BYTES", 1024)
     tensor = torch.randn(100, 30)
     file = tmp_path / "stored.bin"
@@ -172,9 +170,7 @@ def test_large_tensors_take_several_requests_which_may_be_short(
     assert stats.calls > 6
 
 
-def test_io_errors_name_the_file_and_a_cure_and_end_the_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_the_file_and_a_cure_and_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot open .*absent\.bin.*Check the path"):
         read_transfers([whole(tmp_path / "absent.bin", torch.zeros(4), torch.zeros(4))], staging_bytes=MIB)
     file = tmp_path / "full.bin"

@@ -77,9 +77,7 @@ def test_dtypes_that_fsdp1_cannot_flatten_are_refused():
     for block in model.layers:
         block.to(torch.bfloat16).requires_grad_(False)
         block.attn.bias = nn.Parameter(torch.zeros(64))  # an fp32 adapter on a frozen bf16 block
-    with pytest.raises(
-        WrapPlanError, match=r"one dtype per unit.*layers\.0 \(bfloat16, float32\).*Cast the model"
-    ) as e:
+    with pytest.raises(WrapPlanError, match=r"one dtype per unit.*layers\.0 \(bfloat16, float32\).*Cast the m") as e:
         hybrid_auto_wrap_policy(model)
     assert "layers.2" in str(e.value), "all units at once"
 
@@ -89,9 +87,7 @@ def test_a_policy_for_another_model_is_refused():
     policy = hybrid_auto_wrap_policy(model)
     with pytest.raises(WrapPlanError, match=r"does not know the LlamaForCausalLM.*the very model"):
         wrapped_by_torch(other, policy)
-    assert set(wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question))) != set(), (
-        "a wrapper is no stranger"
-    )
+    assert wrapped_by_torch(nn.Sequential(model), lambda **question: policy(**question)), "a wrapper is no stranger"
     with pytest.raises(WrapPlanError, match=r"does not fit GPT2LMHeadModel"):
         hybrid_auto_wrap_policy(make_model("gpt2"), plan=make_wrap_plan(model))
 

@@ -24,6 +24,7 @@ from hf_fsdp_tools import CheckpointError, build_meta_model, load_weights
 from tests._checkpoints import make_model
 
 Tensors = dict[str, torch.Tensor]
+MISMATCHED = {"ignore_mismatched_sizes": True}
 
 
 class Quiet(LlamaForCausalLM):
@@ -58,12 +59,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Any, dict[str, Any]]] 
     "a whole expert layer missing": ("mixtral", drop("1.mlp", "1.block_sparse_moe"), AutoModelForCausalLM, {}),
     "ignored keys": ("llama", lambda t: add("adapter.x", "model.other.x")(drop("q_proj", "k_proj")(t)), Quiet, {}),
     "half of T5": ("t5", same, T5EncoderModel, {}),
-    "other shapes": (
-        "llama",
-        drop("layers.0.mlp"),
-        AutoModelForCausalLM,
-        {"vocab_size": 77, "ignore_mismatched_sizes": True},
-    ),
+    "other shapes": ("llama", drop("layers.0.mlp"), AutoModelForCausalLM, {"vocab_size": 77, **MISMATCHED}),
     "old names of norms": (
         "bert",
         lambda t: {key.replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in t.items()},

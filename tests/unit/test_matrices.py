@@ -61,9 +61,7 @@ def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
 def test_adapters_and_ties_are_no_matrices():
     tied = make_model("tied")
     assert ("model.embed_tokens.weight", "embeddings") in find_matrices(tied).others
-    adapted = get_peft_model(
-        make_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["v_proj"])
-    )
+    adapted = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"]))
     plan = find_matrices(adapted)
     assert {why for name, why in plan.others if "lora" in name} == {"adapters"}
     assert plan.matrices == tuple(f"model.layers.{i}.self_attn.v_proj.modules_to_save.default.weight" for i in range(2))

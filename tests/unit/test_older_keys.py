@@ -83,9 +83,7 @@ def refuse_change(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("model_type", "rope", "older"), ROPES)
-def test_older_readers_find_their_keys(
-    tmp_path: Path, model_type: str, rope: dict[str, Any], older: dict[str, Any]
-) -> None:
+def test_older_readers_find_their_keys(tmp_path: Path, model_type: str, rope: dict[str, Any], older: Any) -> None:
     if model_type not in CONFIG_MAPPING:  # 5.17, which is supported too, lacks some of 5.23
         pytest.skip(f"{model_type} is newer than transformers {hf.__version__}")
     text = tiny_config(model_type).get_text_config().to_dict()

@@ -84,9 +84,7 @@ def test_a_stored_row_for_padding_stays(tmp_path: Path) -> None:
     assert differences(tmp_path / "stored", tmp_path / "saved") == []
 
 
-@pytest.mark.parametrize(
-    "base", ["reference://::file:///refs.json", "s3://bucket/base", "simplecache::s3://bucket/base"]
-)
+@pytest.mark.parametrize("base", ["reference://::file:///r.json", "s3://bucket/base", "simplecache::s3://bucket/base"])
 def test_a_file_does_not_say_what_this_process_connects_to(folders: dict[str, Path], tmp_path: Path, base: str) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folders["llama"]), config)

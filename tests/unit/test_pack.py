@@ -38,9 +38,8 @@ def test_the_layers_that_transformers_would_quantise():
     """T5 keeps `wo` in fp32 beside fp16, and heads are left out; what is named is left out too."""
     config = hf.T5Config(vocab_size=131, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
     given = four_bits(llm_int8_skip_modules=["SelfAttention.q", "lm_head"])
-    model = build_meta_model(
-        config, auto_class=hf.AutoModelForSeq2SeqLM, dtype=torch.float16, quantization_config=given
-    )
+    kind = hf.AutoModelForSeq2SeqLM
+    model = build_meta_model(config, auto_class=kind, dtype=torch.float16, quantization_config=given)
     packed = weights_4bit(model)
     assert packed and not [key for key in packed if ".wo." in key or "SelfAttention.q" in key or "lm_head" in key]
     for key, form in packed.items():
@@ -117,9 +116,7 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
     config = hf.LlamaConfig(**TINY | {"intermediate_size": 1024})
     hf.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     pools, pool = [], files.ThreadPoolExecutor
-    monkeypatch.setattr(
-        files, "ThreadPoolExecutor", lambda *args, **options: pools.append(args) or pool(*args, **options)
-    )
+    monkeypatch.setattr(files, "ThreadPoolExecutor", lambda *args, **given: pools.append(args) or pool(*args, **given))
 
     def loaded():
         model = build_meta_model(tmp_path, dtype=torch.float32, quantization_config=four_bits())

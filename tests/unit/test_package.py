@@ -66,9 +66,10 @@ def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
     assert made == names_in_the_wheel(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "program", [["-m", "hf_fsdp_tools"], ["-c", "from hf_fsdp_tools.cli.main import main; main()"]]
-)
+MAIN = "from hf_fsdp_tools.cli.main import main; main()"
+
+
+@pytest.mark.parametrize("program", [["-m", "hf_fsdp_tools"], ["-c", MAIN]])
 def test_the_version(program, tmp_path):
     words = [sys.executable, *program, "--version"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -90,7 +90,7 @@ def test_weights_that_stay_quantised_are_floats_where_they_are_joined():
 
 def llama(**quantization: Any) -> Any:
     config = hf.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=131
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
     )
     config.quantization_config = quantization
     return build_meta_model(config)

@@ -92,10 +92,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda file: torch.save({"a": torch.ones(2), "b": Runs(file.with_name("ran"))}, file),
         "could run code, so it was not opened .*GLOBAL.*allow its classes.*Convert weights to safetensors",
     ),
-    "expanded": (
-        lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file),
-        "'a' is an expanded tensor.*contiguous copy",
-    ),
+    "expanded": (lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file), "'a' is an expanded .*contiguous"),
     "a number": (
         lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file),
         r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
@@ -254,7 +251,5 @@ def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypa
     asked.clear()
     assert CheckpointIndex.open("org/model", allow_pickle=True).commit == "c0ffee"
     names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    assert asked[2:] == [
-        ["pytorch_model.bin", "pytorch_model.bin.index.json"],
-        ["pytorch_model.bin.index.json", *names],
-    ]
+    listing = "pytorch_model.bin.index.json"
+    assert asked[2:] == [["pytorch_model.bin", listing], [listing, *names]]

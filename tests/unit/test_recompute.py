@@ -101,7 +101,7 @@ def test_copies_overlap_with_the_computation() -> None:
         block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
     on_device: list[Any] = []
     model.lm_head.register_forward_pre_hook(
-        lambda *_: on_device.extend(memory for memory in link.memories if memory() is not None)
+        lambda *_: on_device.extend(each for each in link.memories if each() is not None)
     )
     gradients(model)
     assert len(link.memories) == LAYERS and not on_device, "behind the blocks no input is on the device"

@@ -168,9 +168,8 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, can_excha
     with nullcontext() if can_exchange else patch.object(states, "exchange", return_value=False):
         save(link, "new")
     assert not link.is_symlink() and (link / "scheduler.bin").read_text() == "new" and not (link / "mine.txt").exists()
-    assert (archive / "scheduler.bin").read_text() == "archived" and [p.name for p in link.parent.iterdir()] == [
-        "state"
-    ]
+    assert (archive / "scheduler.bin").read_text() == "archived"
+    assert [path.name for path in link.parent.iterdir()] == ["state"]
 
 
 FILES = ("scheduler*",)
@@ -290,7 +289,6 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert (
-            complete_checkpoint(True, str(tmp_path)) == complete_checkpoint(str(folder), str(tmp_path)) == str(folder)
-        )
+        for asked in (True, str(folder)):
+            assert complete_checkpoint(asked, str(tmp_path)) == str(folder)
         assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"

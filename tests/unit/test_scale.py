@@ -96,10 +96,8 @@ def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
 def test_one_rank_of_a_node_checks_for_the_others(ranks: int, tmp_path: Path) -> None:
     write_metadata(tmp_path / "optimizer_0", 64)
     for local in ("0", "3"):
-        with (
-            patch.dict(os.environ, {"LOCAL_RANK": local}),
-            patch("hf_fsdp_tools.integrations.resume.check_dcp") as check,
-        ):
+        here = patch.dict(os.environ, {"LOCAL_RANK": local})
+        with here, patch("hf_fsdp_tools.integrations.resume.check_dcp") as check:
             refuse_damage(tmp_path)
         assert check.called == (local == "0")
 

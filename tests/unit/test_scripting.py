@@ -94,7 +94,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--mixed-precision=bf16", "or the script --bf16 true."),
         (
             "--cp_size 2",
-            "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_file of",
+            "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_f",
         ),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
@@ -123,10 +123,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
         ("--config=key.yaml", "key.yaml: lerning_rate is no option of this recipe: did you mean learning_rate?"),
         ("--config value.yaml", "--learning_rate: invalid float value: 'fast'"),
         ("--config open.yaml", "open.yaml, line [12]: no YAML"),
-        (
-            "--config launch.yaml",
-            "launch.yaml: distributed_type goes into the launch file: .* `accelerate launch`",
-        ),
+        ("--config launch.yaml", "launch.yaml: distributed_type goes into the launch file: .* `accelerate launch`"),
         ("--config words.yaml", "holds no `name: value` lines"),
     ],
 )
@@ -231,20 +228,12 @@ def test_a_twentieth_is_held_out_unless_nothing_is_evaluated(tmp_path, capsys, m
         ("x.jsonl,y.jsonl", None, "x.jsonl: no such file"),
         ("e.jsonl", [{"text": ""}] * 9, "e.jsonl: all 9 rows are empty"),
         ("d.jsonl", [{"prompt": "b", "completion": "c"}] * 3 + [{"prompt": "b"}], "line 4 has .* no `completion`"),
-        (
-            "l.jsonl",
-            [{"text": "a"}] * 9 + [{"text": 0}],
-            "l.jsonl: line 10: the column `text` must hold text, and is 0",
-        ),
+        ("l.jsonl", [{"text": "a"}] * 9 + [{"text": 0}], "l.jsonl: line 10: the column `text` must hold text, and is"),
         ("o.jsonl", [*CHAT, {"messages": [{"role": "user", "text": "a"}]}], "line 41: .* and one has `role`, `text`"),
         ("r.jsonl", [*CHAT, {"messages": [{"role": "seer", "content": "a"}]}], "roles .*, and one is of 'seer'"),
         ("i.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "a part of one is .*'image'"),
         ("f.jsonl", [{"conversations": [{"from": "function_call", "value": "f()"}]}], r"as JSON .* and one is 'f\(\)'"),
-        (
-            "k.jsonl",
-            [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4,
-            "line 2: .* text in all",
-        ),
+        ("k.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}] * 4, "line 2: .* text in"),
         ("rows.md", ["a"], r"rows.md: .md is not known. Give it the ending of what it holds: .jsonl, .*\(.gz, "),
         ("rows", ["a"], "a file without an ending is not known"),
         ("t.jsonl", [{"mesages": []}] * 9, "`mesages`: did you mean messages.*`instruction` and `output`"),
@@ -319,9 +308,8 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
         return {"conversations": [{"from": name, "value": value} for name, value in turns], **more}
 
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": '{"b": 2}'}]
-    read = [
-        {"type": "function", "function": {"name": n, "arguments": a}} for n, a in (("f", {"a": 1}), ("g", {"b": 2}))
-    ]
+    known = ("f", {"a": 1}), ("g", {"b": 2})
+    read = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in known]
     turns = ("human", "?"), ("function_call", json.dumps(calls)), ("observation", "3"), ("gpt", "!")
     question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
     called = {"role": "assistant", "content": "", "tool_calls": read}
@@ -334,17 +322,11 @@ def test_turns_of_other_programs_become_those_of_chat_templates(streaming, tmp_p
 
 
 def test_alpaca_and_sharegpt_become_what_the_trainer_reads(tmp_path):
-    alpaca = lines(
-        tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]}] * 40
-    )
-    assert splits(alpaca)[0][0] == {
-        "prompt": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "Add.\n\n1 2"},
-        ],
-        "completion": [{"role": "assistant", "content": "3"}],
-    }
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]}
+    alpaca = lines(tmp_path / "a.jsonl", [row] * 40)
+    said = [("user", "a"), ("assistant", "b"), ("user", "Add.\n\n1 2"), ("assistant", "3")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    assert splits(alpaca)[0][0] == {"prompt": turns[:3], "completion": turns[3:]}
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
     shared = lines(tmp_path / "s.jsonl", [{"conversations": turns, "id": n} for n in range(40)])
     messages = splits(shared)[0][0]["messages"]
@@ -393,10 +375,7 @@ def test_columns_of_images_and_of_mixed_datasets(tmp_path):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        (
-            {"text": "bodi"},
-            r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body, q, t",
-        ),
+        ({"text": "bodi"}, r"--text_column bodi: rows.jsonl has no such column: did you mean body\? It has a, body"),
         ({"text": "a.enn"}, r"a.enn: rows.jsonl has no such column: did you mean a.en\? It has a, a.en, body, q, t"),
         ({"text": "zzz"}, r"zzz: rows.jsonl has no such column. It has a, body, q, text"),
         ({"text": "body"}, r"body: rows.jsonl has another column `text`, .* or give --dataset_text_field instead"),
@@ -447,9 +426,7 @@ def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsy
         check(model, CHAT, bare, assistant_only_loss=True)
     with pytest.raises(ConfigError, match="--assistant_only_loss needs chats"):
         check(model, text, assistant_only_loss=True)
-    with pytest.raises(
-        ConfigError, match="--completion_only_loss needs `prompt` and `completion`, and the rows have text"
-    ):
+    with pytest.raises(ConfigError, match=r"--completion_only_loss needs `prompt` and `completion`, .* have text"):
         check(model, text, completion_only_loss=True)
     with pytest.raises(ConfigError, match="--eos_token nosuch: the tokenizer has no such token"):
         check(model, text, eos_token="nosuch")

@@ -53,9 +53,8 @@ def launcher_variables() -> set[str]:
 def launcher_options() -> set[str]:
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}
     yaml_only = set(re.findall(r"args\.(fsdp_\w+)|\"(fsdp_\w+)\"", inspect.getsource(launcher)))
-    return {o.lstrip("-") for o in options if o.startswith("--fsdp_")} | {
-        name for pair in yaml_only for name in pair if name
-    }
+    own = {option.lstrip("-") for option in options if option.startswith("--fsdp_")}
+    return own | {name for pair in yaml_only for name in pair if name}
 
 
 def training_keys() -> set[str]:
@@ -124,7 +123,7 @@ class Case(NamedTuple):
     expected: Callable[[HybridFSDPPlugin], Any] | str
 
 
-def attribute(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
+def has(name: str, value: Any) -> Callable[[HybridFSDPPlugin], bool]:
     return lambda plugin: getattr(plugin, name) == value
 
 
@@ -171,20 +170,20 @@ ONLY_FSDP1 = {
     "optim_state_dict_config": 1,
 }
 CASES = [
-    Case("fsdp_version", {}, attribute("fsdp_version", 2)),
+    Case("fsdp_version", {}, has("fsdp_version", 2)),
     Case("reshard_after_forward", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"sharding_strategy": "SHARD_GRAD_OP"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "2"}, policy(reshard_after_forward={"*": False})),
     Case("sharding_strategy", {"sharding_strategy": "HYBRID_SHARD"}, "ConfigError: .*HYBRID_SHARD.*dp_replicate_size"),
     Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ConfigError: .*NO_SHARD.*MULTI_GPU"),
     Case("cpu_offload", {"FSDP_OFFLOAD_PARAMS": "true"}, lambda p: isinstance(p.cpu_offload, CPUOffloadPolicy)),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, attribute("mixed_precision_policy", BF16)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, has("mixed_precision_policy", BF16)),
     Case(
         "mixed_precision_policy",
         {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
-        attribute("mixed_precision_policy", BF16),
+        has("mixed_precision_policy", BF16),
     ),
-    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, attribute("mixed_precision_policy", FP8)),
+    Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, has("mixed_precision_policy", FP8)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
@@ -211,8 +210,8 @@ CASES = [
     ),
     Case(
         "min_num_params",
-        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"},
-        policy(min_unit_params=2000),
+        {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2"},
+        policy(min_unit_params=2),
     ),
     Case("min_num_params", {"min_num_params": 2000}, r"warning: min_num_params=2000.*only with SIZE_BASED_WRAP"),
     Case(
@@ -226,14 +225,8 @@ CASES = [
         lambda p: make_wrap_plan(LLAMA, policy=p.policy_for(LLAMA)).replicated == ("lm_head.weight",),
     ),
     Case("state_dict_type", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, lambda p: "FULL" in p.state_dict_type.name),
-    Case(
-        "cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, attribute("cpu_ram_efficient_loading", True)
-    ),
-    Case(
-        "activation_checkpointing",
-        {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-        attribute("activation_checkpointing", True),
-    ),
+    Case("cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, has("cpu_ram_efficient_loading", True)),
+    Case("activation_checkpointing", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, has("activation_checkpointing", True)),
     Case(
         "activation_checkpointing_offload",
         {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
@@ -263,13 +256,10 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
         assert case.expected(HybridFSDPPlugin(**arguments))
         return
     kind, _, match = case.expected.partition(": ")
-    with (
-        pytest.raises(ConfigError, match=match)
-        if kind == "ConfigError"
-        else pytest.warns(UserWarning, match=match) as seen
-    ):
+    stops = kind == "ConfigError"
+    with pytest.raises(ConfigError, match=match) if stops else pytest.warns(UserWarning, match=match) as seen:
         HybridFSDPPlugin(**arguments)
-    assert kind == "ConfigError" or len(seen) == 1, "one line"
+    assert stops or len(seen) == 1, "one line"
 
 
 def test_no_field_of_the_plugin_is_without_a_case():
@@ -441,9 +431,8 @@ def launch(monkeypatch):
 
 
 def test_a_file_without_a_version_is_read_as_fsdp2(launch):
-    plugin, (line,) = launch(
-        FSDP_SHARDING_STRATEGY="2", FSDP_FORWARD_PREFETCH="true", FSDP_STATE_DICT_TYPE="LOCAL_STATE_DICT"
-    )
+    old = {"FSDP_FORWARD_PREFETCH": "true", "FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
+    plugin, (line,) = launch(FSDP_SHARDING_STRATEGY="2", **old)
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert "SHARD_GRAD_OP means reshard_after_forward=False; left out: forward_prefetch=True" in line

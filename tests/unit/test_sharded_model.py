@@ -55,9 +55,7 @@ def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> 
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, disable_tqdm=True, **settings
-    )
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, **settings)
 
 
 def rows() -> list[dict[str, torch.Tensor]]:

@@ -93,17 +93,13 @@ def test_no_password_of_a_url_is_written_or_shown(
         from_pretrained(url, **QUIET)
     said = "'me:hunter2@host' is no bucket: memory://me:hunter2@host/?signature=hunter2"
     monkeypatch.setattr(store, "ls", Mock(side_effect=OSError(said)))
-    with pytest.raises(
-        CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no bucket"
-    ) as listed:
+    with pytest.raises(CheckpointError, match="Cannot list 'memory://host/run': OSError: 'host' is no") as listed:
         from_pretrained(url, **QUIET)
     written = [file.read_text() for file in tmp_path.iterdir() if file.suffix in (".json", ".md")]
     assert len(written) > 1 and "hunter2" not in f"{written} {caught.value} {opened.value} {listed.value}"
 
 
-def test_folders_of_killed_runs_are_removed_and_those_of_others_that_run_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_killed_runs_are_removed_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "mine").mkdir()
     with stores.temporary_folder() as running, stores.temporary_folder() as other:

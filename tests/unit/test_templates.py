@@ -148,9 +148,8 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     said = "\n".join(started(tmp_path, str(script), *OWN, IMAGE="image"))
     asked, inside = said.split("\n---\n")
     assert asked.splitlines()[:2] == ["jobs", "run"] and "--flavor\na100x4\n--timeout\n24h\n" in asked
-    assert inside == "\n".join(
-        ["launch", "--config_file", "launch.yaml", "your_script.py", *OWN, path.read_text().strip()]
-    )
+    words = ["launch", "--config_file", "launch.yaml", "your_script.py", *OWN]
+    assert inside == "\n".join([*words, path.read_text().strip()])
 
     real = Path(sys.executable).with_name("hf")
     (tmp_path / "real").mkdir()

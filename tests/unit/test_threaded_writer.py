@@ -11,7 +11,7 @@ from hf_fsdp_tools.integrations.resume import using_format
 from hf_fsdp_tools.saving.held_dcp import ThreadedWriter
 
 
-def test_a_rank_writes_files_at_a_time_and_an_error_of_any_is_raised(
+def test_files_are_written_at_a_time_and_an_error_of_any_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 3)

@@ -18,15 +18,10 @@ from transformers import TrainingArguments
 from hf_fsdp_tools import ConfigError, HybridFSDPPlugin, make_accelerator, make_wrap_plan, shard_model
 from hf_fsdp_tools.distributed.cpu_backend import default_timeout, timeout_of
 from hf_fsdp_tools.distributed.mesh import mesh_of
+from hf_fsdp_tools.integrations import training_arguments
 from hf_fsdp_tools.integrations.config import TRAINING_KEYS, VARIABLES
 from hf_fsdp_tools.integrations.state import start_state
-from hf_fsdp_tools.integrations.training_arguments import (
-    _values,
-    agree_with_arguments,
-    group_options,
-    plugin_of,
-    precision_of,
-)
+from hf_fsdp_tools.integrations.training_arguments import agree_with_arguments, group_options, plugin_of, precision_of
 from hf_fsdp_tools.sharding.sharding import sharding_of
 from tests._checkpoints import make_model
 from tests._training import forget_accelerate
@@ -117,7 +112,10 @@ def test_the_accelerator_of_the_arguments_has_them_over_variables(key, monkeypat
     plugin = accelerator.state.fsdp_plugin
     assert plugin.fsdp_version == (1 if key == "version" else 2)
     if case.late != ALIKE or row.fsdp2 is None:
-        assert _values(plugin)[row.argument] != _values(_plain_plugin(monkeypatch))[row.argument]
+        assert (
+            training_arguments._values(plugin)[row.argument]
+            != training_arguments._values(_plain_plugin(monkeypatch))[row.argument]
+        )
     if plugin.fsdp_version == 2:
         agree_with_arguments(plugin_of(args), args, sharded(accelerator))  # what the Trainer does
 

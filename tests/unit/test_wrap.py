@@ -249,9 +249,8 @@ def test_equal_blocks_of_a_small_tower_are_units_together() -> None:
     text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
     vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
-    config = t.Gemma3Config(
-        text_config=text | heads, vision_config=vision | {"num_attention_heads": 16, "patch_size": 14}
-    )
+    vision |= {"num_attention_heads": 16, "patch_size": 14}
+    config = t.Gemma3Config(text_config=text | heads, vision_config=vision)
     plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
     tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
     assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
@@ -285,9 +284,8 @@ def test_a_policy_chooses_units_options_and_sizes() -> None:
     plan = make_wrap_plan(model, policy=HybridPolicy(reshard_after_forward={"layers.[45]": False, "": True}))
     assert [u.reshard_after_forward for u in plan.units if "layers" in u.modules[0]] == [True] * 4 + [False] * 2
     assert plan.units[-1].reshard_after_forward is True
-    plan = make_wrap_plan(
-        Model(nn.ModuleList(running())), policy=HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
-    )
+    policy = HybridPolicy(replicate=("layers.*.norm", "embed.weight"))
+    plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=policy)
     assert len(plan.replicated) == 13 and "embed.weight" in plan.replicated
     assert sum(unit.num_params for unit in plan.units) == plan.num_params - 6 * 16 - 32 * 8
 
@@ -365,7 +363,7 @@ def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
         "Children come before parents": replace(plan, units=(unit("layers.0"), unit("layers.0.mlp"), root)),
         "'scale', 0-d or empty": replace(plan, replicated=()),
         "tied parameter embed.weight = head.weight": replace(
-            plan, units=(unit("embed"), *map(unit, [n for (n,) in LAYERS]), root)
+            plan, units=(unit("embed"), *(unit(*n) for n in LAYERS), root)
         ),
         "6 blocks are left in the root": replace(plan, units=(root,)),
         "whose forward never runs": replace(plan, units=(unit("layers"), root)),
