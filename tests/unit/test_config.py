@@ -128,12 +128,23 @@ def test_contradictions_name_their_cure(fields, cure):
     assert cure in str(caught.value)
 
 
-def test_all_contradictions_at_once():
+def test_contradictions_are_in_one_error_and_ranks_that_share_rows_are_written():
     with pytest.raises(ConfigError) as caught:
         FSDPConfig(num_processes=3, dp_replicate_size=2, use_cpu=True, offload_params=True, min_num_params=1)
     for name in ("dp_replicate_size 2", "offload_params", "min_num_params"):
         assert name in str(caught.value)
     assert "in 3 places" in str(caught.value)
+    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
+    assert config.dp_shard_size == 2
+    section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
+    assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
+        "dp_replicate_size": 2,
+        "dp_shard_size": 2,
+        "cp_size": 2,
+        "tp_size": 1,
+    }
+    with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
+        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)
 
 
 def test_a_suggestion_fits_the_machine(monkeypatch):
@@ -157,17 +168,3 @@ def test_a_config_is_made_and_written_without_torch_and_accelerate():
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
     assert run_python(code).stdout == "[]\n"
-
-
-def test_ranks_that_share_rows_are_written_for_the_launcher():
-    config = FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=2)
-    assert config.dp_shard_size == 2
-    section = yaml.safe_load(config.to_accelerate_yaml())["parallelism_config"]
-    assert {key.removeprefix("parallelism_config_"): value for key, value in section.items()} == {
-        "dp_replicate_size": 2,
-        "dp_shard_size": 2,
-        "cp_size": 2,
-        "tp_size": 1,
-    }
-    with pytest.raises(ConfigError, match="cp_size 3 does not divide the 4 processes of a copy"):
-        FSDPConfig(num_processes=8, dp_replicate_size=2, cp_size=3)

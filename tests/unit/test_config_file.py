@@ -88,9 +88,6 @@ def test_every_value_that_has_a_meaning_is_kept(tmp_path: Path) -> None:
         new, became = translate(tmp_path, config.to_accelerate_yaml())
         assert new == yaml.safe_load(config.to_accelerate_yaml())
         assert became["num_processes"] == became["fsdp_version"] == "kept"
-
-
-def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
     file = {
         "distributed_type": "FSDP",
         "num_process": 2,
@@ -110,6 +107,12 @@ def test_unknown_keys_are_named_with_the_nearest(tmp_path: Path) -> None:
     assert became["fsdp_backward_prefetch_policy"] == "left out: FSDP2 always does so"
     assert "dp_replicate_size" in became["parallelism_config_dp_replicate"]
     assert became["parallelism_config_sp_size"] == "left out: not part of this package"
+    file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
+    new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
+    assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert "in 2 copies, one per machine" in became["fsdp_sharding_strategy"]
+    assert new["main_process_ip"] == "ADDRESS-OF-MACHINE-0", "which the launch command replaces"
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("MULTI_GPU", {"num_processes": 4}), ("NO", {}), ("MULTI_CPU", {})])
@@ -120,15 +123,6 @@ def test_plain_data_parallelism_becomes_fsdp(tmp_path: Path, kind: str, extra: d
     count = {"MULTI_GPU": 4, "NO": 1, "MULTI_CPU": 2}[kind]
     assert new == says(num_processes=count, use_cpu=kind == "MULTI_CPU")
     assert became["distributed_type"].startswith("FSDP") and "--torch_compile" in became["dynamo_config"]
-
-
-def test_copies_per_machine_stay(tmp_path: Path) -> None:
-    file = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
-    new, became = translate(tmp_path, file | {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}})
-    assert new["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
-    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is False
-    assert "in 2 copies, one per machine" in became["fsdp_sharding_strategy"]
-    assert new["main_process_ip"] == "ADDRESS-OF-MACHINE-0", "which the launch command replaces"
 
 
 ZERO3 = {
@@ -175,9 +169,6 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert became["offload_param_device"] == "so without it too"
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
-
-
-def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     (tmp_path / "old.yaml").write_text(json.dumps(old))
     assert main(["config", "--from", str(tmp_path / "old.yaml")]) == 1
@@ -185,9 +176,6 @@ def test_offload_needs_gpus_which_this_machine_has_not(tmp_path: Path, capsys: p
     new, _ = translate(tmp_path, old, "--gpu", "h100-80gb", "--num-processes", "2")
     assert new["fsdp_config"]["fsdp_offload_params"] is True
     assert translate(tmp_path, old, "--no-offload-params", "--cpu")[0] == says(num_processes=2, use_cpu=True)
-
-
-def test_a_file_of_deepspeed_that_names_itself_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"deepspeed_config_file": "ds.json", "zero_optimization": {"stage": 3}}')
     assert FSDPConfig.translate_file(tmp_path / "ds.json").fields["reshard_after_forward"]
 

@@ -68,7 +68,7 @@ def plugin_fields() -> set[str]:
     return {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
 
 
-def test_the_table_is_that_of_the_sources():
+def test_the_tables_are_those_of_the_sources_and_of_the_document():
     assert len(launcher_variables()) >= 16 and len(launcher_options()) >= 15, "the sources are still read as they were"
     assert len(training_keys()) >= 18 and len(plugin_fields()) >= 21
     assert set(VARIABLES) - {key.upper() for key in OWN_KEYS} == launcher_variables()
@@ -78,9 +78,6 @@ def test_the_table_is_that_of_the_sources():
     assert {row.argument for row in SETTINGS if row.argument} - own == plugin_fields()
     for rows, names in ((YAML_KEYS, "key"), (VARIABLES, "variable")):
         assert len(rows) == len([row for row in SETTINGS if getattr(row, names)]), f"one row for each {names}"
-
-
-def test_words_and_defaults_are_those_of_the_sources():
     for mine, theirs in [
         (settings.AutoWrapPolicy, constants.FSDP_AUTO_WRAP_POLICY),
         (settings.BackwardPrefetch, constants.FSDP_BACKWARD_PREFETCH),
@@ -89,15 +86,15 @@ def test_words_and_defaults_are_those_of_the_sources():
     ]:
         assert list(get_args(mine)) == theirs, "in this order: files may number them"
     assert launch_command_parser().get_default("fsdp_min_num_params") == config_file._MIN_NUM_PARAMS
-
-
-def test_the_document_names_each_setting_as_the_table_does():
     rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:5]] for line in DOCUMENT.splitlines()]
     rows = [cells for cells in rows if len(cells) == 4 and cells[0] and cells[0][0].startswith("fsdp_")]
     assert len(rows) == len(YAML_KEYS)
     for (key,), (variable,), training, (argument,) in rows:
         row = YAML_KEYS[key]
         assert (row.variable, set(row.training), row.argument) == (variable, set(training), argument)
+    assert {case.name for case in CASES} == plugin_fields()
+    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_old}
+    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
 
 
 @pytest.mark.parametrize("source", [launcher_variables, launcher_options, training_keys, plugin_fields])
@@ -262,10 +259,6 @@ def test_what_becomes_of_each_setting(case, monkeypatch):
     assert stops or len(seen) == 1, "one line"
 
 
-def test_no_field_of_the_plugin_is_without_a_case():
-    assert {case.name for case in CASES} == plugin_fields()
-
-
 EVERY, SAVED = "activation_checkpointing_every_n_layers", "activation_checkpointing_save_ops"
 
 
@@ -285,6 +278,9 @@ def test_keys_of_this_package_say_how_activations_are_recomputed(monkeypatch):
     monkeypatch.setenv(f"FSDP_{EVERY.upper()}", "2")
     monkeypatch.setenv(f"FSDP_{SAVED.upper()}", "matmul, aten::bmm")
     assert HybridFSDPPlugin().recompute == both
+    monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
+    with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
+        HybridFSDPPlugin()
 
 
 @pytest.mark.parametrize(
@@ -308,12 +304,6 @@ def test_short_forms_of_activation_checkpointing(value, expected):
         as_recompute(value)
 
 
-def test_an_unknown_variable_is_answered_with_the_nearest_name(monkeypatch):
-    monkeypatch.setenv("FSDP_OFLOAD_PARAMS", "true")
-    with pytest.warns(UserWarning, match=r"FSDP_OFLOAD_PARAMS has no effect: did you mean FSDP_OFFLOAD_PARAMS"):
-        HybridFSDPPlugin()
-
-
 # ---- a file, as it is checked and as it is launched ----
 
 FILES = [
@@ -327,11 +317,6 @@ FILES = [
     ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {"contradiction"}, ValueError),
     ({"fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}, {"wrong-value"}, ValueError),
 ]
-
-
-def test_a_setting_of_files_is_a_field_or_answered():
-    unread = {key for key, row in YAML_KEYS.items() if not row.field and not row.is_old}
-    assert unread <= {key for said, codes, _ in FILES if codes for key in said}, "give it a field or a finding"
 
 
 def test_a_new_key_is_one_field(tmp_path, monkeypatch):
@@ -382,14 +367,11 @@ def arguments_of(tmp_path: Path, config: dict[str, Any] | None, **settings: Any)
     return plugin_arguments(args)
 
 
-def test_the_state_dict_type_of_training_arguments_is_the_users(tmp_path):
+def test_training_arguments_are_read_or_refused(tmp_path):
     plugin = HybridFSDPPlugin(**arguments_of(tmp_path, {"version": 2}))
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT, "not transformers' FULL, which nobody asked for"
     full = HybridFSDPPlugin(**arguments_of(tmp_path, {"state_dict_type": "FULL_STATE_DICT"}))
     assert full.state_dict_type == StateDictType.FULL_STATE_DICT
-
-
-def test_training_arguments_that_nobody_would_read_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"ofload_params: did you mean offload_params\? xla: FSDP on TPUs"):
         arguments_of(tmp_path, {"ofload_params": True, "xla": True})
     args = TrainingArguments(output_dir=str(tmp_path), fsdp_config={"version": 2}, use_cpu=True)
@@ -430,7 +412,7 @@ def launch(monkeypatch):
     return make
 
 
-def test_a_file_without_a_version_is_read_as_fsdp2(launch):
+def test_a_file_without_a_version_is_read_as_fsdp2_and_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
     old = {"FSDP_FORWARD_PREFETCH": "true", "FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
     plugin, (line,) = launch(FSDP_SHARDING_STRATEGY="2", **old)
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is False
@@ -438,18 +420,6 @@ def test_a_file_without_a_version_is_read_as_fsdp2(launch):
     assert "SHARD_GRAD_OP means reshard_after_forward=False; left out: forward_prefetch=True" in line
     assert "hf-fsdp config --from FILE" in line and "\n" not in line
     assert launch(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")[1] == [], "one rank says it"
-
-
-@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
-def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
-    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
-    plugin, (line,) = launch(**ranks, LOCAL_WORLD_SIZE="4", FSDP_SHARDING_STRATEGY=strategy)
-    assert (plugin.copies.dp_replicate_size, plugin.copies.dp_shard_size) == (2, 4)
-    assert plugin.reshard_after_forward is reshard and "in 2 copies, one per machine" in line
-    assert launch(**ranks, LOCAL_WORLD_SIZE="8", FSDP_SHARDING_STRATEGY=strategy)[0].copies is None
-
-
-def test_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
     explicit = {"FSDP_RESHARD_AFTER_FORWARD": "full_shard", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     plugin, said = launch(**explicit)
     assert plugin.fsdp_version == 1 and not any("read as FSDP2" in line for line in said)
@@ -460,6 +430,15 @@ def test_who_asks_for_fsdp1_gets_it(launch, monkeypatch):
         assert HybridFSDPPlugin(fsdp_version=1).fsdp_version == 1
     monkeypatch.delenv("ACCELERATE_DYNAMO_USE_FULLGRAPH")
     assert _read_version(None) == (1, False), "set by hand, without the launcher"
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)])
+def test_a_hybrid_strategy_is_a_copy_per_machine(launch, strategy, reshard):
+    ranks = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+    plugin, (line,) = launch(**ranks, LOCAL_WORLD_SIZE="4", FSDP_SHARDING_STRATEGY=strategy)
+    assert (plugin.copies.dp_replicate_size, plugin.copies.dp_shard_size) == (2, 4)
+    assert plugin.reshard_after_forward is reshard and "in 2 copies, one per machine" in line
+    assert launch(**ranks, LOCAL_WORLD_SIZE="8", FSDP_SHARDING_STRATEGY=strategy)[0].copies is None
 
 
 @pytest.mark.parametrize("version", [3, "two"])

@@ -93,8 +93,10 @@ def sharded(accelerator: Any, **options: Any) -> Any:
     return shard_model(model, plan, mesh=mesh_of(accelerator), **plugin.shard_arguments(accelerator), **options)
 
 
-def test_the_table_has_every_key():
+def test_the_table_has_every_key_and_what_is_no_training_arguments_is_refused():
     assert KEYS.keys() == TRAINING_KEYS.keys()
+    with pytest.raises(ConfigError, match=r"args is 'bf16'; make_accelerator takes TrainingArguments"):
+        make_accelerator("bf16")
 
 
 @pytest.mark.filterwarnings("ignore:Only FSDP1 has")
@@ -168,7 +170,7 @@ def test_a_plugin_that_was_given_says_the_same_or_there_is_one_error(key):
         assert make_accelerator(args, fsdp_plugin=same).state.fsdp_plugin is same
 
 
-def test_all_differences_are_in_one_error():
+def test_all_differences_are_in_one_error_and_compiled_blocks_are_not_checkpointed_late():
     model = sharded(make_accelerator(cpu=True))
     args = TrainingArguments(
         "run", use_cpu=True, report_to=[], fsdp=True,
@@ -182,9 +184,7 @@ def test_all_differences_are_in_one_error():
         "fsdp_config reshard_after_forward=False (the model: True); "
         "parallelism_config of dp_replicate_size 2 x dp_shard_size 4 (the model: one process)" in str(stopped.value)
     )
-
-
-def test_compiled_blocks_are_not_checkpointed_late():
+    forget_accelerate()
     model = sharded(make_accelerator(cpu=True), compile={"backend": "eager"})
     args = arguments("activation_checkpointing")
     with pytest.raises(ConfigError, match=r"activation_checkpointing=True \(the model: False\)"):
@@ -194,13 +194,18 @@ def test_compiled_blocks_are_not_checkpointed_late():
 # ---- precision, the process group ----
 
 
-def test_arguments_without_a_precision_keep_what_is_in_force():
+def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():
     model = sharded(make_accelerator(cpu=True, mixed_precision="bf16"))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert precision_of(arguments(), model) == "bf16"
     assert precision_of(arguments(bf16=True), None) == "bf16"
     forget_accelerate()
     assert precision_of(arguments(), None) == precision_of(arguments(), sharded(make_accelerator(cpu=True))) == "no"
+    forget_accelerate()
+    make_accelerator(cpu=True)
+    given = HybridFSDPPlugin(activation_checkpointing=True)
+    assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
+    assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
 
 
 @pytest.mark.parametrize(
@@ -219,13 +224,6 @@ def test_a_second_accelerator_with_other_settings_is_one_error(asked, said):
         make_accelerator(cpu=True, **asked)
 
 
-def test_a_plugin_for_a_second_accelerator_is_used():
-    make_accelerator(cpu=True)
-    given = HybridFSDPPlugin(activation_checkpointing=True)
-    assert make_accelerator(cpu=True, fsdp_plugin=given).state.fsdp_plugin is given
-    assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
-
-
 @pytest.mark.parametrize("both", [False, True])
 def test_ddp_timeout_is_that_of_every_group_whoever_started_it(both):
     args = arguments(ddp_timeout=25)
@@ -241,8 +239,3 @@ def test_ddp_timeout_is_that_of_every_group_whoever_started_it(both):
     start_state(plugin_of(args), mixed_precision="no", cpu=True, parallelism_config=None, group=group_options(args))
     assert timeout_of(other) == timedelta(seconds=25)
     assert group_options(arguments()) == {}, "the default asks for nothing: a longer limit of the script stays"
-
-
-def test_what_is_no_training_arguments_is_refused():
-    with pytest.raises(ConfigError, match=r"args is 'bf16'; make_accelerator takes TrainingArguments"):
-        make_accelerator("bf16")
