@@ -129,7 +129,9 @@ def test_one_error_names_file_fact_and_cure(good: dict[str, Path], tmp_path: Pat
     assert str(folder) in message and len(message) < MOST_CHARACTERS and message.count("\n") < 5, message
 
 
-def test_integers_are_not_called_quantised_and_other_layers_not_refused(good: dict[str, Path], tmp_path: Path) -> None:
+def test_integers_are_not_called_quantised_and_metadata_change_no_classes(
+    good: dict[str, Path], tmp_path: Path
+) -> None:
     tensors = stored_tensors(good["files"])
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -140,10 +142,7 @@ def test_integers_are_not_called_quantised_and_other_layers_not_refused(good: di
     for layers in (1, 30):
         config(num_hidden_layers=layers)(folder)
         use(folder)
-
-
-def test_metadata_cannot_change_classes_of_the_process(tmp_path: Path) -> None:
-    """A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too."""
+    # A pickle's BUILD with a state of slots sets attributes on whatever it was given, classes too.
     record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     for name in (b"cpathlib\nPosixPath\n", record):
         (tmp_path / METADATA).write_bytes(b"\x80\x02" + name + b"(N}U\x03oddctorch\nSize\nstb.")

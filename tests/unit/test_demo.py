@@ -49,6 +49,15 @@ def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folde
     (tmp_path / "config.json").write_text("{}")
     make_demo_model(tmp_path, **SMALL)
     assert (tmp_path / "config.json").read_bytes() == b"{}" and not list(tmp_path.glob("*.safetensors"))
+    # Here the process that comes first on a second machine.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
+        vision = make_demo_vision_model(tmp_path / "vision")
+    finally:
+        dist.destroy_process_group()
+    assert set(contents(made)) == set(contents(folder))
+    assert {"config.json", "model.safetensors"} <= set(contents(vision))
 
 
 def test_rows_are_made_of_the_same_passages(monkeypatch):
@@ -66,15 +75,3 @@ def test_rows_are_made_of_the_same_passages(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ConfigError, match="use a full CPython"):
         demo_rows("text")
-
-
-def test_the_first_rank_of_each_machine_writes_all_of_it(tmp_path, folder):
-    """Here the process that comes first on a second machine."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
-    try:
-        made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
-        vision = make_demo_vision_model(tmp_path / "vision")
-    finally:
-        dist.destroy_process_group()
-    assert set(contents(made)) == set(contents(folder))
-    assert {"config.json", "model.safetensors"} <= set(contents(vision))

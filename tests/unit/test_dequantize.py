@@ -443,18 +443,15 @@ def test_a_method_without_a_rule_per_block_is_refused_with_the_reason(fp8, metho
         load_weights(model, fp8)
 
 
-def test_rotated_weights_are_refused_by_the_key_that_says_so(fp8):
+def test_rotated_weights_are_refused_and_warnings_say_what_was_dequantised(fp8, tmp_path, monkeypatch):
     config = json.loads((fp8 / "config.json").read_text())
     for transform in ({"config_groups": {"R4": {"type": "hadamard"}}}, {"config_groups": {}}, {}):
         quantization = config["quantization_config"] | {"transform_config": transform}
         model = build_meta_model(hf.Qwen3Config(**config | {"quantization_config": quantization}))
         with pytest.raises(CheckpointError, match="has transform_config") if any(transform.values()) else nullcontext():
             load_weights(model, fp8)
-
-
-def test_warnings_say_that_weights_were_dequantised_and_which_contradict_the_config(fp8, tmp_path, monkeypatch):
-    """transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
-    than they were quantised."""
+    # transformers spreads the scales evenly; weights whose size is no multiple of the block size come out otherwise
+    # than they were quantised.
     for file in fp8.glob("*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((fp8 / "config.json").read_text())

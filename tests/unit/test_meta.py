@@ -66,7 +66,7 @@ def test_errors_name_the_cure_and_a_bug_of_the_callers_class_shows(tmp_path):
         build_meta_model(LlamaConfig(**TINY), auto_class=Own)
 
 
-def test_allocate_keeps_ties_dtypes_and_attributes():
+def test_what_is_allocated_keeps_ties_and_what_nothing_fills_is_an_error():
     model = build_meta_model(LlamaConfig(**TINY, tie_word_embeddings=True), dtype=torch.bfloat16)
     model.model.norm.weight.note = "kept"
     model.model.norm.weight.requires_grad_(False)
@@ -75,6 +75,23 @@ def test_allocate_keeps_ties_dtypes_and_attributes():
     assert model.model.norm.weight.note == "kept" and not model.model.norm.weight.requires_grad
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    with torch.device("meta"):
+        model = Odd()
+    allocate(model, device=torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"table.*persistent"):
+        initialize_missing(model, missing_keys=())
+    model = get_peft_model(build_meta_model(LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
+    allocate(model, device=torch.device("cpu"))
+    missing = [name for name in model.state_dict() if "lora_B" in name]
+    with pytest.raises(CheckpointError, match=r"Adapter weights on meta.*lora_B.*let prepare\(\) shard it"):
+        initialize_missing(model, missing_keys=missing)
 
 
 @pytest.mark.parametrize(
@@ -115,22 +132,3 @@ def test_a_new_head_is_initialised_the_same_whatever_else_is_missing():
     state = torch.get_rng_state()
     head({"score.weight"})
     assert torch.equal(state, torch.get_rng_state()), "the user's random state is left alone"
-
-
-def test_buffers_and_adapters_that_nothing_fills_are_errors():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.register_buffer("table", torch.arange(3.0), persistent=False)
-
-    with torch.device("meta"):
-        model = Odd()
-    allocate(model, device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match=r"table.*persistent"):
-        initialize_missing(model, missing_keys=())
-    model = get_peft_model(build_meta_model(LlamaConfig(**TINY)), LoraConfig(r=2, target_modules=["q_proj"]))
-    allocate(model, device=torch.device("cpu"))
-    missing = [name for name in model.state_dict() if "lora_B" in name]
-    with pytest.raises(CheckpointError, match=r"Adapter weights on meta.*lora_B.*let prepare\(\) shard it"):
-        initialize_missing(model, missing_keys=missing)

@@ -51,7 +51,7 @@ def test_the_layers_that_transformers_would_quantise():
     assert model.is_loaded_in_4bit and model.config.quantization_config is model.hf_quantizer.quantization_config
 
 
-def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_refused():
+def test_what_cannot_be_packed_is_refused_and_a_plan_is_that_of_the_plain_model(tmp_path):
     config = hf.LlamaConfig(**TINY)
     units = [unit.modules for unit in make_wrap_plan(build_meta_model(config)).units]
     for storage in (torch.uint8, torch.float32):
@@ -69,6 +69,12 @@ def test_the_plan_is_that_of_the_plain_model_and_what_cannot_be_quantised_is_ref
     odd = hf.LlamaConfig(**TINY | {"hidden_size": 36, "intermediate_size": 67, "head_dim": 8})
     with pytest.raises(ConfigError, match=r"gate_proj\.weight' \[67, 36\] has 2412 values.*llm_int8_skip"):
         build_meta_model(odd, quantization_config=four_bits())
+    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)
+    model = build_meta_model(tmp_path, quantization_config=four_bits(bnb_4bit_quant_storage=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight': expected 16 or 32-bit .* found float8_e4m3fn"):
+        load_weights(model, tmp_path)
 
 
 def test_without_bitsandbytes_the_message_has_the_pip_line(monkeypatch):
@@ -136,12 +142,3 @@ def test_a_whole_load_to_a_late_accelerator(tmp_path, monkeypatch):
     assert found.keys() == expected.keys()
     for key in expected:
         assert torch.equal(found[key], expected[key]), key
-
-
-def test_8_bit_floats_are_no_values_to_pack(tmp_path):
-    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)).save_pretrained(tmp_path)
-    tensors = load_file(file := tmp_path / "model.safetensors")
-    save_file({k: t.to(torch.float8_e4m3fn) if "q_proj" in k else t for k, t in tensors.items()}, file)
-    model = build_meta_model(tmp_path, quantization_config=four_bits(bnb_4bit_quant_storage=torch.uint8))
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight': expected 16 or 32-bit .* found float8_e4m3fn"):
-        load_weights(model, tmp_path)

@@ -90,7 +90,7 @@ def started(monkeypatch):
     return commands
 
 
-def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):
+def test_a_recipe_is_launched_on_this_machine_or_with_a_config(started, monkeypatch, tmp_path):
     imitate_gpus(monkeypatch, 4)
     own = ["--learning_rate", "-1e-5", "--use_peft", "--config", "my run.yaml", "--num_train", "3"]
     assert main(["finetune", *own]) == 7
@@ -103,9 +103,7 @@ def test_a_recipe_is_launched_on_this_machine(started, monkeypatch):
     assert two == says(num_processes=2, mixed_precision="bf16")
     assert third[-len(own) - 1] == "--use_cpu" and on_cpu == says(num_processes=2, use_cpu=True)
     assert not Path(first[4]).exists(), "a config made for one run goes with it"
-
-
-def test_a_recipe_is_launched_with_a_config(started, monkeypatch, tmp_path):
+    started.clear()
     imitate_gpus(monkeypatch, 8)
     path = tmp_path / "two.yaml"
     config = FSDPConfig(num_processes=16, num_machines=2, main_process_ip="a", main_process_port=1)

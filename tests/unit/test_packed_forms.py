@@ -68,17 +68,7 @@ def test_the_forms_of_a_config_are_those_of_the_files(kind, tmp_path):
     assert next(looks) == next(looks)
 
 
-def test_packed_weights_are_not_drawn_beside_those_that_a_checkpoint_lacks(monkeypatch):
-    """Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded."""
-    config = QUANTIZED["fp8"][0]().config
-    config.quantization_config = QUANTIZED["fp8"][2]
-    model = build_meta_model(config)
-    pack(model, stored_forms(model))
-    monkeypatch.setattr(PackedForm, "floats", None)
-    initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
-
-
-def test_weights_that_stay_quantised_are_floats_where_they_are_joined():
+def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monkeypatch):
     model = llama(**FP8)
     pack(model, stored_forms(model))
     model.to_empty(device="cpu")
@@ -86,6 +76,13 @@ def test_weights_that_stay_quantised_are_floats_where_they_are_joined():
         tensor.data.fill_(1)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert torch.equal(torch.cat([weight, weight]), torch.cat([weight.floats()] * 2))
+    # Falcon-Mamba draws all weights of a mixer by transformers' functions, which leave what is loaded.
+    config = QUANTIZED["fp8"][0]().config
+    config.quantization_config = QUANTIZED["fp8"][2]
+    model = build_meta_model(config)
+    pack(model, stored_forms(model))
+    monkeypatch.setattr(PackedForm, "floats", None)
+    initialization.uniform_(next(iter(model.model.layers)).mlp.up_proj.weight)
 
 
 def llama(**quantization: Any) -> Any:
@@ -126,9 +123,6 @@ def test_layers_that_a_config_leaves_plain_are_plain_and_blocks_that_are_cut_are
     config.intermediate_size = 97
     with pytest.raises(ConfigError, match=r"gate_up_proj of MixtralForCausalLM .* cannot stay quantised"):
         stored_forms(build_meta_model(config))
-
-
-def test_blocks_of_compressed_tensors():
     for size in ([32, 16], "32x16"):
         config = of_group(num_bits=8, type="float", strategy="block", block_structure=size)
         found = stored_forms(llama(**config | {"format": "float-quantized"}))

@@ -54,7 +54,7 @@ def read_back(stored: StoredTensor) -> torch.Tensor:
     return data.as_strided(piece.view.length, piece.view.strides)
 
 
-def test_every_tensor_is_where_the_index_says(tmp_path: Path) -> None:
+def test_every_tensor_is_where_the_index_says_and_no_place_that_torch_works_out_wrongly(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     expected = state_dict()
     torch.save(expected, file)
@@ -69,6 +69,16 @@ def test_every_tensor_is_where_the_index_says(tmp_path: Path) -> None:
     assert num_bytes < file.stat().st_size * 3  # each part of the directory at most a few times
     torch.save({"a": torch.zeros(2**21)}, file)  # 8 MiB
     assert parse_pickled(file)[1] < 200_000, "the data is not read"
+    # torch computes where storages lie from how its own writer works; another writer may put something between.
+    file = tmp_path / "x.bin"
+    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, file)
+    rewritten = rezipped(file, tmp_path / "y.bin", zipfile.ZIP_STORED)  # no padding, no data descriptors
+    try:
+        stored = [tensor for _, tensor in parse_pickled(rewritten)[0]]
+    except CheckpointError as error:
+        assert "uncompressed record" in str(error)
+    else:
+        assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
 
 
 def rezipped(source: Path, target: Path, method: int, **changed: bytes) -> Path:
@@ -173,19 +183,6 @@ def test_training_states_are_checked_and_usual_ones_read(tmp_path: Path) -> None
     assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
-def test_a_place_that_torch_works_out_wrongly_is_not_believed(tmp_path: Path) -> None:
-    """torch computes where storages lie from how its own writer works; another writer may put something between."""
-    file = tmp_path / "x.bin"
-    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, file)
-    rewritten = rezipped(file, tmp_path / "y.bin", zipfile.ZIP_STORED)  # no padding, no data descriptors
-    try:
-        stored = [tensor for _, tensor in parse_pickled(rewritten)[0]]
-    except CheckpointError as error:
-        assert "uncompressed record" in str(error)
-    else:
-        assert [read_back(t).tolist() for t in stored] == [[0.0] * 4, [1.0] * 4]
-
-
 @settings(max_examples=50)
 @given(position=st.integers(0, 3000), value=st.integers(0, 255))
 @example(position=2078, value=85)  # torch 2.13 raises an EOFError without a text
@@ -202,7 +199,7 @@ def test_one_changed_byte_never_crashes(tmp_path: Path, position: int, value: in
     assert all(0 <= t.offset <= t.offset + t.num_bytes <= len(content) for t in stored)
 
 
-def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_path: Path) -> None:
+def test_bin_files_are_read_and_asked_for_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint("llama", tmp_path / "st")
     for files in (1, 3):
         legacy = pickled_copy(folder, tmp_path / f"bin{files}", files=files)
@@ -217,6 +214,22 @@ def test_bin_files_are_read_only_when_asked_and_only_without_safetensors(tmp_pat
     assert CheckpointIndex.open(file, allow_pickle=True).num_bytes == index.num_bytes
     shutil.copy(file, folder)
     assert {t.file.suffix for t in CheckpointIndex.open(folder, allow_pickle=True).tensors.values()} == {".safetensors"}
+    legacy = pickled_copy(make_checkpoint("llama", tmp_path / "again"), tmp_path / "bin", files=2)
+    asked: list[list[str]] = []
+
+    def fetch(_: str, *patterns: str, **__: object) -> tuple[Path, dict[str, object]]:
+        asked.append(list(patterns))
+        return legacy, {"revision": "c0ffee"}
+
+    monkeypatch.setattr(index_module, "fetch", fetch)
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        CheckpointIndex.open("org/model")
+    assert not any("bin" in pattern for patterns in asked for pattern in patterns)
+    asked.clear()
+    assert CheckpointIndex.open("org/model", allow_pickle=True).commit == "c0ffee"
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    listing = "pytorch_model.bin.index.json"
+    assert asked[2:] == [["pytorch_model.bin", listing], [listing, *names]]
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "lit_model.pth"])
@@ -234,22 +247,3 @@ def test_a_state_dict_inside_a_checkpoint_of_lightning_is_found(tmp_path: Path, 
     loaded = from_pretrained(file, allow_pickle=True, load_kwargs={"progress": False})
     found: dict[str, Any] = loaded.state_dict()
     assert all(torch.equal(tensor, found[key].full_tensor()) for key, tensor in model.state_dict().items())
-
-
-def test_the_hub_is_asked_for_bin_files_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    legacy = pickled_copy(make_checkpoint("llama", tmp_path / "st"), tmp_path / "bin", files=2)
-    asked: list[list[str]] = []
-
-    def fetch(_: str, *patterns: str, **__: object) -> tuple[Path, dict[str, object]]:
-        asked.append(list(patterns))
-        return legacy, {"revision": "c0ffee"}
-
-    monkeypatch.setattr(index_module, "fetch", fetch)
-    with pytest.raises(CheckpointError, match="allow_pickle=True"):
-        CheckpointIndex.open("org/model")
-    assert not any("bin" in pattern for patterns in asked for pattern in patterns)
-    asked.clear()
-    assert CheckpointIndex.open("org/model", allow_pickle=True).commit == "c0ffee"
-    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    listing = "pytorch_model.bin.index.json"
-    assert asked[2:] == [["pytorch_model.bin", listing], [listing, *names]]

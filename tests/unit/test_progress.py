@@ -37,15 +37,12 @@ def shown(stream: io.StringIO, **options: Any) -> str:
     return stream.getvalue()[start:]
 
 
-def test_rank_0_shows_its_bytes_and_speed_on_a_terminal(terminal: io.StringIO) -> None:
+def test_rank_0_shows_bytes_and_speed_on_a_terminal_where_bars_are_not_switched_off(terminal: io.StringIO) -> None:
     text = shown(terminal)
     assert "Loading weights (rank 0 of 8): 100%" in text and "4.00G/4.00G" in text and "B/s" in text
     assert "Loading weights: 100%" in shown(terminal, world_size=1)
     assert shown(terminal, rank=1) == shown(terminal, rank=1, progress=True) == ""
     assert shown(terminal, progress=False) == ""
-
-
-def test_bars_that_are_switched_off_or_go_to_no_terminal(terminal: io.StringIO) -> None:
     logging.disable_progress_bar()
     assert shown(terminal) == "" and "100%" in shown(terminal, progress=True)
     logging.enable_progress_bar()

@@ -141,22 +141,17 @@ def test_two_passes_before_their_backward_passes_keep_their_own() -> None:
     assert all(torch.equal(expected[0][name], expected[1][name]) for name in expected[0])
 
 
-def test_blocks_are_counted_in_each_stack() -> None:
+def test_blocks_are_counted_in_each_stack_and_operators_named() -> None:
     """transformers counts on from the encoder to the decoder; a stack of its own begins with a checkpointed block."""
     model = make_model("t5")
     checkpoint_activations(model, Recompute(every_n_layers=2))
     for stack in (model.encoder.block, model.decoder.block):
         assert [block.gradient_checkpointing for block in stack] == [n % 2 == 0 for n in range(len(stack))]
-
-
-def test_names_of_operators() -> None:
     assert operators_named(("aten::mm",)) == operators_named(("mm",))
     assert set(operators_named(("mm",))) < set(operators_named(("matmul",)))
     with pytest.raises(ConfigError, match="no operator 'flash::attention'"):
         operators_named(("flash::attention",))
 
-
-def test_models_without_blocks_of_transformers_are_refused() -> None:
     class Old(nn.Module):
         supports_gradient_checkpointing = True
 

@@ -82,8 +82,13 @@ def test_a_damaged_trainer_state_is_no_complete_checkpoint(tmp_path: Path, text:
         assert complete_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-0")
 
 
-def test_what_a_run_goes_on_with_is_looked_for_and_opened(tmp_path: Path) -> None:
+def test_what_a_run_goes_on_with_is_looked_for_and_without_a_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for asked in (True, str(folder)):
+            assert complete_checkpoint(asked, str(tmp_path)) == str(folder)
+        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=1, process_index=0),
         accelerator=SimpleNamespace(scaler=object()),
@@ -256,7 +261,7 @@ def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
     assert (folder / "scheduler.bin").read_text() == "old"
 
 
-def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
+def test_two_jobs_that_save_to_one_folder_are_told_so_and_leftovers_of_others_are_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     save(folder, "old")
     with open(tmp_path / ".state.lock", "a") as of_another:
@@ -266,16 +271,13 @@ def test_two_jobs_that_save_to_one_folder_are_told_so(tmp_path: Path) -> None:
     assert (folder / "scheduler.bin").read_text() == "old"
     save(folder, "new")  # a lock that a killed job has left locks nothing
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-
-
-def test_what_killed_saves_have_left_beside_numbered_states_is_deleted(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f".checkpoint_{number}.incomplete" / f"checkpoint_{number}" / "optimizer_0").mkdir(parents=True)
     (tmp_path / ".checkpoint_3.lock").touch()
     with open(tmp_path / ".checkpoint_2.lock", "a") as of_another:
         fcntl.flock(of_another, fcntl.LOCK_EX)
         states.remove_leftovers(tmp_path, "checkpoint_*")
-    assert {path.name for path in tmp_path.iterdir()} == {".checkpoint_2.incomplete", ".checkpoint_2.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"state", ".checkpoint_2.incomplete", ".checkpoint_2.lock"}
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "file/state", "file"])
@@ -283,12 +285,3 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) ->
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
         save(tmp_path / name, "new")
-
-
-def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for asked in (True, str(folder)):
-            assert complete_checkpoint(asked, str(tmp_path)) == str(folder)
-        assert complete_checkpoint(True, str(tmp_path / "absent")) is True, "the Trainer says that there is none"

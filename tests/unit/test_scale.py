@@ -81,9 +81,6 @@ def test_a_chunk_is_checked_in_few_steps_and_a_folder_once(tmp_path: Path) -> No
     (few / METADATA).write_bytes(b"\x80\x02ctorch\nSize\n(N}U\x03oddK\x01stb.")
     with pytest.raises(CheckpointError, match="sets attributes of"):
         check_dcp(few)
-
-
-def test_a_resume_reads_the_metadata_once(tmp_path: Path) -> None:
     folder = write_metadata(tmp_path / "optimizer_0", 64)
     with patch.object(dcp_format, "_read_metadata", side_effect=dcp_format._read_metadata) as read:
         refuse_damage(tmp_path)

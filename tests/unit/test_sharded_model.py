@@ -62,7 +62,9 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(8)]
 
 
-def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_plain_trainer_or_accelerator_around_shards_is_named_and_float16_told_once(
+    folder: Path, tmp_path: Path
+) -> None:
     lora = LoraConfig(target_modules=["q_proj"])
     for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
@@ -71,9 +73,6 @@ def test_a_plain_trainer_or_accelerator_around_shards_is_named(folder: Path, tmp
     model = from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"In a loop, make the Accelerator with make_accelerator\(\)"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
-
-
-def test_the_first_training_pass_says_what_was_done_to_the_shards(folder: Path) -> None:
     model = from_pretrained(folder).half().train()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -55,7 +55,7 @@ def written(path: Path, suffix: str, *words: str) -> str:
     return path.with_suffix(suffix).read_text()
 
 
-def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path) -> None:
+def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path, capsys: Any) -> None:
     script = FOLDER / "2x8x80gb.sbatch"
     job = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41234", "SLURM_CPUS_PER_TASK": "64"}
     *words, home = started(tmp_path, str(script), *OWN, SLURM_SUBMIT_DIR=str(tmp_path), **job)
@@ -63,9 +63,6 @@ def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path) -> Non
     assert words[:9] == ["finetune", "--config_file", "accelerate_configs/2x8x80gb.yaml", *place]
     assert words[-4:] == OWN and home == f"HF_HOME={tmp_path}/hf-home"
     assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8"} <= set(script.read_text().splitlines())
-
-
-def test_a_batch_script_for_a_script_of_ones_own(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "it's here.yaml"
     text = written(path, ".sbatch", *FOUR, "--slurm")
     assert "it's here.sbatch" in capsys.readouterr().out
@@ -88,9 +85,6 @@ def test_a_task_of_skypilot(tmp_path: Path, capsys: Any) -> None:
     words = started(tmp_path, "-c", task["run"], **machine)
     place = ["--machine_rank", "1", "--main_process_ip", "10.0.0.7", "--main_process_port", "29500"]
     assert words == ["launch", "--config_file", mounted, *place, "your_script.py", *OWN]
-
-
-def test_a_task_of_skypilot_on_one_machine(tmp_path: Path) -> None:
     task = yaml.safe_load(written(tmp_path / "one.yaml", ".sky.yaml", *FOUR, "--skypilot"))
     assert task["resources"] == {"accelerators": "H100:4"} and task["num_nodes"] == 1 and "volumes" not in task
     words = started(tmp_path, "-c", task["run"], ARGS="", SKYPILOT_NODE_IPS="10.0.0.7")
@@ -126,9 +120,6 @@ def test_a_job_of_kubernetes(tmp_path: Path) -> None:
     words = started(tmp_path, option, *container["args"], **variables, JOB_COMPLETION_INDEX="1")
     place = ["--machine_rank", "1", "--main_process_ip", "train-8x80gb-0.train-8x80gb", "--main_process_port", "29500"]
     assert words == ["launch", "--config_file", "/launch/launch.yaml", *place, "your_script.py", *OWN]
-
-
-def test_a_job_of_kubernetes_without_arguments_of_ones_own(tmp_path: Path) -> None:
     words = ["--gpu", "mi300x", "--num-processes", "8", "--main-process-port", "1234", "--num-machines", "2"]
     text = written(tmp_path / "amd.yaml", ".k8s.yaml", *words, "--kubernetes").replace("${ARGS}", "")
     (container,) = [*yaml.safe_load_all(text)][2]["spec"]["template"]["spec"]["containers"]
@@ -160,9 +151,12 @@ def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     assert done.returncode == 0 and "a100x4" in done.stdout and "not submitted" in done.stdout, done.stderr
 
 
-def test_names_of_others_are_theirs() -> None:
+def test_names_of_others_are_theirs_and_one_kind_is_written_at_a_time(capsys: Any) -> None:
     flavors = {word.partition(":")[2] for gpu in GPUS.values() for word in gpu.hf_flavors.split()}
     assert flavors and flavors <= {each.value for each in JobHardware}
+    with pytest.raises(SystemExit):
+        main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 # ---- all of them ----
@@ -202,9 +196,3 @@ def test_no_line_of_anothers_is_written(tmp_path: Path, capsys: Any, kind: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
     text = FSDPConfig(num_processes=2).to_accelerate_yaml(command="a\nb: 1", notes=["c\re: 1\u2028f: 2\x85g: 3"])
     assert yaml.safe_load(text) == yaml.safe_load(FSDPConfig(num_processes=2).to_accelerate_yaml())
-
-
-def test_one_kind_at_a_time(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
-    assert "not allowed with argument" in capsys.readouterr().err

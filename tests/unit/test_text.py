@@ -18,13 +18,16 @@ from hf_fsdp_tools.text import (
 )
 
 
-def test_a_few_of_many_are_followed_by_the_number_of_the_others() -> None:
+def test_a_few_of_many_and_names_that_differ_in_numbers() -> None:
     assert listed([]) == listed_lines([]) == ""
     assert listed(iter("abcd")) == "a, b, c, d"
     assert listed(range(16)) == "0, 1, 2, 3 and 12 more"
     assert listed("abcd", 3, separator=" + ") == "a + b + c and 1 more"
     assert listed_lines("ab", 2) == "- a\n- b"
     assert listed_lines("abc", 2, head="") == "a\nb\n… and 1 more"
+    assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
+    assert merge_alike(["layers.0.w", "layers.1.w", "head"]) == ["layers.{0..1}.w", "head"]
+    assert (show_bytes(1_234_567), show_count(999), show_count(1_234_567)) == ("1.2 MB", "999", "1.2 M")
 
 
 def test_what_leaves_the_program_has_no_passwords_and_nothing_that_a_terminal_or_a_file_obeys() -> None:
@@ -32,12 +35,6 @@ def test_what_leaves_the_program_has_no_passwords_and_nothing_that_a_terminal_or
     safe = "Cannot read 's3://host/run' and 'https://h/a'\n\\x1b[2J\\u2028\\u202ex"
     assert printable(text) == str(ConfigError(text)) == safe and len(str(ConfigError("a" * 10**6))) == 10_000
     assert comment("a\nb: 1\r\x85c") == "# a b: 1\\r\\x85c" and comment("") == "#"
-
-
-def test_names_that_differ_in_numbers_are_one_and_sizes_are_decimal() -> None:
-    assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
-    assert merge_alike(["layers.0.w", "layers.1.w", "head"]) == ["layers.{0..1}.w", "head"]
-    assert (show_bytes(1_234_567), show_count(999), show_count(1_234_567)) == ("1.2 MB", "999", "1.2 M")
 
 
 WIDE = [("unit", "count", "reason"), ("model.vision.encoder.layers.{0..11}", "12", "block " + "Siglip" * 8), ("a", "1")]

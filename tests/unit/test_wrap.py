@@ -86,6 +86,20 @@ def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     assert make_wrap_plan(model).replicated == ("embeddings.register_tokens",)
     model = build_meta_model(t.ModernBertConfig(num_hidden_layers=2), auto_class=t.ModernBertModel)
     assert unit_names(model)[0] == ("embeddings.tok_embeddings",)
+    assert ("positions",) in unit_names(CallsTable(), floor_params=0)
+    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
+    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
+    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
+    # Gemma-3-27B in its real size: its tower is just below the ceiling, and with the projector just above.
+    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
+    vision |= {"num_attention_heads": 16, "patch_size": 14}
+    config = t.Gemma3Config(text_config=text | heads, vision_config=vision)
+    plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
+    tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
+    assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
+    assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
 
 
 def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: None) -> None:
@@ -132,13 +146,6 @@ class CallsTable(ReadsTable):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(ids).to(self.positions.weight.dtype) + self.positions(ids)
-
-
-def test_a_table_that_is_read_without_a_call_is_no_unit_of_its_own() -> None:
-    assert ("positions",) in unit_names(CallsTable(), floor_params=0)
-    assert ("positions",) not in unit_names(ReadsTable(), floor_params=0)
-    perceiver = build_meta_model(t.PerceiverConfig(), auto_class=t.PerceiverForMaskedLM)  # its head gets the embedding
-    assert not any("embeddings" in name for names in unit_names(perceiver) for name in names)
 
 
 def test_two_dtypes_are_parted_or_the_rarer_is_left_whole(fake_group: None) -> None:
@@ -244,19 +251,6 @@ def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None
     assert faults(SHAPES[shape]()) == []
 
 
-def test_equal_blocks_of_a_small_tower_are_units_together() -> None:
-    """Gemma-3-27B in its real size: its tower is just below the ceiling, and with the projector just above."""
-    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "vocab_size": 262208}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
-    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
-    vision |= {"num_attention_heads": 16, "patch_size": 14}
-    config = t.Gemma3Config(text_config=text | heads, vision_config=vision)
-    plan = make_wrap_plan(build_meta_model(config, dtype=torch.bfloat16))
-    tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
-    assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
-    assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
-
-
 # ---- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -312,7 +306,7 @@ def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
 # ---- plans as data ---------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
+def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() -> None:
     plan = make_wrap_plan(Model(nn.ModuleList(running())))
     again = WrapPlan.from_json(plan.to_json())
     assert again == plan and again.digest == plan.digest == make_wrap_plan(Model(nn.ModuleList(running()))).digest
@@ -322,8 +316,6 @@ def test_a_plan_survives_json_and_its_digest_is_stable() -> None:
         kept = (replace(plan.units[0], **told), *plan.units[1:])
         assert replace(plan, units=kept).digest != plan.digest
 
-
-def test_a_plan_says_for_whom_a_unit_is_kept_whatever_its_reason_says() -> None:
     def first(fqn: str, module: nn.Module) -> dict[str, Any] | None:
         return {"reshard_after_forward": False, "reason": "head of the stack"} if fqn == "model.layers.0" else None
 
