@@ -2,22 +2,31 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+from hf_fsdp_tools import ConfigError, scripting
 from hf_fsdp_tools.scripting.demo import make_demo_model
+from tests._dist import LIMIT_S
 from tests._hub import fake_hub
 from tests.recipes._launch import (
+    CONFIG,
     HAS_BITSANDBYTES,
     ONCE,
     ROOT,
     Series,
-    launch,
     launch_series,
     refused_runs,
     two_runs,
@@ -41,8 +50,18 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     options += ["--logging_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0"]
     options += ["--push_to_hub", "true", "--hub_model_id", "me/tuned"]
     with fake_hub({}, root=tmp_path / "hub") as hub:
-        reached = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1"}
-        done = launch(tmp_path, *options, script=ROOT / "recipes" / "finetune.py", variables=reached)
+        reached = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        reached |= {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+        words = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            CONFIG,
+            ROOT / "recipes/finetune.py",
+        ]
+        told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+        done = subprocess.run([*words, *options], cwd=tmp_path, env=os.environ | reached, **told)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
     for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):
@@ -116,27 +135,27 @@ def test_a_loop_of_ones_own_says_what_cannot_be_trained(series, run):
     assert REFUSED[run][-1] in series.error(run)
 
 
-LATE = """
-import os, time
-from hf_fsdp_tools import ConfigError, scripting
-from hf_fsdp_tools.distributed.mesh import ensure_process_group
+def late() -> None:
+    """A recipe with an error to which the first rank comes two seconds after the other."""
 
-def late():
-    ensure_process_group("cpu")
-    time.sleep(2 * (os.environ["RANK"] == "0"))
-    raise ConfigError("the dataset has no column 'text'")
+    def main() -> None:
+        time.sleep(2 * (os.environ["RANK"] == "0"))
+        raise ConfigError("the dataset has no column 'text'")
 
-scripting.run(late, "finetune")
-"""
+    scripting.run(main, "finetune")
 
 
 def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_last(tmp_path):
-    """The launcher ends all processes a moment after one of them has ended."""
-    (tmp_path / "late.py").write_text(LATE)
-    done = launch(tmp_path, script=tmp_path / "late.py")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("finetune: error:")]
-    assert done.returncode == 1 and errors == ["finetune: error: the dataset has no column 'text'"], done.stderr[-4000:]
-    assert 'late.py", line' not in done.stderr, "no traceback of ours"
+    """The launcher of torch, which is Accelerate's, ends all processes a moment after one of them has ended."""
+    logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL)
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "start_method": "forkserver"}
+    with pytest.raises(ChildFailedError) as ended:
+        elastic_launch(LaunchConfig(1, 1, 2, **where, max_restarts=0, monitor_interval=0.1, logs_specs=logs), late)()
+    assert ended.value.get_first_failure()[1].exitcode == 1
+    said = [file.read_text() for file in tmp_path.rglob("stderr.log")]
+    errors = [line for text in said for line in text.splitlines() if line.startswith("finetune: error:")]
+    assert len(said) == 2 and errors == ["finetune: error: the dataset has no column 'text'"], said
+    assert not any("Traceback" in text for text in said), said
 
 
 @pytest.mark.parametrize(("name", "fall"), [("lora", 0.0), ("stream", 0.5), ("loop", 0.2)])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._training import forget_accelerate
-from tests.recipes._launch import ROOT, launch, write_split
+from tests.recipes._launch import ROOT, launch_series, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
 
@@ -40,12 +40,11 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     make_demo_model(tmp_path / "model", hidden_size=16, num_layers=2, vocab_size=400, max_length=256)
     rows = [{"text": " ".join(["words"] * (number % 5 + 1) + [f"of row {number}"])} for number in range(24)]
     options = ["--model_name_or_path", "model", "--dataset_name", write_split(tmp_path / "rows", rows), *OPTIONS]
-    source = Path(sft.__file__)
-    (tmp_path / "sft.py").write_text(with_the_lines_of_the_readme(source.read_text()))
+    source, script = Path(sft.__file__), tmp_path / "sft.py"
+    script.write_text(with_the_lines_of_the_readme(source.read_text()))
 
-    shared = [*options, "--output_dir", "shared", "--per_device_train_batch_size", "2"]
-    done = launch(tmp_path, *shared, script=tmp_path / "sft.py")
-    assert done.returncode == 0, done.stderr[-4000:]
+    shared = [str(script), *options, "--per_device_train_batch_size", "2"]
+    launch_series(tmp_path, {"shared": shared}).of("shared")
     assert "checkpoint_manifest.json" in {path.name for path in (tmp_path / "shared" / "checkpoint-2").iterdir()}
 
     monkeypatch.chdir(tmp_path)
