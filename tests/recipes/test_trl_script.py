@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fsdp_tools.scripting.demo import make_demo_model
-from tests._training import forget_accelerate
 from tests.recipes._launch import ROOT, launch_series, write_split
 
 sft = pytest.importorskip("trl.scripts.sft")
@@ -51,10 +50,7 @@ def test_the_readmes_three_lines_in_trls_script(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     alone = [*options, "--output_dir", "alone", "--per_device_train_batch_size", "4"]
     monkeypatch.setattr(sys, "argv", [str(source), *alone])
-    try:
-        runpy.run_path(str(source), run_name="__main__")
-    finally:
-        forget_accelerate()
+    runpy.run_path(str(source), run_name="__main__")
 
     torch.testing.assert_close(losses(tmp_path / "shared"), losses(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))

@@ -4,12 +4,11 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fsdp_tools.errors import ConfigError
 from hf_fsdp_tools.scripting.demo import demo_passages, demo_rows, make_demo_model, make_demo_vision_model
+from tests._dist import fake_ranks
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "vocab_size": 400}
 
@@ -50,12 +49,9 @@ def test_the_same_arguments_give_the_same_bytes_and_nothing_is_overwritten(folde
     make_demo_model(tmp_path, **SMALL)
     assert (tmp_path / "config.json").read_bytes() == b"{}" and not list(tmp_path.glob("*.safetensors"))
     # Here the process that comes first on a second machine.
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
-    try:
-        made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
-        vision = make_demo_vision_model(tmp_path / "vision")
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(2, rank=1)
+    made = make_demo_model(tmp_path / "model", **SMALL, max_shard_size="20KB")
+    vision = make_demo_vision_model(tmp_path / "vision")
     assert set(contents(made)) == set(contents(folder))
     assert {"config.json", "model.safetensors"} <= set(contents(vision))
 

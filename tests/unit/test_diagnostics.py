@@ -3,7 +3,6 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -37,17 +35,11 @@ from hf_fsdp_tools.planning.make_plan import make_wrap_plan
 from hf_fsdp_tools.planning.policy import HybridPolicy
 from hf_fsdp_tools.sharding.shard import shard_model
 from tests._checkpoints import KINDS, make_model
+from tests._dist import fake_ranks
 
 ROOT = Path(__file__).parents[2]
 
 FINDING = Finding(code="some-code", severity="warning", fact="2 of 3 are wrong.", cure="Do the other thing.")
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_process_group():
@@ -112,19 +104,17 @@ def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     model = build_meta_model(config)
     plan = make_wrap_plan(model)
     memory = estimate_memory(config, num_gpus=ranks, seq_len=16, optimizer="adamw_foreach", reshard_after_forward=True)
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
-        shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
-        dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}
-        stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(ranks)
+    shard_model(model, plan, mesh=ParallelDims().build_mesh("cpu"))
+    dims = {name: parameter.placements[-1].dim for name, parameter in model.named_parameters()}
+    stored = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
     # 6 experts on 3 ranks are even.
     assert {name for name, dim in dims.items() if dim} == {n for n in dims if ".experts." in n and ranks > 8}
     assert memory.at_peak["parameters"] == pytest.approx(stored, rel=0.01)
 
 
-def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not(fake_group):
+def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
+    fake_ranks()
     with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
         rehearse(make_model("llama"))
     config = CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})

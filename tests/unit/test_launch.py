@@ -17,7 +17,6 @@ from hf_fsdp_tools.distributed import mesh
 from hf_fsdp_tools.distributed.mesh import device_index, ensure_process_group, local_rank, loopback_advice, rank_on_node
 from hf_fsdp_tools.errors import MeshError
 from tests._checkpoints import make_model
-from tests._training import forget_accelerate
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,9 +30,7 @@ def launched(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    yield launch
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -70,9 +67,6 @@ def test_a_process_of_its_own_is_a_world_of_one(launched, variables):
 @pytest.fixture
 def alone(launched):
     launched({})
-    forget_accelerate()  # of other tests in this process
-    yield
-    forget_accelerate()
 
 
 @pytest.mark.parametrize("is_running", [False, True])

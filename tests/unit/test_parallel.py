@@ -4,15 +4,14 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_tools import ConfigError, ParallelDims, build_meta_model, parallelize_model
 from hf_fsdp_tools.distributed.mesh import dims_of
 from hf_fsdp_tools.errors import MeshError
 from hf_fsdp_tools.sharding.parallel import checked_rules
 from tests._checkpoints import tiny_config
+from tests._dist import fake_ranks
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 has it")
 
@@ -53,13 +52,10 @@ def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
     model = build_meta_model(tiny_config("qwen3_moe", 2))
     mlp, of_tried_rows = model.model.layers[0].mlp, torch.zeros(1, 8, 1, device="meta")
     mlp.forward = MethodType(lambda self, hidden: type(self).forward(self, hidden) + of_tried_rows, mlp)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
-        with pytest.raises(ConfigError, match=r"cp_size 2: it does not run on a part of a row .* Leave cp_size out"):
-            parallelize_model(model, mesh)
-    finally:
-        dist.destroy_process_group()
+    fake_ranks(2)
+    mesh = ParallelDims(cp_size=2, ep_size=2).build_mesh("cpu")
+    with pytest.raises(ConfigError, match=r"cp_size 2: it does not run on a part of a row .* Leave cp_size out"):
+        parallelize_model(model, mesh)
     model = get_peft_model(build_meta_model(tiny_config("llama", 2)), LoraConfig(), low_cpu_mem_usage=True)
     with pytest.raises(ConfigError, match=r"has adapters already .* Give peft_config to from_pretrained"):
         checked_rules(model.get_base_model(), 2, 1)

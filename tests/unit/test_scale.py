@@ -3,7 +3,7 @@
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_fsdp_tools.distributed.shards import Box
 from hf_fsdp_tools.errors import CheckpointError
@@ -27,13 +26,9 @@ from hf_fsdp_tools.streaming.exchange import Exchange
 from hf_fsdp_tools.streaming.held import Part
 from hf_fsdp_tools.streaming.owners import assign_owners
 from hf_fsdp_tools.streaming.routes import holders_of, plan_buckets
+from tests._dist import fake_ranks
 
-
-@pytest.fixture
-def ranks() -> Iterator[int]:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
-    yield 64
-    dist.destroy_process_group()
+RANKS = 64
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -90,7 +85,8 @@ def test_a_chunk_is_checked_in_few_steps_and_a_folder_once(tmp_path: Path) -> No
             refuse_damage(tmp_path)
 
 
-def test_one_rank_of_a_node_checks_for_the_others(ranks: int, tmp_path: Path) -> None:
+def test_one_rank_of_a_node_checks_for_the_others(tmp_path: Path) -> None:
+    fake_ranks(RANKS, rank=3)
     write_metadata(tmp_path / "optimizer_0", 64)
     for local in ("0", "3"):
         here = patch.dict(os.environ, {"LOCAL_RANK": local})
@@ -109,8 +105,9 @@ def piece_of(expert: int, shape: tuple[int, int, int]) -> Piece:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_only_boxes_that_a_piece_meets_are_looked_at(ranks: int, dim: int) -> None:
+def test_only_boxes_that_a_piece_meets_are_looked_at(dim: int) -> None:
     """Experts on dimension 0 are on one rank each; split within, they are cut alike, and that is worked out once."""
+    fake_ranks(ranks := RANKS, rank=3)
     shape, mesh = (ranks, 2 * ranks, ranks), init_device_mesh("cpu", (ranks,))
     part = torch.empty([n // ranks if d == dim else n for d, n in enumerate(shape)], device="meta")
     layers = {layer: DTensor.from_local(part, mesh, [Shard(dim)], run_check=False) for layer in range(2)}

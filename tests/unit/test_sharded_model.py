@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_fsdp_tools import ConfigError, FSDPTrainerMixin, from_pretrained, make_accelerator
 from tests._checkpoints import full_state, make_checkpoint
+from tests._training import ShardedTrainer
 
 IDS = torch.arange(3, 11)[None]
 
@@ -21,15 +22,6 @@ IDS = torch.arange(3, 11)[None]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(autouse=True)
-def without_accelerator() -> Any:
-    from accelerate.state import AcceleratorState, GradientState
-
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize(
@@ -87,10 +79,6 @@ def test_a_plain_trainer_or_accelerator_around_shards_is_named_and_float16_told_
 def lora_of(folder: Path) -> Any:
     torch.manual_seed(3)
     return from_pretrained(folder, peft_config=LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-
-
-class ShardedTrainer(FSDPTrainerMixin, Trainer):
-    """A Trainer on shards."""
 
 
 def test_an_adapter_resumes_where_an_earlier_run_left_full_weights(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ A process of one rank stands for all: nothing is communicated.
 """
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -69,15 +68,10 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *VARIABLES):
         monkeypatch.setenv(name, "")  # so that what the plugin writes is undone after the test
         monkeypatch.delenv(name)
-    forget_accelerate()
-    yield
-    forget_accelerate()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def arguments(key: str | None = None, **settings: Any) -> TrainingArguments:

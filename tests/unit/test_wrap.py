@@ -1,21 +1,19 @@
 """Wrap plans: the rules of a correct plan over a sample of the census, policies, and messages that name the cure."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as t
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from hf_fsdp_tools import HybridPolicy, WrapPlan, WrapPlanError, build_meta_model, make_wrap_plan
 from hf_fsdp_tools.planning.plan import WrapUnit
 from hf_fsdp_tools.planning.rules import check_wrap_plan
+from tests._dist import fake_ranks
 from tests.census import plans
 from tests.census.defaults import classes_by_default
 from tests.unit.test_blocks import Block, Model
@@ -32,11 +30,7 @@ MORE = """
 """.split()  # noqa: SIM905
 
 
-@pytest.fixture(scope="module")
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+fake_group = pytest.fixture(fake_ranks)
 
 
 @pytest.mark.parametrize("model_type", [*SAMPLE, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in MORE)])
