@@ -145,9 +145,8 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 131)}
     backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
-    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens, padding_side="left")
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -344,7 +343,10 @@ def gpt_oss(experts: int = 5) -> PreTrainedModel:
     return hf.GptOssForCausalLM(config)
 
 
-def _qwen3_of_whole_blocks() -> PreTrainedModel:
+WHOLE = (128, 128)
+
+
+def _qwen3_large() -> PreTrainedModel:
     sizes = _EVEN | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_key_value_heads": 4}
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=96))
 
@@ -364,7 +366,7 @@ def _compressed(strategy: str, kind: str = "float") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
+def _in_groups(format: str, **weights: Any) -> dict[str, Any]:
     given = {"num_bits": 4, "group_size": 16, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": given | weights}
     return _compressed("group") | {"format": format, "config_groups": {"group_0": group}}
@@ -372,11 +374,7 @@ def _compressed_packed(format: str, **weights: Any) -> dict[str, Any]:
 
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (partial(_tied, _EVEN), _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
-    "fp8 of 128 x 128": (
-        _qwen3_of_whole_blocks,
-        partial(_fp8, block=(128, 128)),
-        _FP8_CONFIG | {"weight_block_size": [128, 128]},
-    ),
+    "fp8 of 128 x 128": (_qwen3_large, partial(_fp8, block=WHOLE), _FP8_CONFIG | {"weight_block_size": [*WHOLE]}),
     "fp8 and fp4 experts": (partial(_deepseek_v3, 80, 32), _fp8_and_exponents, _FP8_CONFIG | {"scale_fmt": "ue8m0"}),
     "fp8 experts": (_even_mixtral, _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "mxfp4": (gpt_oss, _mxfp4, {"quant_method": "mxfp4"}),
@@ -387,17 +385,17 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed int4": (
         _even_llama,
         partial(_packed, is_symmetric=False),
-        _compressed_packed("pack-quantized", type="int", strategy="group", symmetric=False),
+        _in_groups("pack-quantized", type="int", strategy="group", symmetric=False),
     ),
     "compressed int4 experts": (
         _even_mixtral,
         partial(_packed, is_symmetric=True),
-        _compressed_packed("pack-quantized", type="int", strategy="group"),
+        _in_groups("pack-quantized", type="int", strategy="group"),
     ),
     "compressed nvfp4": (
         _even_llama,
         _nvfp4,
-        _compressed_packed("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
+        _in_groups("nvfp4-pack-quantized", type="float", strategy="tensor_group"),
     ),
     "gptq": (_even_llama, _gptq, _GPTQ | {"checkpoint_format": "gptq"}),
     "gptq experts": (_even_qwen3_moe, partial(_gptq, is_v2=True), _GPTQ | {"checkpoint_format": "gptq_v2"}),

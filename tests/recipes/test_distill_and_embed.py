@@ -86,9 +86,6 @@ def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
 
 
-# ---- distill ----
-
-
 def test_a_student_learns_from_a_teacher_on_shards(runs):
     losses = runs.log("distill", "eval_loss")
     assert losses[-1] < losses[0] - 0.3
@@ -104,9 +101,6 @@ def test_averages_are_evaluated_and_saved_beside_the_weights(runs):
     assert averages and any(not torch.equal(value, averages[key]) for key, value in runs.weights("distill").items())
     (loss,) = runs.log("distill", "ema_loss")
     assert f"(evaluation loss {loss:.3f})" in runs.of("distill")
-
-
-# ---- embed ----
 
 
 def test_an_embedding_model_learns_and_opens_with_sentence_transformers(runs):

@@ -21,18 +21,8 @@ from hf_fsdp_tools import ConfigError, scripting
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from tests._dist import LIMIT_S
 from tests._hub import fake_hub
-from tests.recipes._launch import (
-    CONFIG,
-    HAS_BITSANDBYTES,
-    ONCE,
-    ROOT,
-    Series,
-    launch_series,
-    refused_runs,
-    two_runs,
-    write_lines,
-    write_split,
-)
+from tests.recipes import _launch
+from tests.recipes._launch import ROOT, Series, launch_series, two_runs, write_lines, write_split
 
 TURNS = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
 CHATS = [{"messages": turns} for turns in TURNS]
@@ -57,7 +47,7 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
             "-m",
             "accelerate.commands.launch",
             "--config_file",
-            CONFIG,
+            _launch.CONFIG,
             ROOT / "recipes/finetune.py",
         ]
         told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
@@ -88,7 +78,7 @@ def options_for(folder: Path) -> tuple[list[str], list[str], list[str]]:
     model = make_demo_model(folder / "demo", hidden_size=64, num_layers=2)
     ours = ["--model_name_or_path", str(model), "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     tuned = ["finetune", *ours, "--max_length", "64", "--lr_scheduler_type", "constant", "--eval_strategy", "steps"]
-    return ours, tuned, [*tuned, *ONCE, "--use_peft", "--max_steps", "3", "--learning_rate", "1e-2"]
+    return ours, tuned, [*tuned, *_launch.ONCE, "--use_peft", "--max_steps", "3", "--learning_rate", "1e-2"]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +101,7 @@ def series(tmp_path_factory) -> Series:
     stream = [*packed, "--dataset_streaming", "--lr_scheduler_type", "constant", *muon]
     stream += ["--optim_args", "momentum=0.9,adamw_lr=5e-3"]
     runs |= two_runs(folder, "stream", 4, *stream, learning_rate=1e-2)
-    runs["drawn"] = [*packed, *ONCE, "--from_scratch", "--max_steps", "1", "--seed", "7"]
+    runs["drawn"] = [*packed, *_launch.ONCE, "--from_scratch", "--max_steps", "1", "--seed", "7"]
 
     loop = ["accelerate_loop", *ours, "--gradient_accumulation_steps", "2", "--dataset_name"]
     # epochs of three steps, of which four are done: the middle lies within an epoch, and the end in the next
@@ -121,7 +111,7 @@ def series(tmp_path_factory) -> Series:
     runs["compared"] = [*loop, write_split(folder / "eight", EIGHT), *steps]
 
     bases = {"loop": [*loop, str(folder / "eight")]}
-    return launch_series(folder, runs, refused=refused_runs(REFUSED, bases))
+    return launch_series(folder, runs, refused=_launch.refused_runs(REFUSED, bases))
 
 
 REFUSED = {
@@ -174,7 +164,7 @@ def test_the_loss_falls_and_plain_transformers_opens_what_was_trained(series, na
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
+@pytest.mark.skipif(not _launch.HAS_BITSANDBYTES, reason="bitsandbytes is not installed (pip install bitsandbytes)")
 def test_an_adapter_on_a_base_in_4_bits(tmp_path):
     _, _, adapter = options_for(tmp_path)
     words = [*adapter, *EVERY, "--dataset_name", write_lines(tmp_path / "text.jsonl", TEXT), "--load_in_4bit"]
@@ -230,9 +220,6 @@ def test_who_is_reported_to_gets_all_figures(series):
 def test_a_model_from_scratch_has_nothing_of_the_checkpoint(series):
     assert "new weights, drawn with the seed 7" in series.of("drawn") and "rank 0 read" not in series.of("drawn")
     assert series.log("drawn", "eval_loss")[0] != pytest.approx(series.log("stream", "eval_loss")[0], rel=1e-3)
-
-
-# ---- the loop without a Trainer ----
 
 
 def plain_loss(model, tokenizer, rows: list[dict[str, str]]) -> torch.Tensor:

@@ -67,9 +67,8 @@ def launch(rank: int, port: int, folder: Path, *arguments: str) -> subprocess.Po
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    return subprocess.Popen(
-        [*command, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], cwd=folder, env=environment, **pipes)
 
 
 def test_two_machines_train_as_one_process_and_say_alike_what_they_do_not_share(tmp_path):

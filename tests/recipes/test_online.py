@@ -39,7 +39,7 @@ REFUSED = {
     "streamed": (
         "grpo",
         "--dataset_streaming --max_steps 2 --eval_strategy no",
-        "--dataset_streaming gives each process rows of its own",
+        "streaming gives each process rows of",
     ),
     "vllm": ("grpo", "--use_vllm", "--use_vllm needs vllm: pip install vllm"),
     "uneven": ("grpo", "--num_generations 3", "must be divisible by the number of generations"),

@@ -5,15 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from peft import AutoPeftModelForSequenceClassification
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    pipeline,
-)
 
 from hf_fsdp_tools.scripting.demo import demo_rows, make_demo_model
 from tests.recipes._launch import ONCE, Series, launch_series, refused_runs, write_split
@@ -90,17 +83,17 @@ def runs(tmp_path_factory) -> Series:
 
 def classifier(model: str, target: Path) -> str:
     """The model with a head of two classes."""
-    AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(target)
-    AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    hf.AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(target)
+    hf.AutoTokenizer.from_pretrained(model).save_pretrained(target)
     return str(target)
 
 
 def bert_without_pooler(model: str, target: Path) -> str:
     """A model of masked tokens, as DeBERTa-v3 is stored: a classifier of it has a new pooler below its new head."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = hf.AutoTokenizer.from_pretrained(model)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(target)
+    hf.BertForMaskedLM(hf.BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(target)
     tokenizer.save_pretrained(target)
     return str(target)
 
@@ -108,9 +101,6 @@ def bert_without_pooler(model: str, target: Path) -> str:
 @pytest.mark.parametrize("run", REFUSED)
 def test_errors_come_before_the_model(runs, run):
     assert REFUSED[run][-1] in runs.error(run)
-
-
-# ---- preferences ----
 
 
 @pytest.mark.shows("DPO", "LoRA")
@@ -124,7 +114,7 @@ def test_dpo_learns_the_preferences_and_an_adapter_is_its_own_reference(runs):
     assert "reference" not in runs.of("dpo-lora") and runs.of("dpo").count("rank 0 read") == 1
     assert "is_gradient_checkpointing" not in runs.stderr
     for name, folder in (("dpo", "dpo"), ("dpo-lora", "dpo-lora"), ("dpo-lora", "dpo-lora/merged")):
-        runs.check_opened(name, AutoModelForCausalLM.from_pretrained(runs.folder / folder))
+        runs.check_opened(name, hf.AutoModelForCausalLM.from_pretrained(runs.folder / folder))
 
 
 @pytest.mark.shows("DPO", "compile")
@@ -137,13 +127,10 @@ def test_prompts_within_answers_a_precomputed_reference_and_compiled_blocks_chan
 def test_a_reward_model_learns_the_preferences(runs):
     losses = runs.log("reward", "eval_loss")
     assert losses[0] > 0.5 and losses[-1] < 0.5
-    model = AutoModelForSequenceClassification.from_pretrained(runs.folder / "reward")
+    model = hf.AutoModelForSequenceClassification.from_pretrained(runs.folder / "reward")
     assert model.config.architectures == ["LlamaForSequenceClassification"] and model.config.num_labels == 1
     runs.check_opened("reward", model)
     assert "chosen preferred" in runs.of("reward")
-
-
-# ---- classes ----
 
 
 def test_a_classifier_learns_and_opens_as_a_pipeline(runs):
@@ -151,9 +138,9 @@ def test_a_classifier_learns_and_opens_as_a_pipeline(runs):
     assert losses[0] > 1.2 and losses[-1] < 0.9
     assert runs.log("classify", "eval_accuracy")[-1] > 0.6
     folder = runs.folder / "classify"
-    runs.check_opened("classify", AutoModelForSequenceClassification.from_pretrained(folder))
+    runs.check_opened("classify", hf.AutoModelForSequenceClassification.from_pretrained(folder))
     row = demo_rows("classes")[0]
-    classify = pipeline("text-classification", str(folder), device="cpu")
+    classify = hf.pipeline("text-classification", str(folder), device="cpu")
     assert list(classify.model.config.id2label.values()) == CLASSES
     assert classify(row["text"], truncation=True, max_length=64)[0]["label"] == row["label"]
 
@@ -169,7 +156,7 @@ def test_the_loss_is_a_mean_over_ranks_and_micro_batches(runs):
 def test_an_adapter_is_saved_with_the_head_and_all_that_no_file_holds(runs):
     before, after = runs.log("lora", "eval_loss")
     assert after < before
-    merged = AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged")
+    merged = hf.AutoModelForSequenceClassification.from_pretrained(runs.folder / "lora" / "merged")
     assert list(merged.config.id2label.values()) == CLASSES
     runs.check_opened("lora", merged)
     assert "peft.AutoPeftModelForSequenceClassification" in runs.of("lora")

@@ -101,7 +101,7 @@ def test_copied_transfers_write_the_same_bytes(tmp_path: Path) -> None:
 LIMITS = {
     "no container": ({}, 1000 * 1024),
     "cgroups 2": (
-        {"memory.max": "900000", "memory.current": "800000", "memory.stat": "anon 1\ninactive_file 50000\n"},
+        {"memory.max": "900000", "memory.current": "800000", "memory.stat": "inactive_file 50000\n"},
         150_000,
     ),
     "cgroups 2 without a limit": ({"memory.max": "max", "memory.current": "8", "memory.stat": "anon 1\n"}, 1000 * 1024),

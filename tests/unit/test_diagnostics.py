@@ -10,17 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    CLIPConfig,
-    DiffLlamaConfig,
-    MixtralConfig,
-)
 
 from hf_fsdp_tools.diagnostics import environment
 from hf_fsdp_tools.diagnostics.diagnosis import Diagnosis, diagnose
@@ -70,16 +63,16 @@ def test_a_diagnosis_is_data_and_an_unsharded_model_is_no_error_without_a_proces
         diagnose(model, plan=make_wrap_plan(model), policy=HybridPolicy())
     with pytest.raises(BlockDetectionError, match="no parameters"):
         diagnose(nn.Identity())
-    config = DiffLlamaConfig(hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4)
+    config = hf.DiffLlamaConfig(hidden_size=48, intermediate_size=67, num_hidden_layers=2, num_attention_heads=4)
     model = build_meta_model(config)
     assert {parameter.is_meta for parameter in model.parameters()} == {True, False}
     assert rehearse(model).findings == ()
 
 
 SHAPES = {
-    "llama": (AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
-    "deepseek_v3": (AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
-    "t5": (AutoModelForSeq2SeqLM, {"num_layers": 4}),
+    "llama": (hf.AutoModelForCausalLM, {"num_hidden_layers": 5, "vocab_size": 500}),
+    "deepseek_v3": (hf.AutoModelForCausalLM, {"num_hidden_layers": 4, "vocab_size": 500}),
+    "t5": (hf.AutoModelForSeq2SeqLM, {"num_layers": 4}),
 }
 
 
@@ -100,7 +93,7 @@ def test_healthy_architectures_rehearsed_on_eight_ranks(kind):
 def test_foresight_expects_the_bytes_that_fsdp2_stores(ranks):
     """Experts of few rows are split along another dimension, and shorter shards are padded to the longest."""
     wide = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 131}
-    config = MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
+    config = hf.MixtralConfig(**wide, num_local_experts=6, num_attention_heads=4, num_key_value_heads=2)
     model = build_meta_model(config)
     plan = make_wrap_plan(model)
     memory = estimate_memory(config, num_gpus=ranks, seq_len=16, optimizer="adamw_foreach", reshard_after_forward=True)
@@ -117,14 +110,14 @@ def test_what_our_plan_replicates_is_averaged_and_by_hand_it_is_not():
     fake_ranks()
     with pytest.raises(ConfigError, match=r"process of its own\. Use diagnose"):
         rehearse(make_model("llama"))
-    config = CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})
+    config = hf.CLIPConfig(text_config={"num_hidden_layers": 2}, vision_config={"num_hidden_layers": 2})
     mesh = ParallelDims(dp_replicate_size=2).build_mesh("cpu")
-    model = build_meta_model(config, auto_class=AutoModel)
+    model = build_meta_model(config, auto_class=hf.AutoModel)
     plan = make_wrap_plan(model)
     assert plan.replicated == ("logit_scale",)
     diagnosis = diagnose(shard_model(model, plan, mesh=mesh))
     assert not diagnosis.has_errors and "in no unit: 1 tensors, 1 parameters, 4 B" in str(diagnosis.units)
-    by_hand = build_meta_model(config, auto_class=AutoModel)
+    by_hand = build_meta_model(config, auto_class=hf.AutoModel)
     for tower in (by_hand.text_model, by_hand.vision_model):
         for block in tower.encoder.layers:
             fully_shard(block, mesh=mesh)

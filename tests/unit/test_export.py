@@ -32,9 +32,7 @@ def test_a_checkpoint_is_written_again_in_small_parts(folders: dict[str, Path], 
     assert report.total_bytes == sum(t.nbytes for t in stored_tensors(folders[kind]).values())
 
 
-def test_dtypes_stay_as_stored_files_of_a_tokenizer_come_along_and_tokens_are_found(
-    tmp_path: Path, folders: dict[str, Path]
-) -> None:
+def test_dtypes_stay_files_of_a_tokenizer_come_along_tokens_are_found(tmp_path: Path, folders: dict[str, Path]) -> None:
     source = make_checkpoint("llama", tmp_path / "source", dtype=torch.bfloat16)
     (file, *_) = sorted(source.glob("*.safetensors"))
     save_file({key: t.float() for key, t in load_file(file).items()}, file, metadata={"format": "pt"})

@@ -101,8 +101,8 @@ def test_the_same_bytes_are_read_straight_into_memory_and_neighbours_in_one_call
 
 
 @pytest.mark.parametrize(("columns", "calls", "num_bytes"), [(4096, 256, 2 * 256 * 4096), (8192 - 64, 4, None)])
-def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
-    tmp_path: Path, columns: int, calls: int, num_bytes: int | None
+def test_columns_are_read_without_waste_or_a_call_per_row(
+    tmp_path: Path, columns: int, calls: int, num_bytes: Any
 ) -> None:
     """Large gaps are skipped, small ones read through."""
     tensor = torch.randn(256, 8192).to(torch.bfloat16)
@@ -116,9 +116,7 @@ def test_columns_of_a_matrix_are_read_without_waste_or_a_call_per_row(
     assert stats.num_bytes <= (num_bytes or memory.nbytes + 256 * MAX_GAP_BYTES)
 
 
-def test_large_requests_may_be_short_and_the_disk_begins_with_them_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_requests_may_be_short_and_are_begun_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with small ones, which the system joins; and a system without such a call is no error."""
     begun: list[tuple[int, int]] = []
     monkeypatch.setattr(files, "begin_sync", lambda descriptor, *part: begun.append(part))

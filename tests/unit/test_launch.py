@@ -78,8 +78,6 @@ def test_the_timeout_that_accelerate_is_asked_for_is_that_of_the_group(alone, re
     assert is_running or not [one for one in recwarn if "InitProcessGroupKwargs" in str(one.message)]
 
 
-# ---- which device, on which network ----
-
 FLAT = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
@@ -158,9 +156,6 @@ def test_a_host_name_of_the_loopback_is_warned_of(two_machines):
     two_machines.setenv("GLOO_SOCKET_IFNAME", "")
     two_machines.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("10.0.0.7", 0))])
     assert loopback_advice() == ""
-
-
-# ---- time limits, and what the Trainer takes for its own ----
 
 
 def test_a_trainer_alone_uses_one_of_several_devices(alone, tmp_path):

@@ -43,9 +43,8 @@ def test_every_trained_parameter_has_one_group_and_no_end_is_a_matrix(kind):
 def test_experts_are_stacks_and_what_the_checkpoint_has_apart_is_apart():
     model = make_model("mixtral")
     plan = find_matrices(model)
-    assert {name: why for name, why in plan.others if "mlp" in name} == {
-        f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)
-    }
+    gates = {f"model.layers.{i}.mlp.gate.weight": "routers" for i in range(2)}
+    assert {name: why for name, why in plan.others if "mlp" in name} == gates
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
     pieces = matrices_in(model, [name])[name]
@@ -83,9 +82,6 @@ def test_a_step_alone_is_that_of_torch_and_leaves_what_has_no_gradient():
     assert torch.equal(weight, twin)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if p is not weight)
     assert len(optimizer.state) == 1
-
-
-# ---- owners ----
 
 
 def matrix(rows: int, columns: int) -> Piece:

@@ -86,9 +86,7 @@ def test_packed_weights_are_not_drawn_and_are_floats_where_they_are_joined(monke
 
 
 def llama(**quantization: Any) -> Any:
-    config = hf.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
-    )
+    config = hf.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config.quantization_config = quantization
     return build_meta_model(config)
 

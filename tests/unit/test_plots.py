@@ -80,10 +80,9 @@ def test_memory_of_a_step_over_time_in_few_points():
     step = a_step(units=400)
     line, full = (drawing.memory_timeline(*step, most_points=most) for most in (100, 10**6))
     assert len(line.seconds) < 150 < len(full.seconds) == len(step[0]) and line.peak_bytes == full.peak_bytes
+    both = [[*zip(one.allocated, one.phases, strict=True)] for one in (line, full)]
     for phase in ("forward", "backward", "optimizer"):
-        few, every = (
-            [held for held, at in zip(one.allocated, one.phases, strict=True) if at == phase] for one in (line, full)
-        )
+        few, every = ([held for held, at in each if at == phase] for each in both)
         assert (max(few), min(few)) == (max(every), min(every)), phase
     assert list(dict.fromkeys(line.phases)) == ["forward", "loss", "backward", "optimizer"]
     assert drawing.extremes([1, 9, 1, 0, 1, 1, 1, 1], ["a"] * 8, 4) == [0, 1, 3, 4, 7]

@@ -9,14 +9,8 @@ import transformers as hf
 from torch import nn
 
 from hf_fsdp_tools import ConfigError
-from hf_fsdp_tools.sharding.recompute import (
-    Recompute,
-    StreamLink,
-    as_recompute,
-    check_checkpointing,
-    checkpoint_activations,
-    operators_named,
-)
+from hf_fsdp_tools.sharding import recompute
+from hf_fsdp_tools.sharding.recompute import Recompute, StreamLink, checkpoint_activations
 from tests._checkpoints import make_model
 from tests._late import LateSideStream, Machine
 
@@ -99,12 +93,12 @@ def test_copies_overlap_with_the_computation() -> None:
     checkpoint_activations(model, Recompute(offload=True), link_of=lambda _: link)
     for index, block in enumerate(model.model.layers):
         block.mlp.register_forward_pre_hook(lambda *_, index=index: link.order.append(f"block {index}"))
-    on_device: list[Any] = []
+    left: list[Any] = []
     model.lm_head.register_forward_pre_hook(
-        lambda *_: on_device.extend(each for each in link.memories if each() is not None)
+        lambda *_: left.extend(each for each in link.memories if each() is not None)
     )
     gradients(model)
-    assert len(link.memories) == LAYERS and not on_device, "behind the blocks no input is on the device"
+    assert len(link.memories) == LAYERS and not left, "behind the blocks no input is on the device"
     forward = [each for index in range(LAYERS) for each in (f"out {index}", f"block {index}")]
     assert link.order[: 2 * LAYERS] == forward
     backward = link.order[2 * LAYERS :]
@@ -147,14 +141,14 @@ def test_blocks_are_counted_in_each_stack_and_operators_named() -> None:
     checkpoint_activations(model, Recompute(every_n_layers=2))
     for stack in (model.encoder.block, model.decoder.block):
         assert [block.gradient_checkpointing for block in stack] == [n % 2 == 0 for n in range(len(stack))]
-    assert operators_named(("aten::mm",)) == operators_named(("mm",))
-    assert set(operators_named(("mm",))) < set(operators_named(("matmul",)))
+    assert recompute.operators_named(("aten::mm",)) == recompute.operators_named(("mm",))
+    assert set(recompute.operators_named(("mm",))) < set(recompute.operators_named(("matmul",)))
     with pytest.raises(ConfigError, match="no operator 'flash::attention'"):
-        operators_named(("flash::attention",))
+        recompute.operators_named(("flash::attention",))
 
     class Old(nn.Module):
         supports_gradient_checkpointing = True
 
-    check_checkpointing(Old(), Recompute())
+    recompute.check_checkpointing(Old(), Recompute())
     with pytest.raises(ConfigError, match="has no GradientCheckpointingLayer"):
-        check_checkpointing(Old(), as_recompute({"every_n_layers": 2}))
+        recompute.check_checkpointing(Old(), recompute.as_recompute({"every_n_layers": 2}))

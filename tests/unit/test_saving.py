@@ -18,8 +18,6 @@ from hf_fsdp_tools.integrations.checkpoints import complete_checkpoint, problem_
 from hf_fsdp_tools.integrations.states import StateSave, remove_checkpoint
 from hf_fsdp_tools.saving.manifest import MANIFEST, check_sums, read_manifest, write_manifest
 
-# ---- the list of files ----
-
 
 def checkpoint(folder: Path, step: int = 1) -> Path:
     (folder / "optimizer_0").mkdir(parents=True)

@@ -47,9 +47,6 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-# ---- DCP's metadata ----
-
-
 def write_metadata(folder: Path, chunks: int) -> Path:
     folder.mkdir(exist_ok=True)
     entries, places = {}, {}
@@ -93,9 +90,6 @@ def test_one_rank_of_a_node_checks_for_the_others(tmp_path: Path) -> None:
         with here, patch("hf_fsdp_tools.integrations.resume.check_dcp") as check:
             refuse_damage(tmp_path)
         assert check.called == (local == "0")
-
-
-# ---- which ranks a piece meets ----
 
 
 def piece_of(expert: int, shape: tuple[int, int, int]) -> Piece:

@@ -20,19 +20,10 @@ from pyarrow import feather, parquet
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 from trl import ScriptArguments, SFTConfig
 
+from hf_fsdp_tools import scripting
 from hf_fsdp_tools.errors import CheckpointError, ConfigError
 from hf_fsdp_tools.integrations.streams import share_loader
-from hf_fsdp_tools.scripting import (
-    ModelArguments,
-    check_before_loading,
-    load_splits,
-    load_tokenizer,
-    parse_arguments,
-    progress,
-    run,
-    running,
-    streams,
-)
+from hf_fsdp_tools.scripting import ModelArguments, progress, run, running, streams
 from hf_fsdp_tools.scripting.checks import check_prepared_rows
 from hf_fsdp_tools.scripting.demo import make_demo_model
 from hf_fsdp_tools.scripting.streams import share_of_stream
@@ -61,7 +52,7 @@ def parsed(monkeypatch, *options: str):
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "true", *options])
     kinds = (ScriptArguments, SFTConfig, ModelArguments)
     columns = ("text", "messages", "prompt", "completion")
-    return parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
+    return scripting.parse_arguments(*kinds, defaults={"output_dir": "outputs/x"}, demo=DEMO, columns=columns)
 
 
 def lines(path, rows) -> str:
@@ -81,7 +72,7 @@ def texts(rows, count: int) -> list[str]:
 def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = None, columns=SFT, **options):
     script = ScriptArguments(dataset_name=name, dataset_streaming=dataset_streaming)
     script.column_names = dict.fromkeys(sorted(set().union(*columns))) | (named or {})
-    return load_splits(script, trainer_arguments(**options), columns=columns)
+    return scripting.load_splits(script, trainer_arguments(**options), columns=columns)
 
 
 # ---- options ----
@@ -92,10 +83,7 @@ def splits(name: str, *, dataset_streaming: bool = False, named: dict | None = N
     [
         ("--text_column body", "--text_column is for a dataset of your own: add --dataset_name"),
         ("--mixed-precision=bf16", "or the script --bf16 true."),
-        (
-            "--cp_size 2",
-            "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --config_f",
-        ),
+        ("--cp_size 2", "--cp_size goes into the launch file: `hf-fsdp config --output FILE` writes one, and --conf"),
         ("--max_length -5 --per_device_train_batch_size 0", "length: give at least 2. --per_.*_size: give at least 1."),
         ("--num_train_epochs 0", "--num_train_epochs 0 trains nothing"),
         ("--lr 1e-4", "--lr is no option of this recipe: did you mean --learning_rate?"),
@@ -388,7 +376,7 @@ def check(model, rows, tokenizer=None, model_options=None, **options):
     arguments = ModelArguments(model_name_or_path=model, dtype=None, **(model_options or {}))
     arguments.default_max_length = SFTConfig.max_length
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-    check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
+    scripting.check_before_loading(arguments, trainer_arguments(**options), tokenizer, Dataset.from_list(rows))
 
 
 def test_each_mistake_is_found_before_the_model_is_loaded(model, tmp_path, capsys, monkeypatch):
@@ -493,7 +481,7 @@ def test_options_that_would_fail_after_loading(model, tmp_path, options, message
 def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path):
     def refused(name, message):
         with pytest.raises(CheckpointError, match=message):
-            load_tokenizer(ModelArguments(model_name_or_path=str(name)), trainer_arguments())
+            scripting.load_tokenizer(ModelArguments(model_name_or_path=str(name)), trainer_arguments())
 
     refused("nope", "'nope'")
     bare = tmp_path / "bare"
@@ -513,7 +501,7 @@ def test_models_without_a_tokenizer_and_chat_templates_of_files(model, tmp_path)
 
     def loaded(path):
         arguments = trainer_arguments(chat_template_path=str(path))
-        return load_tokenizer(ModelArguments(model_name_or_path=model), arguments)
+        return scripting.load_tokenizer(ModelArguments(model_name_or_path=model), arguments)
 
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     assert loaded("chat.jinja").chat_template == "{{ messages }}"

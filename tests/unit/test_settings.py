@@ -18,14 +18,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, constants
 from accelerate.utils import launch as launcher
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-    _or_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedStateDictConfig, StateDictType, wrap
 from transformers import TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
@@ -150,10 +143,10 @@ def in_three(module, recurse, nonwrapped_numel):
 LLAMA = make_model("llama")
 MLPS = units("model.layers.0.mlp", "model.layers.1.mlp")
 PEFTS = functools.partial(
-    _or_policy,
+    wrap._or_policy,
     policies=[
-        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_mlp),
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
+        functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=is_mlp),
+        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
     ],
 )
 ONLY_FSDP1 = {
@@ -184,14 +177,14 @@ CASES = [
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
     Case("auto_wrap_policy", {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, policy()),
-    Case("auto_wrap_policy", {"auto_wrap_policy": ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
+    Case("auto_wrap_policy", {"auto_wrap_policy": wrap.ModuleWrapPolicy({LlamaMLP})}, policy(block_types=(LlamaMLP,))),
     Case("auto_wrap_policy", {"auto_wrap_policy": is_mlp}, MLPS),
     Case("auto_wrap_policy", {"auto_wrap_policy": in_three}, MLPS),
     Case("auto_wrap_policy", {"auto_wrap_policy": mlp_of_first}, units("model.layers.0.mlp", "model.layers.1")),
     Case("auto_wrap_policy", {"auto_wrap_policy": PEFTS}, units("model.layers.0.mlp", "model.layers.0.self_attn")),
     Case(
         "auto_wrap_policy",
-        {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=7)},
+        {"auto_wrap_policy": functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=7)},
         policy(min_unit_params=7),
     ),
     Case("auto_wrap_policy", {"auto_wrap_policy": 7}, "ConfigError: auto_wrap_policy is 7; expected"),

@@ -54,9 +54,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(8)]
 
 
-def test_a_plain_trainer_or_accelerator_around_shards_is_named_and_float16_told_once(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_plain_trainer_or_accelerator_is_named_and_float16_told_once(folder: Path, tmp_path: Path) -> None:
     lora = LoraConfig(target_modules=["q_proj"])
     for model in (from_pretrained(folder), from_pretrained(folder, peft_config=lora)):
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())

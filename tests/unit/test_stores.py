@@ -34,9 +34,7 @@ def store(folders: dict[str, Path]) -> Iterator[Any]:
     fs.pseudo_dirs[:] = [""]
 
 
-def test_names_of_stores_and_of_folders_and_a_config_above_a_state(
-    tmp_path: Path, store: Any, folders: dict[str, Path]
-) -> None:
+def test_names_of_stores_and_folders_and_a_config_above_a_state(tmp_path: Path, store: Any, folders: Any) -> None:
     assert stores.as_url("s3://bucket/run/") == "s3://bucket/run"
     assert [stores.as_url(name) for name in ("run", "./a/b", "/a", "C:/a", "file:///a", "org/model")] == [None] * 6
     with pytest.raises(ConfigError, match="as a text: 's3://bucket/run'"):
@@ -123,7 +121,7 @@ def test_a_store_that_lies_is_one_error(store: Any, entry: dict[str, Any], monke
         stores.stub_of("memory://run")
 
 
-def test_a_place_in_errors_and_a_file_that_is_replaced_while_it_is_read(
+def test_a_place_in_errors_and_a_file_that_is_replaced_meanwhile(
     store: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     index, model = CheckpointIndex.open("memory://run"), build_meta_model("memory://run")

@@ -71,9 +71,6 @@ def test_a_batch_script_starts_a_launcher_on_each_machine(tmp_path: Path, capsys
     assert words == ["launch", "--config_file", str(path), "your_script.py"]
 
 
-# ---- SkyPilot ----
-
-
 def test_a_task_of_skypilot(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "two: here.yaml"
     task = yaml.safe_load(written(path, ".sky.yaml", *SIXTEEN, "--skypilot"))
@@ -91,9 +88,6 @@ def test_a_task_of_skypilot(tmp_path: Path, capsys: Any) -> None:
     assert words == ["launch", "--config_file", "/tmp/hf-fsdp/one.yaml", "your_script.py"]
     task = yaml.safe_load(written(tmp_path / "cpu.yaml", ".sky.yaml", "--cpu", "--num-processes", "2", "--skypilot"))
     assert task["resources"] == {"cpus": "16+"}
-
-
-# ---- Kubernetes ----
 
 
 def test_a_job_of_kubernetes(tmp_path: Path) -> None:
@@ -129,9 +123,6 @@ def test_a_job_of_kubernetes(tmp_path: Path) -> None:
     assert words[-3:] == ["--main_process_port", "1234", "your_script.py"]
 
 
-# ---- Hugging Face Jobs ----
-
-
 def test_a_job_of_hugging_face(tmp_path: Path) -> None:
     path = tmp_path / "it's here.yaml"
     written(path, ".jobs.sh", "--gpu", "a100-80gb", "--num-processes", "4", "--hf-jobs")
@@ -157,9 +148,6 @@ def test_names_of_others_are_theirs_and_one_kind_is_written_at_a_time(capsys: An
     with pytest.raises(SystemExit):
         main(["config", "--slurm", "--kubernetes", "--output", "two.yaml"])
     assert "not allowed with argument" in capsys.readouterr().err
-
-
-# ---- all of them ----
 
 
 @pytest.mark.parametrize("kind", ["slurm", "skypilot", "kubernetes", "hf-jobs"])

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
+from hf_fsdp_tools import text as texts
 from hf_fsdp_tools.errors import ConfigError
-from hf_fsdp_tools.text import (
-    comment,
-    dtype_name,
-    listed,
-    listed_lines,
-    merge_alike,
-    printable,
-    show_bytes,
-    show_count,
-    table,
-    within,
-)
+from hf_fsdp_tools.text import listed, listed_lines, table, within
 
 
 def test_a_few_of_many_and_names_that_differ_in_numbers() -> None:
@@ -25,16 +15,20 @@ def test_a_few_of_many_and_names_that_differ_in_numbers() -> None:
     assert listed("abcd", 3, separator=" + ") == "a + b + c and 1 more"
     assert listed_lines("ab", 2) == "- a\n- b"
     assert listed_lines("abc", 2, head="") == "a\nb\n… and 1 more"
-    assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
-    assert merge_alike(["layers.0.w", "layers.1.w", "head"]) == ["layers.{0..1}.w", "head"]
-    assert (show_bytes(1_234_567), show_count(999), show_count(1_234_567)) == ("1.2 MB", "999", "1.2 M")
+    assert texts.dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
+    assert texts.merge_alike(["layers.0.w", "layers.1.w", "head"]) == ["layers.{0..1}.w", "head"]
+    assert (texts.show_bytes(1_234_567), texts.show_count(999), texts.show_count(1_234_567)) == (
+        "1.2 MB",
+        "999",
+        "1.2 M",
+    )
 
 
 def test_what_leaves_the_program_has_no_passwords_and_nothing_that_a_terminal_or_a_file_obeys() -> None:
     text = "Cannot read 's3://me:p@ss@host/run?X-Amz-Signature=abc' and 'https://h/a#b'\n\x1b[2J\u2028\u202ex"
     safe = "Cannot read 's3://host/run' and 'https://h/a'\n\\x1b[2J\\u2028\\u202ex"
-    assert printable(text) == str(ConfigError(text)) == safe and len(str(ConfigError("a" * 10**6))) == 10_000
-    assert comment("a\nb: 1\r\x85c") == "# a b: 1\\r\\x85c" and comment("") == "#"
+    assert texts.printable(text) == str(ConfigError(text)) == safe and len(str(ConfigError("a" * 10**6))) == 10_000
+    assert texts.comment("a\nb: 1\r\x85c") == "# a b: 1\\r\\x85c" and texts.comment("") == "#"
 
 
 WIDE = [("unit", "count", "reason"), ("model.vision.encoder.layers.{0..11}", "12", "block " + "Siglip" * 8), ("a", "1")]

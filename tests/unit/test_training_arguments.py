@@ -108,10 +108,8 @@ def test_the_accelerator_of_the_arguments_has_them_over_variables(key, monkeypat
     plugin = accelerator.state.fsdp_plugin
     assert plugin.fsdp_version == (1 if key == "version" else 2)
     if case.late != ALIKE or row.fsdp2 is None:
-        assert (
-            training_arguments._values(plugin)[row.argument]
-            != training_arguments._values(_plain_plugin(monkeypatch))[row.argument]
-        )
+        ours, plain = map(training_arguments._values, (plugin, _plain_plugin(monkeypatch)))
+        assert ours[row.argument] != plain[row.argument]
     if plugin.fsdp_version == 2:
         agree_with_arguments(plugin_of(args), args, sharded(accelerator))  # what the Trainer does
 
@@ -183,9 +181,6 @@ def test_all_differences_are_in_one_error_and_compiled_blocks_are_not_checkpoint
     args = arguments("activation_checkpointing")
     with pytest.raises(ConfigError, match=r"activation_checkpointing=True \(the model: False\)"):
         agree_with_arguments(plugin_of(args), args, model)
-
-
-# ---- precision, the process group ----
 
 
 def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():

@@ -52,9 +52,6 @@ def unit_names(model: nn.Module, **policy: Any) -> list[tuple[str, ...]]:
 LAYERS = [(f"layers.{index}",) for index in range(6)]
 
 
-# ---- the shape of a plan ---------------------------------------------------------------------------------------------
-
-
 def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     model = build_meta_model(t.LlamaConfig(num_hidden_layers=4))
     plan = make_wrap_plan(model)
@@ -175,9 +172,6 @@ class ReadsConvolution(nn.Module):
         return hidden + nn.functional.conv1d(hidden.float(), self.conv1d.weight, padding=3, groups=32)[..., :-3]
 
 
-# ---- shapes that no registry knows -----------------------------------------------------------------------------------
-
-
 class Holder(nn.Module):
     """A block that is called part by part: it has no forward of its own."""
 
@@ -245,9 +239,6 @@ def test_a_shape_that_no_registry_knows_gets_a_plan_that_shards(fake_group: None
     assert faults(SHAPES[shape]()) == []
 
 
-# ---- policies --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wanted", [RunningBlock, "RunningBlock", "layers.?"], ids=["class", "name", "pattern"])
 def test_block_types_may_be_classes_names_or_patterns(wanted: Any) -> None:
     plan = make_wrap_plan(Model(nn.ModuleList(running())), policy=HybridPolicy(block_types=(wanted,)))
@@ -295,9 +286,6 @@ def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
             Model(nn.ModuleList(running())),
             policy=HybridPolicy(units=(lambda fqn, module: {"colour": 1} if fqn == "norm" else None,)),
         )
-
-
-# ---- plans as data ---------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() -> None:
@@ -348,9 +336,7 @@ def test_a_plan_changed_by_hand_is_checked_rule_by_rule() -> None:
         "in two units": replace(plan, units=(unit("layers.0"), *plan.units)),
         "Children come before parents": replace(plan, units=(unit("layers.0"), unit("layers.0.mlp"), root)),
         "'scale', 0-d or empty": replace(plan, replicated=()),
-        "tied parameter embed.weight = head.weight": replace(
-            plan, units=(unit("embed"), *(unit(*n) for n in LAYERS), root)
-        ),
+        "tied parameter embed.weight = head": replace(plan, units=(unit("embed"), *(unit(*n) for n in LAYERS), root)),
         "6 blocks are left in the root": replace(plan, units=(root,)),
         "whose forward never runs": replace(plan, units=(unit("layers"), root)),
     }
