@@ -51,11 +51,9 @@ def runs(tmp_path_factory) -> Series:
         "wrong": [{"prompt": "?", "chosen": "!"}] * 8,
         "classes": classes,
         "numbers": [{"sentence": row["text"], "stars": n % 3} for n, row in enumerate(classes)],
-        **{
-            name: [{"text": row["text"], "label": label} for row, label in zip(classes, column, strict=True)]
-            for name, column in columns.items()
-        },
     }
+    for name, column in columns.items():
+        rows[name] = [{"text": row["text"], "label": label} for row, label in zip(classes, column, strict=True)]
     data = {name: ["--dataset_name", write_split(folder / f"{name}_rows", part)] for name, part in rows.items()}
     model = str(make_demo_model(folder / "model", hidden_size=64, num_layers=2, max_length=256))
     options = ["--model_name_or_path", model, "--per_device_train_batch_size", "2", "--logging_steps", "1"]

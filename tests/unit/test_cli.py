@@ -266,10 +266,8 @@ def test_a_launch_warns_of_what_its_file_leaves_open(capsys, tmp_path, on_cpu, m
     launched: list[list[str]] = []
     monkeypatch.setattr(launch, "_run", lambda words: launched.append(words) or 0)
     path = tmp_path / "old.yaml"
-    path.write_text(
-        "distributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\ngpu_ids: ''\n"
-        "fsdp_config:\n  fsdp_backward_prefetch: BACKWARD_POST\n"
-    )
+    old = "distributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\ngpu_ids: ''\n"
+    path.write_text(old + "fsdp_config: {fsdp_backward_prefetch: BACKWARD_POST}\n")
     code, _, err = run(capsys, "finetune", "--config_file", path)
     for warning in ("fsdp_version is absent", "Only FSDP1 has fsdp_backward_prefetch", "num_processes is absent"):
         assert f"warning: {path}: {warning}" in err

@@ -162,11 +162,9 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"distributed_type", "num_processes", "deepspeed_config_file", "zero3_init_flag", "optimizer.params.betas"}
     assert keys <= became.keys() and len(became) == 21, "each key of both files has a row"
 
+    two = {"zero_stage": 2, "gradient_clipping": 0.5, "offload_param_device": "none"}
     file = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "fp16"}
-    new, became = translate(
-        tmp_path,
-        file | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "offload_param_device": "none"}},
-    )
+    new, became = translate(tmp_path, file | {"deepspeed_config": two})
     assert became["offload_param_device"] == "so without it too"
     assert new == says(num_processes=8, mixed_precision="fp16", reshard_after_forward=False)
     old = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}

@@ -231,9 +231,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
 )
-entries = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(["F32", "BF16", "U8"]) | json_values, "shape": json_values, "data_offsets": json_values}
-)
+dtypes = st.sampled_from(["F32", "BF16", "U8"]) | json_values
+entries = st.fixed_dictionaries({"dtype": dtypes, "shape": json_values, "data_offsets": json_values})
 
 
 @settings(max_examples=25)

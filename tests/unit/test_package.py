@@ -169,10 +169,10 @@ def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(starte
     assert "estimated for 8 GPUs, not for --num_processes 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(4, ["--num_processes", "8"]), (4, ["--config_file", "eight.yaml"]), (0, ["--config_file", "eight.yaml"])],
-)
+EIGHT = ["--config_file", "eight.yaml"]
+
+
+@pytest.mark.parametrize(("count", "words"), [(4, ["--num_processes", "8"]), (4, EIGHT), (0, EIGHT)])
 def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, capsys, tmp_path, count, words):
     monkeypatch.chdir(tmp_path)
     imitate_gpus(monkeypatch, count)

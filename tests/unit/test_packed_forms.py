@@ -29,16 +29,10 @@ def deepseek_v3() -> Any:
     return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, first_k_dense_replace=1))
 
 
+PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "scale_dtype": "torch.float32"}
 SAYS: dict[str, dict[str, Any]] = {
     "fp8 and fp4 experts": {"weight_block_size": [8, 16], "expert_dtype": "fp4"},
-    "compressed per tensor": {
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "scale_dtype": "torch.float32"},
-            }
-        }
-    },
+    "compressed per tensor": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": PER_TENSOR}}},
 }
 """What released configurations say, beside the small ones of the checkpoints."""
 

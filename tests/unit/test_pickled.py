@@ -103,10 +103,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "could run code, so it was not opened .*GLOBAL.*allow its classes.*Convert weights to safetensors",
     ),
     "expanded": (lambda file: torch.save({"a": torch.ones(3).expand(4, 3)}, file), "'a' is an expanded .*contiguous"),
-    "a number": (
-        lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file),
-        r"no tensors: 'epoch' \(int\); expected the state dict of a model alone",
-    ),
+    "a number": (lambda file: torch.save({"a": torch.ones(3), "epoch": 3}, file), r"no tensors: 'epoch' \(int\); ex"),
     "big-endian": (lambda file: rezipped(saved(file), file, zipfile.ZIP_STORED, byteorder=b"big"), "big"),
     "a pipe": (os.mkfifo, "is no regular file"),
 }
@@ -129,13 +126,12 @@ DOUBLED = b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i
 
 HEX = b"\x80\x02" + b"c_codecs\nencode\n" * 40 + b"X\x01\0\0\0aX\6\0\0\0latin1\x86R" + b"X\3\0\0\0hex\x86R" * 39 + b"."
 
+OF_ONE_HASH = {i * (2**61 - 1): 1 for i in range(11_000)}
+
 ENDLESS: dict[str, tuple[Any, str]] = {
     "tuples of tuples": (archive(DOUBLED), "containers hold [0-9,]+ values in 23 levels"),
     "a list of itself": (archive(b"\x80\x02]q\x00(h\x00e."), "is filled after it was put into another"),
-    "numbers of one hash": (
-        lambda file: torch.save({i * (2**61 - 1): 1 for i in range(11_000)}, file),
-        "more than 10,000 keys are neither texts",
-    ),
+    "numbers of one hash": (lambda file: torch.save(OF_ONE_HASH, file), "more than 10,000 keys are neither texts"),
     "a text that doubles": (archive(HEX), "it encodes as 'hex', expected latin1"),
     "zeros of any number": (archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."), "it makes a bytearray"),
     "a tuple in a tuple in a tuple": (archive(b"\x80\x02K\x01" + b"\x85" * 300 + b"."), "values in 101 levels"),

@@ -40,10 +40,8 @@ def test_a_manifest_names_what_is_gone_or_has_another_size(tmp_path: Path) -> No
     assert problem_of(folder) == ""
     (folder / "optimizer_0" / ".metadata").unlink()
     (folder / "scheduler.pt").write_bytes(b"cut")
-    assert manifest.damage(folder) == {
-        "optimizer_0/.metadata": "is absent",
-        "scheduler.pt": "has 3 bytes, and had 22 when it was saved",
-    }
+    sizes = "has 3 bytes, and had 22 when it was saved"
+    assert manifest.damage(folder) == {"optimizer_0/.metadata": "is absent", "scheduler.pt": sizes}
     assert "'optimizer_0/.metadata' is absent" in problem_of(folder)
     assert "optimizer" not in problem_of(folder, checkpoints.STATE_FILES), "that it is absent is allowed"
 

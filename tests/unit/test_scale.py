@@ -122,10 +122,8 @@ def test_only_boxes_that_a_piece_meets_are_looked_at(dim: int) -> None:
     assert len(bucket.arrivals) == len(pieces), "an entry for each tensor, not for each rank"
     own = {each.name: [box for box, _ in each.parts(3)] for each in bucket.arrivals}
     assert sum(map(len, own.values())) == (2 if dim == 0 else len(pieces))
-    parts = {
-        name: [Part(name="", box=box, data=torch.zeros(box.length), dtype=torch.float32) for box in boxes]
-        for name, boxes in own.items()
-    }
+    make = lambda box: Part(name="", box=box, data=torch.zeros(box.length), dtype=torch.float32)  # noqa: E731
+    parts = {name: list(map(make, boxes)) for name, boxes in own.items()}
     with patch.object(dist, "batch_isend_irecv", return_value=[]) as sent:
         Exchange(bucket.arrivals, parts, torch.device("cpu"))
     assert len(sent.call_args.args[0]) == 1, "one message to the rank that gets them"

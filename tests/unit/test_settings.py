@@ -33,6 +33,7 @@ from tests._checkpoints import make_model
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP8 = Float8Policy()
+MIXED = {"param_dtype": "bf16", "reduce_dtype": torch.float32}
 
 
 # ---- the lists, from the sources ----
@@ -122,10 +123,11 @@ def policy(**settings: Any) -> Callable[[HybridFSDPPlugin], bool]:
 
 
 def units(*wanted: str) -> Callable[[HybridFSDPPlugin], bool]:
-    return lambda plugin: (
-        set(wanted)
-        <= {name for unit in make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA)).units for name in unit.modules}
-    )
+    return lambda plugin: set(wanted) <= {name for unit in plan_of(plugin).units for name in unit.modules}
+
+
+def plan_of(plugin: HybridFSDPPlugin) -> Any:
+    return make_wrap_plan(LLAMA, policy=plugin.policy_for(LLAMA))
 
 
 def is_mlp(module):
@@ -141,6 +143,7 @@ def in_three(module, recurse, nonwrapped_numel):
 
 
 LLAMA = make_model("llama")
+replicated = lambda plugin: plugin.policy_for(LLAMA).replicate  # noqa: E731
 MLPS = units("model.layers.0.mlp", "model.layers.1.mlp")
 PEFTS = functools.partial(
     wrap._or_policy,
@@ -149,6 +152,7 @@ PEFTS = functools.partial(
         functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={LlamaAttention}),
     ],
 )
+OF_SEVEN = functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=7)
 ONLY_FSDP1 = {
     "backward_prefetch": "BACKWARD_POST",
     "forward_prefetch": True,
@@ -168,11 +172,7 @@ CASES = [
     Case("sharding_strategy", {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ConfigError: .*NO_SHARD.*MULTI_GPU"),
     Case("cpu_offload", {"FSDP_OFFLOAD_PARAMS": "true"}, lambda p: isinstance(p.cpu_offload, CPUOffloadPolicy)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "bf16"}, has("mixed_precision_policy", BF16)),
-    Case(
-        "mixed_precision_policy",
-        {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": torch.float32}},
-        has("mixed_precision_policy", BF16),
-    ),
+    Case("mixed_precision_policy", {"mixed_precision_policy": MIXED}, has("mixed_precision_policy", BF16)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp8"}, has("mixed_precision_policy", FP8)),
     Case("mixed_precision_policy", {"mixed_precision_policy": "fp4"}, "ConfigError: .*fp4.*Use no, bf16, fp16, fp32"),
     Case("mixed_precision_policy", {"mixed_precision_policy": {"dtype": "bf16"}}, "ConfigError: no dtype; FSDP2 takes"),
@@ -182,11 +182,7 @@ CASES = [
     Case("auto_wrap_policy", {"auto_wrap_policy": in_three}, MLPS),
     Case("auto_wrap_policy", {"auto_wrap_policy": mlp_of_first}, units("model.layers.0.mlp", "model.layers.1")),
     Case("auto_wrap_policy", {"auto_wrap_policy": PEFTS}, units("model.layers.0.mlp", "model.layers.0.self_attn")),
-    Case(
-        "auto_wrap_policy",
-        {"auto_wrap_policy": functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=7)},
-        policy(min_unit_params=7),
-    ),
+    Case("auto_wrap_policy", {"auto_wrap_policy": OF_SEVEN}, policy(min_unit_params=7)),
     Case("auto_wrap_policy", {"auto_wrap_policy": 7}, "ConfigError: auto_wrap_policy is 7; expected"),
     Case(
         "transformer_cls_names_to_wrap",
@@ -205,14 +201,10 @@ CASES = [
     ),
     Case("min_num_params", {"min_num_params": 2000}, r"warning: min_num_params=2000.*only with SIZE_BASED_WRAP"),
     Case(
-        "ignored_modules",
-        {"FSDP_IGNORED_MODULES": r".*\.mlp"},
-        lambda p: p.policy_for(LLAMA).replicate == ("model.layers.0.mlp", "model.layers.1.mlp"),
+        "ignored_modules", {"FSDP_IGNORED_MODULES": r".*\.1\.mlp"}, lambda p: replicated(p) == ("model.layers.1.mlp",)
     ),
     Case(
-        "ignored_modules",
-        {"ignored_modules": [LLAMA.lm_head]},
-        lambda p: make_wrap_plan(LLAMA, policy=p.policy_for(LLAMA)).replicated == ("lm_head.weight",),
+        "ignored_modules", {"ignored_modules": [LLAMA.lm_head]}, lambda p: plan_of(p).replicated == ("lm_head.weight",)
     ),
     Case("state_dict_type", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, lambda p: "FULL" in p.state_dict_type.name),
     Case("cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}, has("cpu_ram_efficient_loading", True)),

@@ -282,10 +282,7 @@ def test_what_no_policy_can_be_is_refused_with_the_cure() -> None:
     with pytest.raises(WrapPlanError, match=r"min_unit_params is -1.*block_types is 'Block'.*write \('Block',\)"):
         HybridPolicy(min_unit_params=-1, block_types="Block")  # type: ignore[arg-type]
     with pytest.raises(WrapPlanError, match="unknown options colour; known are"):
-        make_wrap_plan(
-            Model(nn.ModuleList(running())),
-            policy=HybridPolicy(units=(lambda fqn, module: {"colour": 1} if fqn == "norm" else None,)),
-        )
+        unit_names(Model(nn.ModuleList(running())), units=(lambda fqn, _: {"colour": 1} if fqn == "norm" else None,))
 
 
 def test_a_plan_is_data_with_a_stable_digest_and_says_for_whom_a_unit_is_kept() -> None:
