@@ -91,16 +91,16 @@ def test_what_repeats_is_opened_down_to_blocks_and_no_further() -> None:
     assert blocks_of(Model(nn.ModuleList([Block(64)]))) == ("layers.0",)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named experts", "known by their router"])
-def test_single_experts_are_not_blocks(named: bool) -> None:
+def test_single_experts_are_not_blocks_by_their_name_or_their_router() -> None:
     class Moe(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, experts: str) -> None:
             super().__init__()
             self.attn = nn.Linear(8, 8)
             self.gate = nn.Linear(8, 6, bias=False)
-            setattr(self, "experts" if named else "parts", nn.ModuleList(Block() for _ in range(6)))
+            setattr(self, experts, nn.ModuleList(Block() for _ in range(6)))
 
-    assert blocks_of(Model(nn.ModuleList(Moe() for _ in range(3)))) == numbered("layers.", 3)
+    for name in ("experts", "parts"):
+        assert blocks_of(Model(nn.ModuleList(Moe(name) for _ in range(3)))) == numbered("layers.", 3)
 
 
 def test_small_stacks_are_minor_and_the_final_norm_is_that_of_the_tower_with_the_head() -> None:

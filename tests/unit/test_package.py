@@ -66,6 +66,7 @@ def test_the_image_is_built_of_what_the_wheel_needs(tmp_path):
     assert made == names_in_the_wheel(tmp_path / "whole")
 
 
+EIGHT = FSDPConfig(num_processes=8).to_accelerate_yaml()
 MAIN = "from hf_fsdp_tools.cli.main import main; main()"
 
 
@@ -169,34 +170,29 @@ def test_the_options_for_a_model_are_found_by_name_with_their_launch_file(starte
     assert "estimated for 8 GPUs, not for --num_processes 4" in capsys.readouterr().err
 
 
-EIGHT = ["--config_file", "eight.yaml"]
-
-
-@pytest.mark.parametrize(("count", "words"), [(4, ["--num_processes", "8"]), (4, EIGHT), (0, EIGHT)])
-def test_a_run_on_gpus_that_are_not_there_is_not_started(started, monkeypatch, capsys, tmp_path, count, words):
-    monkeypatch.chdir(tmp_path)
-    imitate_gpus(monkeypatch, count)
-    Path("eight.yaml").write_text(FSDPConfig(num_processes=8).to_accelerate_yaml())
-    assert main(["finetune", *words]) == 1 and not started
-    said = capsys.readouterr().err
-    assert "--cpu" in said if count == 0 else ("--num_processes 4" in said or "4 GPU(s)" in said)
-    assert said.count("\n") == 1
-
-
 @pytest.mark.parametrize(
-    ("text", "cure"),
+    ("count", "text", "words", "cure"),
     [
-        (None, "there is no such file; `hf-fsdp config` makes one, and the package has 1x24gb, "),
-        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "hf-fsdp config --from"),
-        ("distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "num_processes"),
+        (4, None, "--num_processes 8", "4 GPU(s)"),
+        (4, EIGHT, "--config_file own.yaml", "--num_processes 4"),
+        (0, EIGHT, "--config_file own.yaml", "--cpu"),
+        (
+            4,
+            None,
+            "--config_file own.yaml",
+            "there is no such file; `hf-fsdp config` makes one, and the package has 1x",
+        ),
+        (4, "distributed_type: MULTI_GPU\nnum_processes: 2\n", "--config_file own.yaml", "hf-fsdp config --from"),
+        (4, "distributed_type: FSDP\nnum_processes: 1\nnum_procs: 2\n", "--config_file own.yaml", "num_processes"),
     ],
 )
-def test_a_config_that_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tmp_path, text, cure):
-    path = tmp_path / "own.yaml"
-    if text is not None:
-        path.write_text(text)
-    assert main(["finetune", "--config_file", str(path)]) == 1 and not started
-    assert cure in capsys.readouterr().err
+def test_what_cannot_be_launched_is_not_started(started, monkeypatch, capsys, tmp_path, count, text, words, cure):
+    monkeypatch.chdir(tmp_path)
+    imitate_gpus(monkeypatch, count)
+    Path("own.yaml").write_text(text) if text is not None else None
+    assert main(["finetune", *words.split()]) == 1 and not started
+    said = capsys.readouterr().err
+    assert cure in said and (said.count("\n") == 1 or text not in (None, EIGHT))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sizes and rules by which layers and experts cannot be divided: one error, with values and cure, before any is."""
 
+from itertools import product
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -61,23 +62,15 @@ def test_rows_are_tried_before_experts_are_divided_and_adapters_come_after():
         checked_rules(model.get_base_model(), 2, 1)
 
 
-@pytest.mark.parametrize("size", [0, 2.0, True])
-@pytest.mark.parametrize("name", ["tp_size", "ep_size"])
-def test_sizes_are_whole_numbers_from_1(name, size):
-    said = f"{name} is {size!r}; it must be a whole number, 1 or more"
-    for make in (lambda: ParallelDims(**{name: size}), lambda: dims_of(SimpleNamespace(**{name: size}))):
-        with pytest.raises(MeshError, match=said):
-            make()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
+def test_sizes_are_whole_numbers_from_1_that_fit():
+    for name, size in product(("tp_size", "ep_size"), (0, 2.0, True)):
+        for make in (ParallelDims, lambda **sizes: dims_of(SimpleNamespace(**sizes))):
+            with pytest.raises(MeshError, match=f"{name} is {size!r}; it must be a whole number, 1 or more"):
+                make(**{name: size})
+    for sizes, said in (
         ({"tp_size": 3}, "x tp_size 3 does not make the 8 processes"),
         ({"ep_size": 8, "dp_replicate_size": 2}, "ep_size 8 does not divide the 4 processes of a copy"),
         ({"ep_size": 2, "tp_size": 2, "cp_size": 2}, "ep_size 2 is no multiple of cp_size 2 x tp_size 2"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, said):
-    with pytest.raises(MeshError, match=said):
-        ParallelDims(**sizes).resolve(8)
+    ):
+        with pytest.raises(MeshError, match=said):
+            ParallelDims(**sizes).resolve(8)

@@ -234,7 +234,11 @@ def _deadly(point: int) -> dict[str, object]:
     return {name: counted(getattr(os, name)) for name in ("mkdir", "rename", "link", "unlink", "rmdir", "fsync")}
 
 
-def test_a_rename_that_fails_is_undone(tmp_path: Path) -> None:
+def test_a_rename_that_fails_is_undone_and_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("x" * 250, "file/state", "file"):
+        with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
+            save(tmp_path / name, "new")
     folder = tmp_path / "state"
     save(folder, "old")
     rename = Path.rename
@@ -274,10 +278,3 @@ def test_two_jobs_that_save_to_one_folder_are_told_so_and_leftovers_of_others_ar
         fcntl.flock(of_another, fcntl.LOCK_EX)
         states.remove_leftovers(tmp_path, "checkpoint_*")
     assert {path.name for path in tmp_path.iterdir()} == {"state", ".checkpoint_2.incomplete", ".checkpoint_2.lock"}
-
-
-@pytest.mark.parametrize("name", ["x" * 250, "file/state", "file"])
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"Cannot save to '|is a file"):
-        save(tmp_path / name, "new")

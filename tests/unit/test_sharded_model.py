@@ -24,20 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_an_accelerator_is_refused_before_anything_is_loaded_and_names_of_torch_are_taken() -> None:
+    for given, said in (
         ({"mixed_precison": "bf16"}, "no argument 'mixed_precison': did you mean mixed_precision"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61' is no floating-point dtype"),
         ({"dynamo_backend": "indctor"}, "backend of torch.compile is 'indctor': unknown: did you mean inductor"),
-    ],
-)
-def test_an_accelerator_is_refused_before_anything_is_loaded(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_accelerator(**given)
-
-
-def test_names_of_torch_are_taken_and_the_mixin_after_the_trainer_is_named() -> None:
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_accelerator(**given)
     accelerator = make_accelerator(mixed_precision="bfloat16", dynamo_backend=DynamoBackend.EAGER)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend is DynamoBackend.EAGER
     with pytest.raises(ConfigError, match=r"class Late\(Trainer, FSDPTrainerMixin\).*Late\(FSDPTrainerMixin, Trainer"):

@@ -197,20 +197,15 @@ def test_a_precision_and_a_plugin_stay_in_force_until_others_are_given():
     assert make_accelerator(cpu=True).state.fsdp_plugin is given, "and kept where none is given"
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
-        (
-            {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)},
-            r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]",
-        ),
-    ],
-)
-def test_a_second_accelerator_with_other_settings_is_one_error(asked, said):
+def test_a_second_accelerator_with_other_settings_is_one_error():
     make_accelerator(cpu=True)
-    with pytest.raises(ConfigError, match=rf"exists already .*{said}.*make_accelerator\(arguments\)"):
-        make_accelerator(cpu=True, **asked)
+    sizes = r"dp_replicate_size, dp_shard_size, cp_size, tp_size are \[2, 4, 1, 1\] and were \[1, 1, 1, 1\]"
+    for asked, said in (
+        ({"mixed_precision": "bf16"}, "mixed_precision is 'bf16' and was 'no'"),
+        ({"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)}, sizes),
+    ):
+        with pytest.raises(ConfigError, match=rf"exists already .*{said}.*make_accelerator\(arguments\)"):
+            make_accelerator(cpu=True, **asked)
 
 
 @pytest.mark.parametrize("both", [False, True])
