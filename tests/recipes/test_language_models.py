@@ -142,10 +142,10 @@ def test_an_error_is_one_line_which_the_first_rank_says_though_it_comes_to_it_la
     with pytest.raises(ChildFailedError) as ended:
         elastic_launch(LaunchConfig(1, 1, 2, **where, max_restarts=0, monitor_interval=0.1, logs_specs=logs), late)()
     assert ended.value.get_first_failure()[1].exitcode == 1
-    said = [file.read_text() for file in tmp_path.rglob("stderr.log")]
-    errors = [line for text in said for line in text.splitlines() if line.startswith("finetune: error:")]
-    assert len(said) == 2 and errors == ["finetune: error: the dataset has no column 'text'"], said
-    assert not any("Traceback" in text for text in said), said
+    said = {file.parent.name: file.read_text() for file in tmp_path.rglob("stderr.log")}
+    errors = {rank: re.findall("^finetune: error: .*$", text, re.MULTILINE) for rank, text in said.items()}
+    assert errors == {"0": ["finetune: error: the dataset has no column 'text'"], "1": []}, said
+    assert not any("Traceback" in text for text in said.values()), said
 
 
 @pytest.mark.parametrize(("name", "fall"), [("lora", 0.0), ("stream", 0.5), ("loop", 0.2)])
