@@ -93,7 +93,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_hostile_file_is_one_error(tmp_path: Path, name: str) -> None:
+def test_a_hostile_header_is_one_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(BAD_FILES[name][0])
     refused(tmp_path, rf"model\.safetensors(.|\n)*{BAD_FILES[name][1]}")
 

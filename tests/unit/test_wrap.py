@@ -91,6 +91,9 @@ def test_embedding_blocks_large_experts_and_tail_are_units() -> None:
     tower = [unit for unit in plan.units if "vision_tower" in unit.modules[0]]
     assert len(tower) == 27 and len({unit.num_params for unit in tower}) == 1
     assert plan.units[-1].modules == ("",) and plan.units[-1].num_params < 3e7, "of 4.1e8 before"
+    model = Model(nn.ModuleList(running(6, width=256)))
+    model.tower = nn.ModuleList(running(4, width=64))
+    assert unit_names(model) == [*LAYERS, ("",)], "a tower below the ceiling is gathered with the root"
 
 
 def test_a_list_of_experts_is_gathered_as_a_whole_never_one_by_one(fake_group: None) -> None:
