@@ -372,6 +372,8 @@ def _in_groups(format: str, **weights: Any) -> dict[str, Any]:
     return _compressed("group") | {"format": format, "config_groups": {"group_0": group}}
 
 
+_IN_WORDS = partial(_in_groups, "pack-quantized", type="int", strategy="group")
+
 QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.Tensor], Tensors], dict[str, Any]]] = {
     "fp8": (partial(_tied, _EVEN), _fp8, _FP8_CONFIG | {"weight_block_size": [8, 16]}),
     "fp8 of 128 x 128": (_qwen3_large, partial(_fp8, block=WHOLE), _FP8_CONFIG | {"weight_block_size": [*WHOLE]}),
@@ -382,16 +384,8 @@ QUANTIZED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[str, torch.T
     "compressed per tensor": (_even_llama, _per_tensor, _compressed("tensor")),
     "compressed int8": (_even_llama, partial(_per_channel, is_int=True), _compressed("channel", "int")),
     "compressed experts": (_even_mixtral, _per_channel, _compressed("channel")),
-    "compressed int4": (
-        _even_llama,
-        partial(_packed, is_symmetric=False),
-        _in_groups("pack-quantized", type="int", strategy="group", symmetric=False),
-    ),
-    "compressed int4 experts": (
-        _even_mixtral,
-        partial(_packed, is_symmetric=True),
-        _in_groups("pack-quantized", type="int", strategy="group"),
-    ),
+    "compressed int4": (_even_llama, partial(_packed, is_symmetric=False), _IN_WORDS(symmetric=False)),
+    "compressed int4 experts": (_even_mixtral, partial(_packed, is_symmetric=True), _IN_WORDS()),
     "compressed nvfp4": (
         _even_llama,
         _nvfp4,

@@ -42,16 +42,10 @@ def test_the_quick_start_trains_and_leaves_a_normal_checkpoint(tmp_path):
     with fake_hub({}, root=tmp_path / "hub") as hub:
         reached = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
         reached |= {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
-        words = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            _launch.CONFIG,
-            ROOT / "recipes/finetune.py",
-        ]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", _launch.CONFIG]
+        words = [*launcher, ROOT / "recipes" / "finetune.py", *options]
         told = {"capture_output": True, "text": True, "timeout": LIMIT_S}
-        done = subprocess.run([*words, *options], cwd=tmp_path, env=os.environ | reached, **told)
+        done = subprocess.run(words, cwd=tmp_path, env=os.environ | reached, **told)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         uploaded = hub.files("me/tuned")
     for shown in ("model.layers.{0..", "LlamaDecoderLayer", "dp_shard 2 on cpu", "rank 0 read", "sample"):

@@ -18,20 +18,13 @@ NO_PREFERENCE = pytest.approx(0.6931, abs=1e-4)
 
 CLASSES = ["language", "special methods", "statements", "types"]
 
-
+STREAMED = "--max_steps 2 --precompute_ref_log_probs --dataset_streaming"
+SWAPPED = "--text_column stars --label_column sentence"
 REFUSED = {
     "same": ("dpo", "--dataset_name {same}", "`chosen` equals `rejected`"),
-    "streamed": (
-        "dpo",
-        "--dataset_name {turns} --max_steps 2 --precompute_ref_log_probs --dataset_streaming",
-        "--precompute_ref_log_probs writes its values beside the data set",
-    ),
+    "streamed": ("dpo", f"--dataset_name {{turns}} {STREAMED}", "--precompute_ref_log_probs writes its values beside"),
     "wrong": ("reward", "--dataset_name {wrong}", "Needed: `chosen` and `rejected`"),
-    "swapped": (
-        "classify",
-        "--dataset_name {numbers} --text_column stars --label_column sentence",
-        "the column `text` must hold text, and is 0",
-    ),
+    "swapped": ("classify", f"--dataset_name {{numbers}} {SWAPPED}", "the column `text` must hold text, and is 0"),
     "scores": ("classify", "--dataset_name {scores}", "float64"),
     "ids": ("classify", "--dataset_name {ids}", "16 different labels in 16 rows"),
     "holes": ("classify", "--dataset_name {holes}", "rows without a class"),
